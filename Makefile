@@ -1,0 +1,44 @@
+# Every target sets up what it needs by itself; Python and make are all a bare machine must have.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help quickstart test test-slow lint bench docs clean
+
+help:
+	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
+	@echo "make test         the test suite (make test-slow: the longer checks)"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        time and memory against the peers and a plain epoch"
+	@echo "make docs         the documentation, in site/"
+
+quickstart: $(VENV)/.recipes
+	$(BIN)/python recipes/quickstart.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.test $(VENV)/.peers
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.test $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.recipes $(VENV)/.peers
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.recipes $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra: `make lint` after `make test` installs only what is new.
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch $@

@@ -1,0 +1,1 @@
+"""Calibrated uncertainty for any LightningModule."""

@@ -1,0 +1,46 @@
+"""Likelihoods `p(y | f)` of targets given a network's outputs, and what predictions need of them.
+
+| word | likelihood | outputs `f` | targets `y` |
+|---|---|---|---|
+| `"classification"` | `Categorical()` | logits `[B, C, …]` | class indices `[B, …]` |
+| `"binary"` | `Bernoulli()` | logits `[B]`, `[B, L, …]` | 0 or 1, the same shape |
+| `"regression"` | `Gaussian()` | means `[B, …]` | real, the same shape |
+| | `HeteroscedasticGaussian()` | means and log-variances `[B, 2D, …]` | real `[B, D, …]` |
+"""
+
+from .base import ClassPredictive, LabelPredictive, Likelihood, LikelihoodError, Predictive
+from .bernoulli import Bernoulli
+from .categorical import Categorical
+from .gaussian import Gaussian
+from .heteroscedastic import HeteroscedasticGaussian
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "ClassPredictive",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "LabelPredictive",
+    "Likelihood",
+    "LikelihoodError",
+    "Predictive",
+    "resolve",
+]
+
+_WORDS: dict[str, type[Likelihood]] = {"classification": Categorical, "binary": Bernoulli, "regression": Gaussian}
+
+
+def resolve(likelihood: str | Likelihood) -> Likelihood:
+    """The likelihood meant by a word, or the given one.
+
+    >>> resolve("classification")
+    Categorical(ignore_index=-100)
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in _WORDS:
+        return _WORDS[likelihood]()
+    words = ", ".join(repr(word) for word in _WORDS)
+    raise LikelihoodError(
+        f"likelihood={likelihood!r} is not known; use one of {words}, or a Likelihood such as Gaussian(noise_std=0.3)."
+    )

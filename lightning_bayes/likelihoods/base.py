@@ -1,0 +1,174 @@
+"""A likelihood `p(y | f)`: what the rest of the package asks of it, and what it answers about predictions.
+
+For a batch of outputs `f` (layouts in `outputs.py`) and targets `y`, a likelihood knows
+
+- `log p(y | f)`, every constant included, and its gradient, the *residual* `r = ∂ log p(y | f) / ∂f`;
+- a root `S` of the output Fisher `Λ = E_y[r rᵀ] = SSᵀ`, `y` drawn from the model. It equals the output Hessian
+  `−∂² log p / ∂f²` where `f` is the natural parameter (Categorical, Bernoulli, Gaussian), and is PSD always;
+- how to draw `y` from the model;
+- the mean and variance of `y` given `f`, which is all a predictive needs: integrating out `f`, by the law of total
+  variance,
+
+      E[y] = E_f[E[y | f]],    Var[y] = Var_f(E[y | f]) + E_f[Var(y | f)] = epistemic + aleatoric.
+
+  For a class label, read as a one-hot vector, `E[y | f] = p` and `Var(y | f) = p(1 − p)`, so that this is the
+  decomposition `diag Cov[p] + E[p(1 − p)] = E[p](1 − E[p])` of Kwon et al. (2020), "Uncertainty quantification using
+  Bayesian neural networks in classification", on the diagonal.
+
+A likelihood of your own needs four methods: `log_likelihood_per_example`, `fisher_root`, `sample` and `conditional`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .outputs import LikelihoodError, check_floating, check_output, draw_gaussian, widen
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """The predictive distribution of real targets, `f` integrated out; all tensors have the shape of `y`."""
+
+    mean: Tensor  # E[y]
+    epistemic: Tensor  # Var_f(E[y | f]): what more data would remove
+    aleatoric: Tensor  # E_f[Var(y | f)]: noise
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of `y`, noise included."""
+        return self.epistemic + self.aleatoric
+
+    @property
+    def entropy(self) -> Tensor:
+        """`½ log 2πe·Var[y]` of every output: the differential entropy of the Gaussian with this variance."""
+        return 0.5 * torch.log(2 * math.pi * math.e * self.variance)
+
+
+@dataclass(frozen=True)
+class ClassPredictive(Predictive):
+    """The predictive distribution of one class label out of `C`: `probs`, epistemic and aleatoric are `[B, C, …]`."""
+
+    @property
+    def probs(self) -> Tensor:
+        """The predictive probabilities."""
+        return self.mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """The predictive entropy `−Σ_c p_c log p_c` with `0 log 0 = 0`, of shape `[B, *positions]`."""
+        return torch.special.entr(self.probs).sum(1)
+
+
+@dataclass(frozen=True)
+class LabelPredictive(ClassPredictive):
+    """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
+
+    @property
+    def entropy(self) -> Tensor:
+        """The binary entropy of every label, in the shape of `probs`; sum over labels for that of the whole vector."""
+        return torch.special.entr(self.probs) + torch.special.entr(1 - self.probs)
+
+
+class Likelihood(ABC):
+    """`p(y | f)` of targets `y` given network outputs `f` (layouts `[B]`, `[B, C]`, `[B, C, *positions]`).
+
+    Likelihoods are immutable and their methods pure. `check` is for the edge, once per batch; the others repeat only
+    what is free, so a target that would broadcast is refused everywhere.
+    """
+
+    predictive: ClassVar[type[Predictive]] = Predictive
+    links: ClassVar[tuple[str, ...]] = ("mc",)  # the ways to integrate over f; the first is the default
+
+    @abstractmethod
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        """`log p(yₙ | fₙ)` of every example, summed over its positions and outputs, with all constants: `[B]`."""
+
+    @abstractmethod
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Columns `S` `[K, B, C, *positions]` with `Λ = Σ_k S_k S_kᵀ` over dim C, at every example and position.
+
+        `y` serves only to find the positions without a target (`ignore_index`): their columns are zero.
+        """
+
+    @abstractmethod
+    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+        """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1) of the shape of `f`.
+
+        Every example depends on its own numbers alone, so batches may be split anyhow. Positions that `y` marks as
+        having no target keep that mark.
+        """
+
+    @abstractmethod
+    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and the variance of `y` given `f`, each in the shape of `y` (of its one-hot form, for classes)."""
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Raise `LikelihoodError`, in one sentence, when outputs or targets do not fit this likelihood."""
+        name = type(self).__name__
+        check_floating(name, f)
+        if y.ndim == 0 or len(y) != len(f):
+            raise LikelihoodError(
+                f"{name} needs one target per example, got outputs of shape {list(f.shape)} "
+                f"and targets of shape {list(y.shape)}."
+            )
+        check_output(name, f)
+
+    def log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
+        """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
+        return self.log_likelihood_per_example(f, y).sum()
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """`∂ log p(y | f) / ∂f` in the shape of `f`; zero where there is no target."""
+        gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)
+        return gradient
+
+    def point(self, f: Tensor) -> Predictive:
+        """The predictive at known outputs `f` (MAP): no epistemic part."""
+        mean, variance = self.conditional(f)
+        return self.predictive(mean, torch.zeros_like(mean), variance)
+
+    def from_samples(self, f_samples: Tensor) -> Predictive:
+        """The Monte Carlo predictive of given output samples `[S, B, …]`, by the law of total variance."""
+        S, B = f_samples.shape[:2]
+        means, variances = (t.unflatten(0, (S, B)) for t in self.conditional(f_samples.flatten(0, 1)))  # [S, B, …]
+        mean = means.mean(0)
+        return self.predictive(mean, (means - mean).square().mean(0), variances.mean(0))
+
+    def integrate(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Predictive:
+        """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
+
+        `link` is one of `links`; `samples` and `generator` are for what is drawn (by default everything).
+        """
+        self.choose_link(link)
+        return self.from_samples(draw_gaussian(widen(mean), widen(covariance), samples, generator))
+
+    def choose_link(self, link: str | None) -> str:
+        """`link`, or the default for `None`; an error with the words to choose from otherwise."""
+        if link is None:
+            return self.links[0]
+        if link not in self.links:
+            words = ", ".join(repr(word) for word in self.links)
+            raise LikelihoodError(f"{type(self).__name__} cannot integrate with link={link!r}; choose one of {words}.")
+        return link
+
+    def _decompose(
+        self, probs: Tensor, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
+    ) -> Predictive:
+        """Closed-form `probs` with the sampled decomposition, or with NaN in its place for `samples=0`."""
+        if samples == 0:
+            unknown = torch.full_like(probs, math.nan)
+            return self.predictive(probs, unknown, unknown)
+        return replace(self.from_samples(draw_gaussian(mean, covariance, samples, generator)), mean=probs)

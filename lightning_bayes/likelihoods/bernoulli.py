@@ -1,0 +1,102 @@
+"""Independent yes/no labels, one logit each, with `p = σ(f)`.
+
+    log p(y | f) = log σ((2y − 1) f),    r = y − p,    Λ = diag(p(1 − p))
+
+**Integrals** over `f ~ N(m, v)`:
+
+- `"probit"`: `σ(κm)` with `κ = 1/√(1 + πv/8)` (MacKay, 1992, "The evidence framework applied to classification
+  networks"); the epistemic and aleatoric parts come from samples of `f`, and are NaN for `samples=0`, which draws
+  nothing;
+- `"mc"`: the average of `σ` over samples of `f`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .base import LabelPredictive, Likelihood, Predictive
+from .outputs import (
+    LikelihoodError,
+    check_floating,
+    check_output,
+    check_shape,
+    check_uniform,
+    diagonal_root,
+    marginal_variance,
+    sum_per_example,
+    widen,
+)
+
+
+@dataclass(frozen=True)
+class Bernoulli(Likelihood):
+    """Yes/no labels: outputs are logits `[B]`, `[B, L]` or `[B, L, *positions]`, targets 0 or 1 in the same shape.
+
+    >>> Bernoulli().log_likelihood(torch.zeros(2, 3), torch.ones(2, 3))  # 6 log ½
+    tensor(-4.1589)
+    """
+
+    predictive = LabelPredictive
+    links = ("probit", "mc")
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        self._check_fit(f, y)
+        check_output("Bernoulli", f)
+        bad = (y != 0) & (y != 1)
+        if bad.any():
+            raise LikelihoodError(
+                f"Bernoulli needs targets that are 0 or 1, got {y[bad][0].item()}; "
+                "for more than two classes use Categorical (likelihood='classification')."
+            )
+
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = widen(f)
+        return sum_per_example(logsigmoid((2 * y.to(f.dtype) - 1) * f))
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = widen(f)
+        return y.to(f.dtype) - f.sigmoid()
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        check_floating("Bernoulli", f)
+        f = widen(f)
+        return diagonal_root((f.sigmoid() * (-f).sigmoid()).sqrt())  # [L, B, L, *positions]
+
+    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+        """Labels 0 and 1 in the shape and, widened, the dtype of `f`."""
+        check_floating("Bernoulli", f)
+        check_uniform("Bernoulli", f, uniform)
+        f = widen(f)
+        return (uniform < f.sigmoid()).to(f.dtype)
+
+    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        f = widen(f)
+        return f.sigmoid(), f.sigmoid() * (-f).sigmoid()
+
+    def integrate(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Predictive:
+        mean, covariance = widen(mean), widen(covariance)
+        link = self.choose_link(link)
+        if link == "probit":
+            κ = (1 + math.pi / 8 * marginal_variance(mean, covariance)).rsqrt()
+            return self._decompose((κ * mean).sigmoid(), mean, covariance, samples, generator)
+        return super().integrate(mean, covariance, link, samples, generator)
+
+    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+        check_floating("Bernoulli", f)
+        if y.is_complex():
+            raise LikelihoodError(f"Bernoulli needs boolean, integer or floating-point targets, got {y.dtype}.")
+        check_shape("Bernoulli", f, y, tuple(f.shape))

@@ -1,0 +1,184 @@
+"""One class label out of `C`, with `p = softmax(f)`.
+
+    log p(y | f) = f_y − log Σ_c e^{f_c},    r = e_y − p,    Λ = diag(p) − ppᵀ
+
+**Root.** `Λ` has rank `C − 1` and its Cholesky factor is known in closed form (stick breaking; Tanabe and Sagae,
+1992, "An exact Cholesky decomposition and the generalized inverse of the variance–covariance matrix of the
+multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, column `j < C − 1` is
+
+    S_jj = √(p_j q_j / q_{j−1}),    S_ij = −(p_i / q_j) S_jj  for i > j,    0 for i < j.
+
+**Integrals** over `f ~ N(m, Σ)`:
+
+- `"probit"`: `softmax(m / √(1 + π/8 · diag Σ))`, MacKay's approximation in its multiclass form (Gibbs, 1997); the
+  epistemic and aleatoric parts come from samples of `f`, and are NaN for `samples=0`, which draws nothing;
+- `"bridge"`: the Laplace bridge of Hobbhahn et al. (2022), "Fast predictive uncertainty for classification with
+  Bayesian deep networks", to a Dirichlet with
+
+      α_k = (1 / Σ_kk) (1 − 2/C + e^{m_k} / C² · Σ_l e^{−m_l}),
+
+  after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace the bridge lives in: with row sums `r = Σ1` and
+  `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The moments are the Dirichlet's, in closed form;
+- `"mc"`: the average of `softmax` over samples of `f`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import ClassPredictive, Likelihood, Predictive
+from .outputs import (
+    LikelihoodError,
+    check_floating,
+    check_output,
+    check_shape,
+    check_uniform,
+    marginal_variance,
+    sum_per_example,
+    widen,
+)
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """Class labels: outputs are logits `[B, C, *positions]`, targets class indices `[B, *positions]`.
+
+    Positions whose target is `ignore_index` count for nothing.
+
+    >>> Categorical().log_likelihood(torch.zeros(2, 4), torch.tensor([0, 3]))  # 2 log ¼
+    tensor(-2.7726)
+    """
+
+    ignore_index: int = -100
+
+    predictive = ClassPredictive
+    links = ("probit", "bridge", "mc")
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        self._check_fit(f, y)
+        check_output("Categorical", f)
+        C = f.shape[1]
+        bad = ((y < 0) | (y >= C)) & self._observed(y)
+        if bad.any():
+            raise LikelihoodError(
+                f"Categorical got the target {int(y[bad][0])}, but the network has {C} outputs, for the classes "
+                f"0 to {C - 1}; give the network more outputs, renumber the classes, or set ignore_index "
+                f"(now {self.ignore_index})."
+            )
+
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        observed = self._observed(y)
+        index = y.long().masked_fill(~observed, 0).unsqueeze(1)  # [B, 1, *positions]
+        log_p = widen(f).log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
+        return sum_per_example(log_p.masked_fill(~observed, 0))
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        observed = self._observed(y)
+        index = y.long().masked_fill(~observed, 0).unsqueeze(1)
+        p = widen(f).softmax(1)
+        e_y = torch.zeros_like(p).scatter(1, index, 1.0)
+        return (e_y - p).masked_fill(~observed.unsqueeze(1), 0)
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        self._check_logits(f)
+        p = widen(f).softmax(1)  # [B, C, *positions]
+        if y is not None:
+            self._check_fit(f, y)
+            p = p.masked_fill(~self._observed(y).unsqueeze(1), 0)
+        C = p.shape[1]
+        tails = p.flip(1).cumsum(1).flip(1)  # q_{j−1} = p_j + q_j at j, summed from the end: no cancellation
+        q = tails[:, 1:]  # q_j [B, C−1, *positions]
+        # Where a tail is zero, so is everything after it (underflow, or no target): its column is zero, not 0/0.
+        empty = q == 0
+        scale = (p[:, :-1] / tails[:, :-1].masked_fill(empty, 1)).sqrt() / q.masked_fill(empty, 1).sqrt()  # S_jj / q_j
+        S = p * -scale.movedim(1, 0).unsqueeze(2)  # [C−1, B, C, *positions]
+        not_below = torch.ones(C - 1, C, dtype=torch.bool, device=p.device).tril()  # i ≤ j
+        S.masked_fill_(not_below.view(C - 1, 1, C, *[1] * (p.ndim - 2)), 0)
+        S.diagonal(dim1=0, dim2=2).copy_((q * scale).movedim(1, -1))
+        return S
+
+    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+        """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
+        self._check_logits(f)
+        check_uniform("Categorical", f, uniform)
+        cdf = widen(f).softmax(1).cumsum(1)
+        labels = (uniform[:, :1] >= cdf[:, :-1]).sum(1)  # [B, *positions]
+        if y is None:
+            return labels
+        self._check_fit(f, y)
+        return torch.where(self._observed(y), labels, self.ignore_index)
+
+    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        self._check_logits(f)
+        p = widen(f).softmax(1)
+        return p, p * (1 - p)
+
+    def integrate(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Predictive:
+        self._check_logits(mean)
+        mean, covariance = widen(mean), widen(covariance)
+        link = self.choose_link(link)
+        if link == "bridge":
+            return _laplace_bridge(mean, covariance)
+        if link == "probit":
+            probs = (mean / (1 + math.pi / 8 * marginal_variance(mean, covariance)).sqrt()).softmax(1)
+            return self._decompose(probs, mean, covariance, samples, generator)
+        return super().integrate(mean, covariance, link, samples, generator)
+
+    def _observed(self, y: Tensor) -> Tensor:
+        return y != self.ignore_index
+
+    def _check_logits(self, f: Tensor) -> None:
+        check_floating("Categorical", f)
+        if f.ndim < 2 or f.shape[1] < 2:
+            raise LikelihoodError(
+                f"Categorical needs network outputs [B, C, …] with at least two classes in dim 1, got shape "
+                f"{list(f.shape)}; for a single logit use Bernoulli (likelihood='binary')."
+            )
+
+    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+        self._check_logits(f)
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise LikelihoodError(
+                f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
+                "or y.argmax(1) for one-hot targets."
+            )
+        check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
+
+
+def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
+    C = m.shape[1]
+    eps = torch.finfo(m.dtype).eps
+    variance = marginal_variance(m, covariance)
+    r = variance if covariance.shape == m.shape else covariance.sum(-1)  # Σ1 [B, C, *positions]
+    t = r.sum(1, keepdim=True)  # 1ᵀΣ1 [B, 1, *positions]
+    # t = 0, up to rounding, says that Σ lies in the subspace already.
+    projected = t <= C * eps * variance.sum(1, keepdim=True)
+    r_over_t = (r / t.masked_fill(projected, 1)).masked_fill(projected, 0)
+    floor = C * eps * variance.amax(1, keepdim=True)
+    variance = variance - r * r_over_t
+    m = m - r_over_t * m.sum(1, keepdim=True)
+    log_numerator = torch.logaddexp(
+        torch.full_like(m, 1 - 2 / C).log(), m + (-m).logsumexp(1, keepdim=True) - 2 * math.log(C)
+    )
+    tiny = torch.finfo(m.dtype).tiny
+    log_α = log_numerator - variance.maximum(floor).clamp_min(tiny).log()
+    # No variance among the sum-zero directions: the softmax is known exactly, and the Dirichlet is a point.
+    known = (variance <= floor).all(1, keepdim=True)
+    log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
+    p = torch.where(known, m, log_α).softmax(1)
+    spread = p * (1 - p)
+    # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
+    return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0))

@@ -1,0 +1,121 @@
+"""Real targets with Gaussian noise of known standard deviation `σ`, every output independent.
+
+    log p(y | f) = −½ ((y − f)/σ)² − log σ − ½ log 2π,    r = (y − f)/σ²,    Λ = I/σ²
+
+The integral over `f ~ N(m, Σ)` is exact: mean `m`, variance `diag Σ + σ²`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .base import Likelihood, Predictive
+from .outputs import (
+    LikelihoodError,
+    check_finite_targets,
+    check_floating,
+    check_output,
+    check_real_targets,
+    check_shape,
+    check_uniform,
+    diagonal_root,
+    marginal_variance,
+    standard_normal,
+    sum_per_example,
+    widen,
+)
+
+
+@dataclass(frozen=True, eq=False)  # a tensor field has no single truth value to compare by
+class Gaussian(Likelihood):
+    """Regression: outputs are means `[B]`, `[B, C]` or any `[B, …]`, targets real numbers in the same shape.
+
+    `noise_std` is `σ`: one number for all outputs, or a tensor `[C]` with one for every output in dim 1.
+
+    >>> Gaussian(noise_std=0.5).log_likelihood(torch.zeros(2, 3), torch.zeros(2, 3))  # 6 (log 2 − ½ log 2π)
+    tensor(-1.3547)
+    """
+
+    noise_std: float | Tensor = 1.0
+
+    links = ("exact", "probit", "bridge", "mc")  # no link to approximate: every word means the exact integral
+
+    def __post_init__(self) -> None:
+        σ = torch.as_tensor(self.noise_std)
+        if σ.ndim > 1 or σ.is_complex():
+            raise LikelihoodError(
+                f"Gaussian needs noise_std to be a number or a real tensor [C], got {σ.dtype} of shape {list(σ.shape)}."
+            )
+        bad = ~((σ > 0) & σ.isfinite())
+        if bad.any():
+            raise LikelihoodError(f"Gaussian needs a positive, finite noise_std, got {σ[bad].flatten()[0].item()}.")
+
+    def with_noise(self, noise_std: float | Tensor) -> Gaussian:
+        """This likelihood with another noise."""
+        return replace(self, noise_std=noise_std)
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        self._check_fit(f, y)
+        check_output("Gaussian", f)
+        check_finite_targets("Gaussian", y)
+
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = widen(f)
+        σ = self._noise(f)
+        return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = widen(f)
+        return (y.to(f.dtype) - f) / self._noise(f).square()
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        check_floating("Gaussian", f)
+        f = widen(f)
+        return diagonal_root((1 / self._noise(f)).expand_as(f))  # [C, B, C, *positions]
+
+    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+        check_floating("Gaussian", f)
+        check_uniform("Gaussian", f, uniform)
+        f = widen(f)
+        return f + self._noise(f) * standard_normal(uniform.to(f.dtype))
+
+    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        f = widen(f)
+        return f, self._noise(f).square().expand_as(f)
+
+    def integrate(
+        self,
+        mean: Tensor,
+        covariance: Tensor,
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Predictive:
+        """Exact; nothing is drawn."""
+        self.choose_link(link)
+        mean, noise = self.conditional(mean)
+        return Predictive(mean, marginal_variance(mean, widen(covariance)), noise)
+
+    def _noise(self, f: Tensor) -> Tensor:
+        """`σ` in the dtype and on the device of `f`, shaped to broadcast on its dim 1."""
+        σ = torch.as_tensor(self.noise_std, dtype=f.dtype, device=f.device)
+        if σ.ndim == 0:
+            return σ
+        if f.ndim < 2 or f.shape[1] != len(σ):
+            raise LikelihoodError(
+                f"Gaussian has a noise_std for each of {len(σ)} outputs, but the network's outputs have shape "
+                f"{list(f.shape)}; give one number, or one noise_std per output in dim 1."
+            )
+        return σ.view(-1, *[1] * (f.ndim - 2))
+
+    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+        check_floating("Gaussian", f)
+        self._noise(f)
+        check_real_targets("Gaussian", y)
+        check_shape("Gaussian", f, y, tuple(f.shape))

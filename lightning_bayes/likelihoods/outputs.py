@@ -1,0 +1,137 @@
+"""Network outputs: their layouts, and the few operations on them that every likelihood shares.
+
+A network's output `f` has one of the layouts
+
+- `[B]`                   one output per example;
+- `[B, C]`                `C` outputs (classes, labels, channels) per example;
+- `[B, C, *positions]`    dense: `C` outputs at every position, the positions independent given `f`.
+
+A Gaussian over outputs is a mean `m` in one of these layouts with either its variances (the same shape) or, for
+`[B, C]` only, its covariances `Σ` `[B, C, C]`. Dense outputs never need a full covariance.
+Half precision is widened: everything is computed, and returned, in at least float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LikelihoodError(ValueError):
+    """Outputs, targets or settings that do not fit the likelihood; the message names the culprit and the way out."""
+
+
+def widen(t: Tensor) -> Tensor:
+    """`t` in at least float32: float16 and bfloat16 are too coarse for sums and tails."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def sum_per_example(t: Tensor) -> Tensor:
+    """The sum over everything but the batch: `[B, …]` to `[B]`."""
+    return t.flatten(1).sum(1) if t.ndim > 1 else t
+
+
+def diagonal_root(d: Tensor) -> Tensor:
+    """The columns `[C, B, C, …]` of the root `diag(d)` at every example and position; `[1, B]` for `d` of shape `[B]`.
+
+    >>> diagonal_root(torch.tensor([[2.0, 3.0]]))
+    tensor([[[2., 0.]],
+    <BLANKLINE>
+            [[0., 3.]]])
+    """
+    if d.ndim == 1:
+        return d.unsqueeze(0)  # [1, B]
+    C = d.shape[1]
+    eye = torch.eye(C, dtype=d.dtype, device=d.device).view(C, 1, C, *[1] * (d.ndim - 2))
+    return eye * d  # [C, B, C, *positions]
+
+
+def standard_normal(uniform: Tensor) -> Tensor:
+    """Standard normal draws by inverse CDF; `torch.rand` can return an exact 0, which must not become −∞."""
+    eps = torch.finfo(uniform.dtype).eps
+    return torch.special.ndtri(uniform.clamp(eps, 1 - eps))
+
+
+def marginal_variance(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The variances, in the shape of `mean`, of a Gaussian given by its variances or by covariances `[B, C, C]`."""
+    if covariance.shape == mean.shape:
+        return covariance.clamp_min(0)
+    if mean.ndim == 2 and covariance.shape == (*mean.shape, mean.shape[1]):
+        return covariance.diagonal(dim1=1, dim2=2).clamp_min(0)  # [B, C]
+    full = f" or covariances of shape {[*mean.shape, mean.shape[1]]}" if mean.ndim == 2 else ""
+    raise LikelihoodError(
+        f"an output mean of shape {list(mean.shape)} needs variances of the same shape{full}, "
+        f"got shape {list(covariance.shape)}."
+    )
+
+
+def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
+    """`samples` draws `[S, *mean.shape]` from the Gaussian over outputs, by the symmetric root of its covariance.
+
+    The symmetric root exists for singular covariances and is unique, so equal noise gives equal draws on any machine.
+    """
+    if samples < 1:
+        raise LikelihoodError(f"Monte Carlo needs samples of at least 1, got {samples}.")
+    device = mean.device if generator is None else generator.device
+    noise = torch.randn((samples, *mean.shape), generator=generator, device=device, dtype=mean.dtype).to(mean.device)
+    variance = marginal_variance(mean, covariance)
+    if covariance.shape == mean.shape:
+        return mean + variance.sqrt() * noise  # [S, B, …]
+    λ, Q = torch.linalg.eigh(covariance)
+    root = (Q * λ.clamp_min(0).sqrt().unsqueeze(-2)) @ Q.mT  # [B, C, C]
+    return mean + torch.einsum("bij,sbj->sbi", root, noise)  # [S, B, C]
+
+
+def check_output(name: str, f: Tensor) -> None:
+    """The part of a check that reads `f` alone: real numbers, and no NaN."""
+    if f.isnan().any():
+        bad = int(f.isnan().reshape(len(f), -1).any(1).nonzero()[0])
+        raise LikelihoodError(
+            f"{name} got NaN in the network's output, first for example {bad} of the batch; "
+            "check the inputs and the weights."
+        )
+
+
+def check_shape(name: str, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
+    """Refuse a target that is not exactly of the expected shape: broadcasting would change the model silently."""
+    if y.shape != expected:
+        raise LikelihoodError(
+            f"{name} needs targets of shape {list(expected)} for network outputs of shape {list(f.shape)}, "
+            f"got shape {list(y.shape)}; reshape the targets or the outputs so that they match."
+        )
+
+
+def check_floating(name: str, f: Tensor) -> None:
+    """Refuse outputs that are not real floating-point tensors with a batch dimension."""
+    if not f.is_floating_point() or f.ndim == 0:
+        raise LikelihoodError(
+            f"{name} needs floating-point network outputs with a batch dimension, got {f.dtype} of shape "
+            f"{list(f.shape)}; return the raw outputs of the last layer."
+        )
+
+
+def check_real_targets(name: str, y: Tensor) -> None:
+    """Refuse integer targets, which are usually class labels, where real values are meant."""
+    if not y.is_floating_point():
+        raise LikelihoodError(
+            f"{name} needs floating-point targets, got {y.dtype}; use y.float() if they are real values, "
+            "or Categorical (likelihood='classification') if they are class labels."
+        )
+
+
+def check_finite_targets(name: str, y: Tensor) -> None:
+    """Refuse NaN and infinite real targets."""
+    finite = y.isfinite()
+    if not finite.all():
+        raise LikelihoodError(
+            f"{name} got the target {y[~finite][0].item()}; drop examples whose targets are missing or infinite."
+        )
+
+
+def check_uniform(name: str, f: Tensor, uniform: Tensor) -> None:
+    """Refuse uniform numbers that are not exactly of the outputs' shape."""
+    if uniform.shape != f.shape:
+        raise LikelihoodError(
+            f"{name} samples labels from uniform numbers of the outputs' shape {list(f.shape)}, "
+            f"got shape {list(uniform.shape)}."
+        )
