@@ -1,0 +1,41 @@
+"""Metrics of uncertainty, as torchmetrics: right for any split of the data, in any order, on any number of processes.
+
+They need torch and torchmetrics only, and know nothing of the rest of this package; ``functional`` holds the same
+metrics as plain functions.
+
+| | ``update`` |
+|---|---|
+| ``NegativeLogLikelihood``, ``BrierScore``, ``BrierDecomposition``, ``CalibrationError`` | probs, target |
+| ``GaussianNLL``, ``GaussianCRPS``, ``IntervalCoverage``, ``IntervalWidth``, ``RegressionCalibrationError`` | mean, variance, target |
+| ``OODDetection`` | score, is_ood |
+| ``RiskCoverage`` | confidence, correct |
+"""  # noqa: E501
+
+from lightning_bayes.metrics import functional
+from lightning_bayes.metrics.brier_decomposition import BrierDecomposition
+from lightning_bayes.metrics.brier_score import BrierScore
+from lightning_bayes.metrics.calibration_error import CalibrationError
+from lightning_bayes.metrics.functional.inputs import MetricInputError
+from lightning_bayes.metrics.gaussian_crps import GaussianCRPS
+from lightning_bayes.metrics.gaussian_nll import GaussianNLL
+from lightning_bayes.metrics.interval import IntervalCoverage, IntervalWidth
+from lightning_bayes.metrics.negative_log_likelihood import NegativeLogLikelihood
+from lightning_bayes.metrics.ood_detection import OODDetection
+from lightning_bayes.metrics.regression_calibration_error import RegressionCalibrationError
+from lightning_bayes.metrics.risk_coverage import RiskCoverage
+
+__all__ = [
+    "BrierDecomposition",
+    "BrierScore",
+    "CalibrationError",
+    "GaussianCRPS",
+    "GaussianNLL",
+    "IntervalCoverage",
+    "IntervalWidth",
+    "MetricInputError",
+    "NegativeLogLikelihood",
+    "OODDetection",
+    "RegressionCalibrationError",
+    "RiskCoverage",
+    "functional",
+]

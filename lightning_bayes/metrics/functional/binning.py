@@ -1,0 +1,63 @@
+"""Sums over bins of a score: the one statistic behind calibration, OOD detection and risk–coverage.
+
+Let every example carry a score ``s`` and a row of values ``v``. Two groupings are used:
+
+- **cells**: ``n`` cells of equal width on ``[low, high]``; ``sums[k] = Σ v`` over the examples in cell ``k``. Constant
+  memory, additive over batches and processes. Scores outside the range fall into the outermost cells.
+- **ties**: one group per distinct score. A function of these sums cannot depend on the order in which equal scores
+  arrived, which makes every metric here invariant to order and split, ties or not.
+
+Both yield rows in ascending order of the score, so a metric that keeps every score and one that keeps a histogram share
+the same final computation.
+"""
+
+import torch
+from torch import Tensor
+
+
+def cell_sums(score: Tensor, values: Tensor, n: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Sums of ``values`` ``[N, K, V]`` over ``n`` equal cells of ``score`` ``[N, K]``, column by column: ``[K, n, V]``.
+
+    Cells are closed on the left, the last one on both sides.
+
+    >>> cell_sums(torch.tensor([[0.1], [0.2], [0.9]]), torch.ones(3, 1, 1), n=2)
+    tensor([[[2.],
+             [1.]]])
+    """
+    columns = score.shape[1]
+    # Clamped before the conversion: the integer value of an infinite score is undefined.
+    cell = ((score - low) / (high - low) * n).clamp(0, n - 1).long()  # [N, K]
+    index = (cell + n * torch.arange(columns, device=cell.device)).reshape(-1)  # [N·K]
+    flat = values.reshape(-1, values.shape[-1])  # [N·K, V]
+    return flat.new_zeros(columns * n, flat.shape[-1]).index_add_(0, index, flat).reshape(columns, n, -1)
+
+
+def tie_sums(score: Tensor, values: Tensor) -> Tensor:
+    """Sums of ``values`` ``[N, V]`` over the G distinct values of ``score`` ``[N]``, in ascending order: ``[G, V]``.
+
+    >>> tie_sums(torch.tensor([2.0, -1.0, 2.0]), torch.tensor([[1.0], [5.0], [2.0]]))
+    tensor([[5.],
+            [3.]])
+    """
+    distinct, group = torch.unique(score, return_inverse=True)  # [G], [N]
+    return values.new_zeros(len(distinct), values.shape[-1]).index_add_(0, group, values)
+
+
+def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
+    """Cut ordered groups ``[G, V]``, whose first value is a count, into ``n`` bins of exactly equal count: ``[n, V]``.
+
+    A group that straddles a border is shared out in proportion, as if its examples were in random order.
+
+    >>> equal_mass_sums(torch.tensor([[3.0, 6.0], [1.0, 9.0]]), n=2)  # count, value
+    tensor([[ 2.,  4.],
+            [ 2., 11.]])
+    """
+    sums = sums[sums[:, 0] > 0]  # [G, V]
+    if len(sums) == 0:
+        return sums.new_zeros(n, sums.shape[-1])
+    running = torch.cat([torch.zeros_like(sums[:1]), sums.cumsum(0)])  # [G + 1, V]
+    mass = running[:, 0].contiguous()  # [G + 1]
+    border = torch.arange(n + 1, dtype=mass.dtype, device=mass.device) * mass[-1] / n  # [n + 1]
+    group = (torch.searchsorted(mass, border, right=True) - 1).clamp(max=len(sums) - 1)  # [n + 1]
+    share = (border - mass[group]) / sums[group, 0]  # [n + 1]
+    return (running[group] + share[:, None] * sums[group]).diff(dim=0)

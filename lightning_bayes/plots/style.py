@@ -1,0 +1,80 @@
+"""The look that all pictures share, and the one place that knows matplotlib is optional.
+
+Colours are Okabe & Ito's (2008), told apart with any colour vision; no picture relies on colour alone, so each reads in
+grey print too, by lightness, hatching, line style or marker. Figures are made without pyplot: nothing is registered,
+leaked or left behind in the user's settings, and no display is needed. For a pyplot figure, pass one of its axes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, SKY, VERMILION, GREY = "#0072B2", "#56B4E9", "#D55E00", "#404040"
+CLASS_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+CLASS_MARKERS = ("o", "^", "s", "D", "v", "P", "X", "*")
+
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.7,
+    "legend.fontsize": 8.5,
+    "legend.title_fontsize": 9.5,
+    "legend.framealpha": 0.9,
+}
+
+
+def require_matplotlib() -> None:
+    """Say how to install matplotlib where it is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            'Pictures need matplotlib, which is not installed: pip install "lightning-bayes[recipes]".'
+        ) from error
+
+
+@contextmanager
+def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.2)) -> Iterator[tuple["Figure", Any]]:
+    """A figure and its axes in the house style: one Axes, or an array of ``panels``. The user's settings are put back.
+
+    ``size`` is that of one panel, in inches. A given ``ax`` is drawn into, its figure and layout left alone.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_SETTINGS):
+        if ax is None:
+            figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained", dpi=120)
+            ax = figure.subplots(1, panels)
+        elif panels > 1:
+            ax = np.asarray(ax, dtype=object).reshape(-1)
+            if len(ax) != panels:
+                raise ValueError(f"ax must hold {panels} axes, one per panel, got {len(ax)}.")
+        yield (ax if panels == 1 else ax[0]).figure, ax
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """A tensor from any device, of any float type, as float64."""
+    return x.detach().cpu().double().numpy()
+
+
+def draw_diagonal(ax: "Axes", label: str) -> None:
+    """The line of perfect calibration."""
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1.2, label=label)
+
+
+def unit_square(ax: "Axes", xlabel: str, ylabel: str) -> None:
+    """Both axes from 0 to 1, labelled, equally scaled, with a light grid."""
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=xlabel, ylabel=ylabel, aspect="equal")
+    ax.grid(color="0.9", linewidth=0.6)

@@ -1,0 +1,192 @@
+"""What holds for every metric: split, order, dtype, copies, collections, emptiness, and the functional twin."""
+
+import ast
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metric_cases import CASES, DATA, Case, flat
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+from lightning_bayes import metrics
+from lightning_bayes.metrics import base
+
+every_metric = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def updated(metric: Any, inputs: tuple[Tensor, ...], sizes: list[int]) -> Any:
+    for batch in zip(*(x.split(sizes) for x in inputs), strict=True):
+        metric.update(*batch)
+    return metric
+
+
+@every_metric
+def test_equals_its_functional_twin(case: Case) -> None:
+    torch.testing.assert_close(
+        flat(updated(case.make(), case.inputs, [61]).compute()), flat(case.twin(*case.inputs)), rtol=1e-12, atol=1e-14
+    )
+
+
+@every_metric
+def test_any_split_and_order_give_the_same_value(case: Case) -> None:
+    whole = flat(case.twin(*case.inputs))
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(1))
+    shuffled = tuple(x[order] for x in case.inputs)
+    for sizes in ([1, 40, 0, 20], [61], [1] * 61):
+        value = flat(updated(case.make(), shuffled, sizes).compute())
+        torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12)
+
+
+@every_metric
+def test_forward_gives_the_batch_value_and_accumulates(case: Case) -> None:
+    metric = case.make()
+    first, second = (tuple(x[part] for x in case.inputs) for part in (slice(0, 25), slice(25, None)))
+    torch.testing.assert_close(flat(metric(*first)), flat(case.twin(*first)))
+    torch.testing.assert_close(flat(metric(*second)), flat(case.twin(*second)))
+    torch.testing.assert_close(flat(metric.compute()), flat(case.twin(*case.inputs)))
+
+
+@every_metric
+def test_nothing_counted_is_nan(case: Case) -> None:
+    metric = case.make()
+    metric.update(*(x[:0] for x in case.inputs))
+    assert flat(metric.compute()).isnan().all()
+    metric = updated(case.make(), case.inputs, [61])
+    metric.reset()
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        assert flat(metric.compute()).isnan().all()
+
+
+@every_metric
+def test_copies_and_pickles_carry_on_counting(case: Case) -> None:
+    head, tail = (tuple(x[part] for x in case.inputs) for part in (slice(0, 25), slice(25, None)))
+    metric = updated(case.make(), head, [25])
+    for other in (pickle.loads(pickle.dumps(metric)), copy.deepcopy(metric), metric.clone()):
+        other.update(*tail)
+        torch.testing.assert_close(flat(other.compute()), flat(case.twin(*case.inputs)))
+    torch.testing.assert_close(flat(metric.compute()), flat(case.twin(*head)))
+
+
+@every_metric
+def test_state_dict_restores_the_value(case: Case) -> None:
+    metric = updated(case.make(), case.inputs, [30, 31])
+    metric.persistent(True)
+    other = case.make()
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other.update(*(x[:0] for x in case.inputs))
+    torch.testing.assert_close(flat(other.compute()), flat(metric.compute()))
+
+
+@every_metric
+def test_casting_the_module_around_it_leaves_the_sums_exact(case: Case) -> None:
+    parent = torch.nn.Module()
+    parent.metric = updated(case.make(), case.inputs, [30, 31])
+    for cast in (parent.half, parent.bfloat16, lambda: parent.to(torch.bfloat16), lambda: parent.to("cpu")):
+        cast()
+    parent.metric.update(*(x[:0] for x in case.inputs))
+    untouched = updated(case.make(), case.inputs, [30, 31])
+    torch.testing.assert_close(flat(parent.metric.compute()), flat(untouched.compute()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every_metric
+def test_narrow_floats_are_upcast_before_anything_is_computed(case: Case, dtype: torch.dtype) -> None:
+    narrow = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.inputs)
+    wide = tuple(x.double() if x.is_floating_point() else x for x in narrow)
+    value = flat(updated(case.make(), narrow, [30, 31]).compute())
+    metric = case.make()
+    metric.validate_args = False  # rounded to bfloat16, probabilities sum to one only roughly
+    torch.testing.assert_close(value, flat(updated(metric, wide, [61]).compute()), rtol=1e-12, atol=1e-12)
+
+
+@every_metric
+def test_a_gradient_of_the_model_is_not_kept_alive(case: Case) -> None:
+    inputs = tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in case.inputs)
+    metric = case.make()
+    metric(*inputs)
+    states = [s for state in metric.metric_state.values() for s in (state if isinstance(state, list) else [state])]
+    assert not any(state.requires_grad for state in states)
+
+
+def test_on_a_device_without_float64_the_state_becomes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert base.accumulation_dtype(torch.device("mps")) == torch.float32
+    assert base.accumulation_dtype(torch.device("cuda")) == torch.float64
+    # The meta device plays the part of MPS, which raises on float64.
+    monkeypatch.setattr(base, "accumulation_dtype", lambda device: torch.float32)
+
+    def refuse_float64(x: Tensor) -> Tensor:
+        assert x.dtype != torch.float64
+        return x.to("meta")
+
+    metric = updated(metrics.BrierScore(), DATA["classification"], [61])
+    metric._apply(refuse_float64)
+    assert (metric.sums.device.type, metric.sums.dtype) == ("meta", torch.float32)
+
+
+def test_a_collection_shares_states_only_where_the_updates_agree() -> None:
+    """The first batch lies inside both intervals, so that the two coverages agree after it, but not in the end."""
+    collection = MetricCollection(
+        {
+            "narrow": metrics.IntervalCoverage(level=0.5),
+            "wide": metrics.IntervalCoverage(level=0.99),
+            "nll": metrics.GaussianNLL(),
+        }
+    )
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    collection.update(zeros, ones, zeros)
+    collection.update(zeros, ones, 2 * ones)
+    values = collection.compute()
+    assert (float(values["narrow"]), float(values["wide"])) == (0.5, 1.0)
+
+    errors = MetricCollection({n: metrics.CalibrationError(norm=n) for n in ("l1", "l2", "max")})
+    errors.update(*DATA["classification"])
+    assert len(errors.compute_groups) == 1
+    for norm, value in errors.compute().items():
+        torch.testing.assert_close(value, metrics.functional.calibration_error(*DATA["classification"], norm=norm))
+
+
+def test_a_cloned_collection_has_its_prefix_and_its_own_state() -> None:
+    names = ("NegativeLogLikelihood", "BrierScore", "CalibrationError")
+    collection = MetricCollection([getattr(metrics, name)() for name in names])
+    validation, test = collection.clone(prefix="val_"), collection.clone(prefix="test_")
+    probs, target = DATA["classification"]
+    validation.update(probs[:20], target[:20])
+    test.update(probs, target)
+    assert set(validation.compute()) == {f"val_{name}" for name in names}
+    expected = metrics.functional.brier_score(probs, target)
+    torch.testing.assert_close(test.compute()["test_BrierScore"], expected)
+
+
+def test_directions_and_plot_bounds() -> None:
+    table = {c.make().__class__: c.make() for c in CASES}
+    found = {t.__name__: (m.higher_is_better, m.plot_lower_bound, m.plot_upper_bound) for t, m in table.items()}
+    assert found == {
+        "NegativeLogLikelihood": (False, 0.0, None),
+        "BrierScore": (False, 0.0, 2.0),
+        "BrierDecomposition": (None, None, None),
+        "CalibrationError": (False, 0.0, 1.0),
+        "GaussianNLL": (False, None, None),
+        "GaussianCRPS": (False, 0.0, None),
+        "IntervalCoverage": (None, 0.0, 1.0),
+        "IntervalWidth": (None, 0.0, None),
+        "RegressionCalibrationError": (False, 0.0, 1.0),
+        "OODDetection": (None, 0.0, 1.0),
+        "RiskCoverage": (False, 0.0, 1.0),
+    }
+    assert set(found) == set(metrics.__all__) - {"MetricInputError", "functional"}
+
+
+def test_the_layer_imports_torch_and_torchmetrics_only() -> None:
+    folder = Path(metrics.__file__).parent
+    allowed = {"torch", "torchmetrics", "lightning_bayes.metrics", "typing", "collections", "dataclasses", "math"}
+    for file in folder.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:  # the top level: a plot may be imported where it is drawn
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                for module in modules:
+                    assert any(module == a or module.startswith(f"{a}.") for a in allowed), f"{file.name}: {module}"

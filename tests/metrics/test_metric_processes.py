@@ -1,0 +1,78 @@
+"""Two real processes give the value of one: data shared out unevenly, all on one of them, or none at all."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from metric_cases import CASES, DATA, N, flat
+
+from lightning_bayes import metrics
+
+SPLITS = {
+    "uneven": (0, 38, N),
+    "empty rank": (0, N, N),
+    "empty ranks": (0, 0, 0),
+}  # rank r gets [split[r], split[r + 1])
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results: dict[Any, torch.Tensor] = {}
+    for name, split in SPLITS.items():
+        part = slice(split[rank], split[rank + 1])
+        for case in CASES:
+            results[name, case.name] = flat(filled(case.make(), case.data, part).compute())
+        bins = filled(metrics.CalibrationError(n_bins=4, binning="mass"), "classification", part).bins()
+        results[name, "bins"] = torch.stack([bins.count, bins.accuracy])
+        results[name, "curve"] = filled(metrics.RiskCoverage(), "score", part).curve()[1]
+    # Afterwards a metric must go on counting its own part, not the gathered whole.
+    metric = filled(metrics.OODDetection(), "score", slice(0, 30) if rank == 0 else slice(30, N))
+    metric.compute()
+    results["local", ""] = torch.tensor(len(metric.rows))
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def filled(metric: Any, data: str, part: slice) -> Any:
+    """A metric updated three times, unless its part is empty: then never."""
+    inputs = tuple(x[part] for x in DATA[data])
+    if len(inputs[0]):
+        for batch in zip(*(x.tensor_split([2, 9]) for x in inputs), strict=True):
+            metric.update(*batch)
+    return metric
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(str(folder),), nprocs=2)
+    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("split", ["uneven", "empty rank"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_processes_equal_one(ranks: list[dict[Any, torch.Tensor]], case: Any, split: str) -> None:
+    whole = flat(case.twin(*case.inputs))
+    for results in ranks:
+        torch.testing.assert_close(results[split, case.name], whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", ["uneven", "empty rank"])
+def test_bins_and_curves_are_gathered_too(ranks: list[dict[Any, torch.Tensor]], split: str) -> None:
+    bins = metrics.functional.reliability_bins(*DATA["classification"], n_bins=4, binning="mass")
+    curve = metrics.functional.risk_coverage_curve(*DATA["score"])[1]
+    for results in ranks:
+        torch.testing.assert_close(results[split, "bins"], torch.stack([bins.count, bins.accuracy]))
+        torch.testing.assert_close(results[split, "curve"], curve)
+
+
+def test_no_data_anywhere_is_nan(ranks: list[dict[Any, torch.Tensor]]) -> None:
+    assert all(results["empty ranks", case.name].isnan().all() for results in ranks for case in CASES)
+
+
+def test_a_process_keeps_only_its_own_part(ranks: list[dict[Any, torch.Tensor]]) -> None:
+    assert [int(results["local", ""]) for results in ranks] == [30, N - 30]
