@@ -1,0 +1,20 @@
+"""Symmetric positive semi-definite matrices over a network's parameters, each with the algebra its form allows."""
+
+from lightning_bayes.structures.base import Structure, StructureError
+from lightning_bayes.structures.block_diagonal import BlockDiagonal
+from lightning_bayes.structures.dense import Dense
+from lightning_bayes.structures.diagonal import Diagonal
+from lightning_bayes.structures.kronecker import Factor, Kronecker
+from lightning_bayes.structures.layout import Layout, Piece
+
+__all__ = [
+    "BlockDiagonal",
+    "Dense",
+    "Diagonal",
+    "Factor",
+    "Kronecker",
+    "Layout",
+    "Piece",
+    "Structure",
+    "StructureError",
+]

@@ -1,0 +1,123 @@
+"""The contract of a structure: a symmetric positive semi-definite matrix `M` over `P` parameters.
+
+Structures are immutable values. Vectors are rows, so that a stack of them is `[..., P]`. A curvature `H` becomes a
+precision by `H.add_prior(δ)`; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Self = TypeVar("Self", bound="Structure")
+
+
+class StructureError(ValueError):
+    """An operation that this form of matrix cannot do, or cannot do with these arguments."""
+
+
+def positive(eigenvalues: Tensor) -> Tensor:
+    """The eigenvalues of a matrix that is to be inverted: a singular one is refused, not answered with infinities."""
+    if not (eigenvalues > 0).all():
+        raise StructureError(
+            f"the matrix is not positive definite (smallest eigenvalue {eigenvalues.min().item():.3g}): add a prior "
+            "precision before solving or sampling, or raise the one there is"
+        )
+    return eigenvalues
+
+
+class Structure(ABC):
+    """A symmetric positive semi-definite matrix `M` over `P` parameters."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of parameters `P`."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def to(self: Self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same matrix on another device or in another dtype."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """`M` itself.  # [P, P]"""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """`diag(M)`.  # [P]"""
+
+    @abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        """`diag(M⁻¹)`: the marginal variances where `M` is a precision.  # [P]"""
+
+    @abstractmethod
+    def __add__(self: Self, other: Self) -> Self:
+        """`M + M'`, of two structures of the same form."""
+
+    @abstractmethod
+    def scale(self: Self, factor: float | Tensor) -> Self:
+        """`factor · M`."""
+
+    @abstractmethod
+    def add_prior(self: Self, precision: float | Tensor) -> Self:
+        """`M + diag(δ)` for a scalar `δ`, or one `δ` per parameter `[P]` (a per-layer prior is one that is constant
+        within each layer); exact, and differentiable in `δ`."""
+
+    @abstractmethod
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """`M v` for each row.  # [..., P] -> [..., P]"""
+
+    @abstractmethod
+    def solve(self, vectors: Tensor) -> Tensor:
+        """`M⁻¹ v` for each row.  # [..., P] -> [..., P]"""
+
+    @abstractmethod
+    def root_solve(self, vectors: Tensor) -> Tensor:
+        """`M^(-1/2) v` with the symmetric root, which, unlike a Cholesky factor, is the same in every basis in which
+        the matrix may have been diagonalised.  # [..., P] -> [..., P]"""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """`log det M`, a scalar; `-inf` for a singular matrix."""
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
+        device = self.device if generator is None else generator.device
+        noise = torch.randn(n, self.size, generator=generator, device=device, dtype=self.dtype)
+        return self.root_solve(noise.to(self.device))
+
+    def quadratic(self, J: Tensor) -> Tensor:
+        """`J M Jᵀ`.  # [..., K, P] -> [..., K, K]"""
+        return J @ self.matmul(J).mT
+
+    def inverse_quadratic(self, J: Tensor) -> Tensor:
+        """`J M⁻¹ Jᵀ`: the covariance of `Jθ` for `θ ~ N(0, M⁻¹)`.  # [..., K, P] -> [..., K, K]"""
+        return J @ self.solve(J).mT
+
+    def _check_same_form(self, other: Structure) -> None:
+        if type(self) is not type(other) or self.size != other.size:
+            raise StructureError(
+                f"cannot add {type(other).__name__} of size {other.size} to {type(self).__name__} of size {self.size}: "
+                "both must have the same form and size"
+            )
+
+    def _check_prior(self, precision: float | Tensor) -> Tensor:
+        """The prior as a tensor, a scalar or `[P]`."""
+        precision = torch.as_tensor(precision, dtype=self.dtype, device=self.device)
+        if precision.shape not in ((), (1,), (self.size,)):
+            raise StructureError(
+                f"a prior precision of shape {tuple(precision.shape)} fits neither a scalar nor one value for each of "
+                f"the {self.size} parameters"
+            )
+        return precision.reshape(()) if precision.shape == (1,) else precision

@@ -1,0 +1,114 @@
+"""Every structure in every form it may take, small, positive definite and in float64."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+
+F64 = torch.float64
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def positive(*shape: int, seed: int) -> Tensor:
+    return random(*shape, seed=seed).square() + 0.3
+
+
+def spd(*shape: int, seed: int) -> Tensor:
+    """Random symmetric positive definite matrices.  # [..., d, d]"""
+    root = random(*shape, shape[-1], seed=seed)
+    return root @ root.mT + 0.3 * torch.eye(shape[-1], dtype=F64)
+
+
+def dense() -> Dense:
+    return Dense(spd(7, seed=1))
+
+
+def diagonal() -> Diagonal:
+    return Diagonal(positive(7, seed=2))
+
+
+def kronecker(g: int = 1, O: int = 3, I: int = 4, seed: int = 3) -> Kronecker:
+    return Kronecker(Factor.from_matrix(spd(g, O, seed=seed)), Factor.from_matrix(spd(g, I, seed=seed + 50)))
+
+
+def embedding(g: int = 1) -> Kronecker:
+    """A diagonal right factor: the one-hot inputs of an embedding, of which some tokens never occur."""
+    counts = positive(g, 5, seed=4)
+    counts[:, 2] = 0.0
+    return Kronecker(Factor.from_matrix(spd(g, 2, seed=5)), Factor(None, counts), torch.tensor(0.4, dtype=F64))
+
+
+def diagonal_factors() -> Kronecker:
+    return Kronecker(Factor(None, positive(2, 3, seed=6)), Factor(None, positive(2, 2, seed=7)))
+
+
+def shifted() -> Kronecker:
+    """A Kronecker product plus a matrix that is diagonal in its eigenbasis, as a sum of two makes it."""
+    first = kronecker(g=2, seed=8)
+    second = Kronecker(
+        Factor(first.left.vectors, positive(2, 3, seed=9)), Factor(first.right.vectors, positive(2, 4, seed=10))
+    )
+    return first + second
+
+
+# Places in a flat vector of 66, in no order: a Linear's [W b] whose bias lies apart, a grouped transposed convolution
+# (stored [g, C, O, k]) with bias, an embedding (stored [V, D]), a dense block in two runs, and a diagonal one.
+LAYOUTS = {
+    "linear": Layout((Piece(40, (1, 2, 3)), Piece(0, (1, 2, 1)))),
+    "transposed": Layout((Piece(2, (2, 2, 2, 3), (0, 2, 1, 3)), Piece(62, (2, 2, 1)))),
+    "embedding": Layout((Piece(46, (1, 5, 2), (0, 2, 1)),)),
+    "dense": Layout.vector([(56, 3), (26, 4)]),
+    "diagonal": Layout.vector([(30, 10), (59, 3)]),
+}
+
+
+def block_diagonal() -> BlockDiagonal:
+    blocks: dict[str, Structure] = {
+        "linear": kronecker(1, 2, 4, seed=11),
+        "transposed": kronecker(2, 2, 7, seed=12).add_prior(0.2),
+        "embedding": embedding(),
+        "dense": dense(),
+        "diagonal": Diagonal(positive(13, seed=13)),
+    }
+    return BlockDiagonal(tuple(blocks.values()), tuple(LAYOUTS.values()), tuple(blocks))
+
+
+STRUCTURES: dict[str, Callable[[], Structure]] = {
+    "dense": dense,
+    "diagonal": diagonal,
+    "kronecker": kronecker,
+    "kronecker groups": lambda: kronecker(g=3),
+    "kronecker shifted": shifted,
+    "kronecker embedding": embedding,
+    "kronecker diagonal factors": diagonal_factors,
+    "block diagonal": block_diagonal,
+}
+
+
+def like(structure: Structure) -> Structure:
+    """Another matrix of the same form, in the same eigenbasis where the form has one."""
+    if isinstance(structure, Dense):
+        return Dense(spd(structure.size, seed=21))
+    if isinstance(structure, Diagonal):
+        return Diagonal(positive(structure.size, seed=22))
+    if isinstance(structure, Kronecker):
+        g, O, I = structure.shape
+        left = Factor(structure.left.vectors, positive(g, O, seed=23))
+        return Kronecker(left, Factor(structure.right.vectors, positive(g, I, seed=24)), 0.1)
+    assert isinstance(structure, BlockDiagonal)
+    return BlockDiagonal(tuple(like(block) for block in structure.blocks), structure.layouts, structure.names)
+
+
+def layer_prior(structure: Structure) -> Tensor:
+    """A prior that is constant within each block, and different in each.  # [P]"""
+    if not isinstance(structure, BlockDiagonal):
+        return torch.full((structure.size,), 0.7, dtype=F64)
+    prior = torch.zeros(structure.size, dtype=F64)
+    for number, layout in enumerate(structure.layouts):
+        layout.scatter(torch.full((layout.size,), 0.5 + number, dtype=F64), prior)
+    return prior

@@ -1,0 +1,243 @@
+"""One contract: every operation of every structure is the one that its dense matrix defines."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random
+from torch import Tensor
+
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Structure
+
+V = random(2, 3, 66, seed=31)  # two stacks of three vectors; each structure uses as many entries as it has parameters
+
+
+def vectors(M: Structure | Tensor) -> Tensor:
+    return V[..., : M.shape[0] if isinstance(M, Tensor) else M.size]
+
+
+def symmetric_root_of_inverse(M: Tensor) -> Tensor:
+    λ, Q = torch.linalg.eigh(M)
+    return Q @ torch.diag(λ**-0.5) @ Q.mT
+
+
+def prior_vector(M: Structure) -> Tensor:
+    return positive(M.size, seed=32)
+
+
+# operation: what the structure answers, and what its dense matrix does
+OPERATIONS: dict[str, tuple[Callable[[Structure], Tensor], Callable[[Tensor], Tensor]]] = {
+    "scale": (lambda M: M.scale(2.5).to_dense(), lambda D: 2.5 * D),
+    "scale by a tensor": (lambda M: M.scale(torch.tensor(0.3, dtype=F64)).to_dense(), lambda D: 0.3 * D),
+    "add_prior": (lambda M: M.add_prior(0.7).to_dense(), lambda D: D + 0.7 * torch.eye(len(D), dtype=F64)),
+    "add_prior twice": (
+        lambda M: M.add_prior(0.7).add_prior(torch.tensor([0.4], dtype=F64)).to_dense(),
+        lambda D: D + 1.1 * torch.eye(len(D), dtype=F64),
+    ),
+    "scale after add_prior": (
+        lambda M: M.add_prior(0.7).scale(3.0).to_dense(),
+        lambda D: 3 * D + 2.1 * torch.eye(len(D), dtype=F64),
+    ),
+    "matmul": (lambda M: M.matmul(vectors(M)), lambda D: vectors(D) @ D),
+    "solve": (lambda M: M.solve(vectors(M)), lambda D: vectors(D) @ torch.linalg.inv(D)),
+    "solve one vector": (lambda M: M.solve(vectors(M)[0, 0]), lambda D: torch.linalg.inv(D) @ vectors(D)[0, 0]),
+    "root_solve": (lambda M: M.root_solve(vectors(M)), lambda D: vectors(D) @ symmetric_root_of_inverse(D)),
+    "logdet": (lambda M: M.logdet(), lambda D: torch.linalg.slogdet(D).logabsdet),
+    "diagonal": (lambda M: M.diagonal(), lambda D: D.diagonal()),
+    "inverse_diagonal": (lambda M: M.inverse_diagonal(), lambda D: torch.linalg.inv(D).diagonal()),
+    "quadratic": (lambda M: M.quadratic(vectors(M)), lambda D: vectors(D) @ D @ vectors(D).mT),
+    "inverse_quadratic": (
+        lambda M: M.inverse_quadratic(vectors(M)),
+        lambda D: vectors(D) @ torch.linalg.inv(D) @ vectors(D).mT,
+    ),
+}
+
+
+@pytest.fixture(params=STRUCTURES)
+def M(request: pytest.FixtureRequest) -> Structure:
+    return STRUCTURES[request.param]()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_is_that_of_the_dense_matrix(M: Structure, operation: str) -> None:
+    ours, theirs = OPERATIONS[operation]
+    torch.testing.assert_close(ours(M), theirs(M.to_dense()), rtol=1e-9, atol=1e-10)
+
+
+def test_sum_is_the_sum_of_the_dense_matrices(M: Structure) -> None:
+    other = like(M)
+    torch.testing.assert_close((M + other).to_dense(), M.to_dense() + other.to_dense(), rtol=1e-12, atol=1e-12)
+    total = M.add_prior(0.2) + other.scale(2.0).add_prior(0.1)
+    expected = M.to_dense() + 2 * other.to_dense() + 0.3 * torch.eye(M.size, dtype=F64)
+    torch.testing.assert_close(total.to_dense(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_per_layer_prior_is_added_to_each_block(M: Structure) -> None:
+    δ = layer_prior(M)
+    P = M.add_prior(δ)
+    torch.testing.assert_close(P.to_dense(), M.to_dense() + torch.diag(δ), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        P.solve(vectors(M)), vectors(M) @ torch.linalg.inv(M.to_dense() + torch.diag(δ)), rtol=1e-9, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("name", ["dense", "diagonal"])
+def test_per_parameter_prior_is_added_to_the_diagonal(name: str) -> None:
+    M = STRUCTURES[name]()
+    δ = prior_vector(M)
+    torch.testing.assert_close(M.add_prior(δ).to_dense(), M.to_dense() + torch.diag(δ))
+
+
+def test_block_diagonal_takes_a_per_parameter_prior_where_its_blocks_do() -> None:
+    M = STRUCTURES["block diagonal"]()
+    assert isinstance(M, BlockDiagonal)
+    δ = layer_prior(M)
+    for name in ("dense", "diagonal"):
+        layout = M.layouts[M.names.index(name)]
+        layout.scatter(positive(layout.size, seed=33), δ)
+    torch.testing.assert_close(M.add_prior(δ).to_dense(), M.to_dense() + torch.diag(δ))
+
+
+def test_matrix_is_symmetric(M: Structure) -> None:
+    torch.testing.assert_close(M.to_dense(), M.to_dense().mT)
+
+
+def test_root_solve_is_the_symmetric_root_of_solve(M: Structure) -> None:
+    v = vectors(M)
+    torch.testing.assert_close(M.root_solve(M.root_solve(v)), M.solve(v), rtol=1e-9, atol=1e-10)
+    R = M.root_solve(torch.eye(M.size, dtype=F64))
+    torch.testing.assert_close(R, R.mT, rtol=1e-9, atol=1e-10)
+    assert torch.linalg.eigvalsh(R).min() > 0
+
+
+def test_samples_have_the_inverse_as_covariance(M: Structure) -> None:
+    n = 20_000
+    θ = M.sample(n, torch.Generator().manual_seed(0))
+    Σ = torch.linalg.inv(M.to_dense())
+    σ = Σ.diagonal().sqrt()
+    empirical = θ.mT @ θ / n
+    # Var(θ_i θ_j) = Σ_ii Σ_jj + Σ_ij² for a Gaussian; six standard errors for all of at most 66² entries.
+    error = ((σ.outer(σ).square() + Σ.square()) / n).sqrt()
+    assert ((empirical - Σ).abs() <= 6 * error).all()
+    assert (θ.mean(0).abs() <= 6 * σ / n**0.5).all()
+
+
+def test_sample_is_the_root_applied_to_the_generators_noise(M: Structure) -> None:
+    noise = torch.randn(5, M.size, generator=torch.Generator().manual_seed(3), dtype=F64)
+    torch.testing.assert_close(M.sample(5, torch.Generator().manual_seed(3)), M.root_solve(noise))
+
+
+def test_sample_with_a_generator_leaves_the_global_random_state(M: Structure) -> None:
+    before = torch.get_rng_state()
+    first = M.sample(3, torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, M.sample(3, torch.Generator().manual_seed(1)))
+    assert not torch.equal(first, M.sample(3, torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_sample_gives_as_many_rows_as_asked(M: Structure, n: int) -> None:
+    assert M.sample(n, torch.Generator().manual_seed(1)).shape == (n, M.size)
+
+
+def test_to_changes_the_dtype_of_every_part(M: Structure) -> None:
+    P = M.add_prior(torch.tensor(0.5, dtype=F64)).to("cpu", torch.float32)
+    for result in (P.to_dense(), P.solve(vectors(M).float()), P.logdet(), P.sample(1), P.add_prior(0.1).diagonal()):
+        assert result.dtype == torch.float32
+    assert P.dtype == torch.float32
+    torch.testing.assert_close(P.to_dense().double(), M.add_prior(0.5).to_dense(), rtol=1e-5, atol=1e-5)
+
+
+def test_operations_leave_the_structure_as_it_was(M: Structure) -> None:
+    before = M.to_dense().clone()
+    M.add_prior(1.0), M.scale(3.0), M + like(M), M.solve(vectors(M)), M.sample(2), M.logdet()
+    assert torch.equal(M.to_dense(), before)
+
+
+def test_logdet_and_solve_are_differentiable_in_the_prior(M: Structure) -> None:
+    v = vectors(M)[0, :1]
+    layers = layer_prior(M)
+    values = layers.unique()
+    index = torch.searchsorted(values, layers)
+
+    def both(δ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        P = M.add_prior(δ)
+        return P.logdet(), P.solve(v), P.inverse_quadratic(v)
+
+    scalar = torch.tensor(0.6, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(both, (scalar,))
+    assert torch.autograd.gradcheck(lambda δ: both(δ[index]), (values.requires_grad_(),))
+
+
+def test_logdet_is_differentiable_in_the_scale(M: Structure) -> None:
+    factor = torch.tensor(1.3, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda c: M.scale(c).add_prior(0.4).logdet(), (factor,))
+
+
+def test_gradient_in_the_prior_survives_an_earlier_solve_without_one(M: Structure) -> None:
+    """What a structure remembers between calls must not cut the graph."""
+    δ = torch.tensor(0.6, dtype=F64, requires_grad=True)
+    P = M.add_prior(δ)
+    with torch.no_grad():
+        P.solve(vectors(M)), P.sample(1, torch.Generator().manual_seed(0))
+    (gradient,) = torch.autograd.grad(P.solve(vectors(M)).sum(), δ)
+    fresh = M.add_prior(δ)
+    for _ in range(2):  # nor belong to a graph that the first gradient has used up
+        torch.testing.assert_close(gradient, torch.autograd.grad(fresh.solve(vectors(M)).sum(), δ)[0])
+
+
+def test_vectors_are_differentiable_after_use_in_inference_mode(M: Structure) -> None:
+    with torch.inference_mode():
+        M.solve(vectors(M)), M.sample(1, torch.Generator().manual_seed(0))
+    v = vectors(M).clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(M.solve(v).sum(), v)
+    torch.testing.assert_close(gradient, M.solve(torch.ones_like(v)))
+    (gradient,) = torch.autograd.grad(M.root_solve(v).sum(), v)
+    torch.testing.assert_close(gradient, M.root_solve(torch.ones_like(v)))
+
+
+def test_kronecker_is_the_kronecker_product_of_its_factors_per_group() -> None:
+    left, right = random(3, 2, 2, seed=41), random(3, 4, 4, seed=42)
+    G, A = left @ left.mT, right @ right.mT
+    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A)).add_prior(0.3)
+    expected = torch.block_diag(*(torch.kron(g, a) for g, a in zip(G, A, strict=True))) + 0.3 * torch.eye(24, dtype=F64)
+    torch.testing.assert_close(M.to_dense(), expected)
+
+
+def test_kronecker_damping_is_the_product_of_damped_factors() -> None:
+    left, right = random(1, 2, 2, seed=43), random(1, 3, 3, seed=44)
+    G, A = left @ left.mT, right @ right.mT
+    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A)).damped(0.2, 0.5)
+    expected = torch.kron(G[0] + 0.2 * torch.eye(2, dtype=F64), A[0] + 0.5 * torch.eye(3, dtype=F64))
+    torch.testing.assert_close(M.to_dense(), expected)
+
+
+def test_block_diagonal_puts_every_block_to_its_places() -> None:
+    M = STRUCTURES["block diagonal"]()
+    assert isinstance(M, BlockDiagonal)
+    expected = torch.zeros(M.size, M.size, dtype=F64)
+    # Row o of a Linear is W[o, :], b[o]; of a transposed convolution W[:, o, :], b[o]; of an embedding E[:, o].
+    rows = {
+        "linear": [p for o in range(2) for p in [*(40 + 3 * o + i for i in range(3)), o]],
+        "transposed": [
+            p
+            for g in range(2)
+            for o in range(2)
+            for p in [*(2 + 12 * g + 6 * c + 3 * o + k for c in range(2) for k in range(3)), 62 + 2 * g + o]
+        ],
+        "embedding": [46 + 2 * token + d for d in range(2) for token in range(5)],
+        "dense": [56, 57, 58, 26, 27, 28, 29],
+        "diagonal": [*range(30, 40), 59, 60, 61],
+    }
+    for name, block in zip(M.names, M.blocks, strict=True):
+        here = torch.tensor(rows[name])
+        expected[here.unsqueeze(-1), here] = block.to_dense()
+    torch.testing.assert_close(M.to_dense(), expected)
+
+
+def test_singular_matrices_have_log_determinant_minus_infinity() -> None:
+    rows = random(2, 4, seed=45)
+    assert Dense(rows.mT @ rows - 1e-15 * torch.eye(4, dtype=F64)).logdet() == -torch.inf
+    assert Dense(torch.zeros(3, 3, dtype=F64)).logdet() == -torch.inf
+    assert Diagonal(torch.tensor([1.0, 0.0], dtype=F64)).logdet() == -torch.inf
+    assert STRUCTURES["kronecker embedding"]().add_prior(-0.4).logdet() == -torch.inf
