@@ -1,0 +1,215 @@
+"""The curvature of all chosen parameters, added up batch by batch: full, diagonal, or Kronecker.
+
+`DiagonalBlock`, `DenseBlock` and `KroneckerBlock` add up one block; the full matrix needs all columns of an example's
+Jacobian side by side.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from lightning_bayes.curvature.errors import SubsetError, not_finite
+from lightning_bayes.curvature.plan import Plan, Site
+from lightning_bayes.curvature.processes import Processes
+from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
+
+STRUCTURES = ("full", "diag", "kron")
+SHARINGS = ("expand", "reduce")
+SMALL = 1024  # an exact block of at most this size is kept whole
+
+
+class Accumulator(ABC):
+    """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
+    `add_leftover`, `end_chunk`."""
+
+    def add_inputs(self, matched: list[list[Call]]) -> None:
+        """Once per batch."""
+
+    def begin_chunk(self, columns: int, examples: int) -> None:
+        """A chunk of columns starts."""
+
+    @abstractmethod
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        """One site and one chunk of columns."""
+
+    @abstractmethod
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        """Per-example gradients of some examples for one parameter without a rule.  # [K, b, p]"""
+
+    def end_chunk(self) -> None:
+        """One chunk of columns is complete."""
+
+    @property
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """The tensors to sum over processes."""
+
+    @abstractmethod
+    def structure(self, processes: Processes) -> Structure:
+        """The finished curvature; its decompositions are shared out over the processes."""
+
+    @abstractmethod
+    def blocks(self) -> list[tuple[str, str]]:
+        """Which parameter is in which kind of block, for the log."""
+
+
+def make_accumulator(
+    structure: str, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device
+) -> BlockAccumulator | FullAccumulator:
+    if structure == "full":
+        return FullAccumulator(plan, dtype, device)
+    if structure == "kron" and plan.subset.mask is not None:
+        raise SubsetError(
+            "single weights of a layer have no Kronecker form: use structure='full' or 'diag' for a subnetwork"
+        )
+    return BlockAccumulator(plan, structure, sharing, dtype, device)
+
+
+class BlockAccumulator(Accumulator):
+    def __init__(self, plan: Plan, structure: str, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan, self._diagonal = plan, structure == "diag"
+
+        def exact(size: int) -> Block:
+            kind = DenseBlock if size <= SMALL and not self._diagonal else DiagonalBlock
+            return kind(size, dtype, device)
+
+        def block(site: Site) -> Block:
+            if self._diagonal or not site.layer.kronecker:
+                return exact(site.layout.size)
+            return KroneckerBlock(site, sharing, dtype, device)
+
+        self._sites = [block(site) for site in plan.sites]
+        self._leftovers = {name: exact(plan.leftover_layout(name).size) for name in plan.leftovers}
+
+    def add_inputs(self, matched: list[list[Call]]) -> None:
+        for site, block, calls in zip(self._plan.sites, self._sites, matched, strict=True):
+            block.add_inputs(site, calls)
+
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        site = self._plan.sites[index]
+        self._sites[index].add_gradients(site, calls, site.gradients(calls, grads))
+
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        self._leftovers[name].add_jacobian(J)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [t for _, _, block in self._all() for t in block.sums]
+
+    def structure(self, processes: Processes) -> BlockDiagonal | Diagonal:
+        for name, _, block in self._all():
+            if not all(t.isfinite().all() for t in block.sums):
+                raise not_finite(name)
+        subset = self._plan.subset
+        layouts = [layout for _, layout, _ in self._all()]
+        structures = _finish([block for _, _, block in self._all()], processes)
+        if self._diagonal:
+            first = structures[0].diagonal()
+            flat = first.new_empty(subset.full_size)
+            for layout, structure in zip(layouts, structures, strict=True):
+                layout.scatter(structure.diagonal(), flat)
+            return Diagonal(subset.narrow(flat))
+        return BlockDiagonal(tuple(structures), tuple(layouts), tuple(name for name, _, _ in self._all()))
+
+    def blocks(self) -> list[tuple[str, str]]:
+        described = []
+        for site, block in zip(self._plan.sites, self._sites, strict=True):
+            described += [(self._plan.describe(rows), block.label) for rows in site.parameters]
+        return described + [(name, block.label) for name, block in self._leftovers.items()]
+
+    def _all(self) -> list[tuple[str, Layout, Block]]:
+        sites = zip(self._plan.sites, self._sites, strict=True)
+        return [(site.name, site.layout, block) for site, block in sites] + [
+            (name, self._plan.leftover_layout(name), block) for name, block in self._leftovers.items()
+        ]
+
+
+class JacobianRows:
+    """The whole Jacobian of a chunk of columns, for the entries of the subset.  # rows [K, B, P]"""
+
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan, self._dtype, self._device = plan, dtype, device
+        self._places = None
+        if plan.subset.mask is not None:
+            # Where each weight of the concatenation stands in the subnetwork, -1 for those outside it.
+            self._places = torch.full((plan.subset.full_size,), -1, device=device)
+            self._places[plan.subset.mask.to(device)] = torch.arange(plan.subset.size, device=device)
+        self.begin(0, 0)
+
+    def begin(self, columns: int, examples: int) -> None:
+        self.rows = torch.zeros(columns, examples, self._plan.subset.size, dtype=self._dtype, device=self._device)
+
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        site = self._plan.sites[index]
+        g = site.gradients(calls, grads).to(self._dtype)
+        a = site.inputs(calls)
+        B = g.shape[2]
+        # For a subnetwork of a large layer it is enough to hold one example's whole gradient at a time.
+        step = B if self._places is None else 1
+        for start in range(0, B, step):
+            part = slice(start, start + step)
+            here = None if a is None else a[:, part].to(self._dtype)
+            self._put(site.jacobian(here, g[:, :, part]), site.layout, part)
+
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        self._put(J.to(self._dtype), self._plan.leftover_layout(name), examples)
+
+    def _put(self, J: Tensor, layout: Layout, examples: slice) -> None:
+        rows = self.rows[:, examples]
+        if self._places is None:
+            layout.scatter(J, rows)
+            return
+        places = layout.gather(self._places)
+        inside = places >= 0
+        rows[..., places[inside]] = J[..., inside]
+
+
+class FullAccumulator(Accumulator):
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan = plan
+        self._jacobian = JacobianRows(plan, dtype, device)
+        self._block = DenseBlock(plan.subset.size, dtype, device)
+
+    def begin_chunk(self, columns: int, examples: int) -> None:
+        self._jacobian.begin(columns, examples)
+
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        self._jacobian.add_site(index, calls, grads)
+
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        self._jacobian.add_leftover(name, J, examples)
+
+    def end_chunk(self) -> None:
+        self._block.add_jacobian(self._jacobian.rows)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return self._block.sums
+
+    def structure(self, processes: Processes) -> Dense:
+        subset = self._plan.subset
+        bad = ~self._block.sums[0][0].diagonal().isfinite()
+        if bad.any():
+            place = int(bad.nonzero()[0])
+            place = place if subset.mask is None else int(subset.mask[place])
+            raise not_finite(next(name for name in reversed(subset.names) if subset.starts[name] <= place))
+        return self._block.structure()
+
+    def blocks(self) -> list[tuple[str, str]]:
+        return [(name, "full") for name in self._plan.subset.names]
+
+
+def _finish(blocks: list[Block], processes: Processes) -> list[Structure]:
+    kroneckers = [block for block in blocks if isinstance(block, KroneckerBlock)]
+    matrices = [block.factors() for block in kroneckers]
+    factors = iter(processes.decompose([matrix for pair in matrices for matrix in pair]))
+    finished = {
+        id(block): block.from_factors([next(factors) for _ in pair])
+        for block, pair in zip(kroneckers, matrices, strict=True)
+    }
+    return [finished.get(id(block)) or block.structure() for block in blocks]

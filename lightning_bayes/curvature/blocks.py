@@ -1,0 +1,258 @@
+"""Running sums of a block's curvature, and the structure they end in.
+
+For a layer with inputs `a` and output gradients `g` (format in `layers`), with `N` examples and `T` shared positions:
+
+- exact:      `Σₙ Σ_k j jᵀ`, `j = Σ_t g [a 1]ᵀ`, the whole block (`DenseBlock`) or its diagonal (`DiagonalBlock`);
+- Kronecker:  `G ⊗ A` with `A = Σ aaᵀ / (N·T)` and `G = Σ ggᵀ`, every example–position pair counting once ("expand",
+  Eschenhagen et al. 2023), or, "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients.
+
+Only lower triangles are accumulated; `structure` mirrors them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.curvature.gradients import MEMORY
+from lightning_bayes.curvature.layers import Embedding
+from lightning_bayes.curvature.plan import Site
+from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
+
+PANEL = 256  # columns of a triangular product at a time
+FULL = 1024  # rows that make a product efficient
+
+
+class Block(ABC):
+    """The running sum of one block."""
+
+    label: str
+
+    def add_inputs(self, site: Site, calls: list[Call]) -> None:
+        """Once per batch."""
+
+    @abstractmethod
+    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+        """Once per chunk of columns.  # g [K, G, B, T, O]"""
+
+    @abstractmethod
+    def add_jacobian(self, J: Tensor) -> None:
+        """Per-example gradients themselves.  # [K, B, p]"""
+
+    @property
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """What is summed over processes, in place."""
+
+    @abstractmethod
+    def structure(self) -> Structure: ...
+
+
+class DiagonalBlock(Block):
+    label = "exact diagonal"
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._values = torch.zeros(size, dtype=dtype, device=device)
+
+    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+        if isinstance(site.layer, Embedding):
+            self._values += _embedding_diagonal(site, calls, g.to(self._values.dtype))
+            return
+        a = site.inputs(calls)
+        if g.shape[3] == 1:
+            self._values += _unshared_diagonal(site, a, g, self._values.dtype)
+            return
+        G, B, O = g.shape[1], g.shape[2], g.shape[4]
+        I = site.layout.shape[2]
+        chunk = max(1, MEMORY // (g.shape[0] * G * O * I * self._values.element_size()))
+        for start in range(0, B, chunk):
+            part = slice(start, start + chunk)
+            here = None if a is None else a[:, part].to(self._values.dtype)
+            parts = site.products(here, g[:, :, part].to(self._values.dtype))
+            self._values += torch.cat([part.square_().sum((1, 2)) for part in parts], dim=-1).flatten()
+
+    def add_jacobian(self, J: Tensor) -> None:
+        self._values += J.to(self._values.dtype).square().sum((0, 1))
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [self._values]
+
+    def structure(self) -> Diagonal:
+        return Diagonal(self._values)
+
+
+class DenseBlock(Block):
+    label = "exact dense"
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._matrix = torch.zeros(1, size, size, dtype=dtype, device=device)
+
+    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+        dtype = self._matrix.dtype
+        a = site.inputs(calls)
+        self.add_jacobian(site.jacobian(None if a is None else a.to(dtype), g.to(dtype)))
+
+    def add_jacobian(self, J: Tensor) -> None:
+        add_gram_(self._matrix, J.flatten(0, 1).unsqueeze(0))
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [self._matrix]
+
+    def structure(self) -> Dense:
+        return Dense(symmetric(self._matrix)[0])
+
+
+class KroneckerBlock(Block):
+    label = "Kronecker"
+
+    def __init__(self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        G, O, I = site.layout.shape
+        one_hot = isinstance(site.layer, Embedding) and sharing == "expand"
+        self._A = torch.zeros((G, I) if one_hot else (G, I, I), dtype=dtype, device=device)
+        self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
+        self._rows = torch.zeros((), dtype=torch.float64, device=device)  # N·T ("expand") or N ("reduce")
+        self._reduce = sharing == "reduce"
+        self._bias = site.bias is not None
+        self._pending: list[Tensor] = []  # inputs of a few small batches: one large product is faster than many small
+
+    def add_inputs(self, site: Site, calls: list[Call]) -> None:
+        if isinstance(site.layer, Embedding) and not self._reduce:
+            for call, axis in zip(calls, site.axes, strict=True):
+                self._add_tokens(call.layer, call.layer.token_grid(axis))  # type: ignore[attr-defined, arg-type]
+            return
+        faster = [None if self._reduce or site.weight is None else call.layer.input_gram() for call in calls]
+        if all(found is not None for found in faster):
+            for gram, total, rows in faster:  # type: ignore[misc]
+                self._add_bordered(gram.to(self._A.dtype), total.to(self._A.dtype), rows)
+            return
+        a = site.inputs(calls)
+        if a is None:
+            self._A += self._count(site, calls)
+            return
+        a = a.to(self._A.dtype)
+        a = a.mean(2) if self._reduce else a.flatten(1, 2)  # [G, rows, I]
+        self._rows += a.shape[1]
+        self._pending.append(a)
+        if sum(part.shape[1] for part in self._pending) >= FULL:
+            self._add_pending()
+
+    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+        g = g.to(self._G.dtype)
+        if self._reduce:
+            g = g.sum(3, keepdim=True)
+        G, O = g.shape[1], g.shape[4]
+        if g.stride(-1) == 1 or g.shape[3] == 1:
+            rows = g.transpose(0, 1).reshape(G, -1, O)
+        else:  # channels before pixels: keep the pixels contiguous and let the product transpose
+            rows = g.permute(1, 4, 0, 2, 3).reshape(G, O, -1).mT
+        add_gram_(self._G, rows)
+
+    def add_jacobian(self, J: Tensor) -> None:
+        raise AssertionError("a Kronecker block is never given whole gradients")
+
+    @property
+    def sums(self) -> list[Tensor]:
+        self._add_pending()
+        return [self._A, self._G, self._rows]
+
+    def factors(self) -> list[Tensor]:
+        """The matrices to decompose: `G`, and `A` unless it is diagonal."""
+        self._add_pending()
+        dense = [] if self._A.ndim == 2 else [symmetric(self._mean_inputs())]
+        return [symmetric(self._G), *dense]
+
+    def from_factors(self, factors: list[Factor]) -> Kronecker:
+        return Kronecker(factors[0], factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs()))
+
+    def structure(self) -> Kronecker:
+        return self.from_factors([Factor.from_matrix(matrix) for matrix in self.factors()])
+
+    def _mean_inputs(self) -> Tensor:
+        return self._A / self._rows.to(self._A.dtype).clamp(min=1)
+
+    def _add_pending(self) -> None:
+        if not self._pending:
+            return
+        a = torch.cat(self._pending, dim=1)
+        self._pending.clear()
+        I = a.shape[2]
+        add_gram_(self._A[:, :I, :I], a)
+        if self._bias:
+            self._A[:, I, :I] += a.sum(1)
+            self._A[:, I, I] += a.shape[1]
+
+    def _add_tokens(self, layer: Embedding, tokens: Tensor) -> None:
+        counts = torch.bincount(tokens.flatten(), minlength=self._A.shape[1]).to(self._A.dtype)
+        if layer.padding_idx is not None:
+            counts[layer.padding_idx] = 0
+        self._A += counts
+        self._rows += tokens.numel()
+
+    def _add_bordered(self, gram: Tensor, total: Tensor, rows: int) -> None:
+        I = gram.shape[-1]
+        self._A[:, :I, :I] += gram
+        if self._bias:
+            self._A[:, I, :I] += total
+            self._A[:, I, I] += rows
+        self._rows += rows
+
+    def _count(self, site: Site, calls: list[Call]) -> float:
+        """Only the bias: its input is one."""
+        rows = 0
+        for call, axis in zip(calls, site.axes, strict=True):
+            outputs = call.output_shape.numel() // (site.layout.shape[0] * site.layout.shape[1])
+            rows += outputs if not self._reduce else call.output_shape[axis.dim] // axis.repeats
+        if self._reduce:
+            rows //= len(calls)
+        self._rows += rows
+        return float(rows)
+
+
+def add_gram_(total: Tensor, x: Tensor) -> None:
+    """`total += xᵀx`, of which wide matrices get the lower triangle only, panel by panel.  # [G, D, D], [G, N, D]"""
+    x = x.to(total.dtype)
+    D = x.shape[2]
+    if len(x) > 1 or D <= 2 * PANEL:
+        total.baddbmm_(x.mT, x)
+        return
+    for start in range(0, D, PANEL):
+        panel = slice(start, start + PANEL)
+        total[0, start:, panel].addmm_(x[0, :, start:].mT, x[0, :, panel])
+
+
+def symmetric(lower: Tensor) -> Tensor:
+    """Mirror the lower triangle."""
+    return lower.tril() + lower.tril(-1).mT
+
+
+def _unshared_diagonal(site: Site, a: Tensor | None, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """One position: `Σₙ (Σ_k g²) (a²)ᵀ`, one matrix product.  # [p]"""
+    g2 = g.squeeze(3).to(dtype).square().sum(0)  # [G, B, O]
+    columns = [] if a is None else [g2.mT @ a.squeeze(2).to(dtype).square()]
+    if site.bias is not None:
+        columns.append(g2.sum(1).unsqueeze(-1))
+    return torch.cat(columns, dim=-1).flatten()
+
+
+def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:
+    """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
+    layer = site.layer
+    assert isinstance(layer, Embedding)
+    V, D = layer.weight_shape
+    tokens = torch.cat(
+        [call.layer.token_grid(axis) for call, axis in zip(calls, site.axes, strict=True)],  # type: ignore[attr-defined]
+        dim=1,
+    )  # [B, T]
+    pairs = tokens + V * torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)  # (example, token)
+    unique, inverse = pairs.flatten().unique(return_inverse=True)
+    summed = g.new_zeros(len(g), len(unique), D)
+    summed.index_add_(1, inverse, g[:, 0].reshape(len(g), -1, D))
+    values = g.new_zeros(V, D).index_add_(0, unique % V, summed.square().sum(0))
+    if layer.padding_idx is not None:
+        values[layer.padding_idx] = 0
+    return values.mT.flatten()

@@ -1,0 +1,20 @@
+"""What can go wrong between a user's network and data and its curvature: one exception per kind of mistake."""
+
+
+class CurvatureError(RuntimeError):
+    """The network or its curvature cannot be handled; the message names the layer and a way out."""
+
+
+def not_finite(name: str) -> CurvatureError:
+    return CurvatureError(
+        f"{name}: the curvature is not finite; the network's gradients overflow there (half precision, or exploding "
+        "activations?): use a wider dtype or leave the parameter out of the subset"
+    )
+
+
+class DataError(ValueError):
+    """A batch is not of the form `(x, y)`, or holds values that cannot be used."""
+
+
+class SubsetError(ValueError):
+    """The choice of parameters does not fit the network."""

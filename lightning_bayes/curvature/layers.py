@@ -1,0 +1,313 @@
+"""Layers that are linear in their parameters, brought to one form.
+
+Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group, so that
+the gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with
+respect to the layer's *output*:
+
+    a  [G, B, T, I]      inputs: groups, batch, shared positions, features
+    g  [K, G, B, T, O]   K output columns, back-propagated to z
+    ∂/∂[W bias] = Σ_t g [a 1]ᵀ   [K, B, G, O, I + 1]
+
+| layer                  | groups   | shared positions        | features                  |
+|------------------------|----------|-------------------------|---------------------------|
+| linear                 | 1        | all but batch and last  | inputs                    |
+| (transposed) conv      | groups   | pixels                  | channel × kernel offset   |
+| embedding              | 1        | tokens                  | one-hot of the vocabulary |
+| norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_bayes.curvature.patches import patch_gram, patches, transposed_patches
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The dimension of a layer's output that counts examples; `repeats` positions of each may be merged into it, lying
+    together (`[B, T]` flattened) or, if `interleaved`, apart (`[T, B]` flattened)."""
+
+    dim: int
+    repeats: int = 1
+    interleaved: bool = False
+
+    def split(self, t: Tensor, lead: int = 0) -> Tensor:
+        """# [*lead, ..., B·repeats, ...] -> [*lead, B, repeats, ...]"""
+        t = t.movedim(lead + self.dim, lead)
+        if self.interleaved:
+            return t.unflatten(lead, (self.repeats, -1)).transpose(lead, lead + 1)
+        return t.unflatten(lead, (-1, self.repeats))
+
+
+class Layer(ABC):
+    """One call of a layer: what went in, and how to read what comes back."""
+
+    kind: str  # for messages
+    kronecker = True  # whether the curvature block is approximated by a Kronecker product
+
+    @abstractmethod
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        """# [G, B, T, I]"""
+
+    @abstractmethod
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        """# [K, *z.shape] -> [K, G, B, T, O]"""
+
+    @property
+    @abstractmethod
+    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The stored weight's shape as `(G, O, I…)`, or another shape and the permutation that makes it so."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> tuple[int, int]:
+        """Groups and outputs of each `(G, O)`: the shape of the bias."""
+
+    def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
+        """`Σ aaᵀ`, `Σ a` and the number of positions, where there is a faster way than through `inputs`."""
+        return None
+
+
+@dataclass(frozen=True)
+class LinearLayer(Layer):
+    x: Tensor  # [..., I]
+    weight_shape: tuple[int, int]  # (O, I)
+    kind = "linear"
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        x = axis.split(self.x)
+        return x.reshape(1, x.shape[0], -1, x.shape[-1])
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        g = axis.split(g, lead=1)
+        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (1, *self.weight_shape), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return 1, self.weight_shape[0]
+
+
+@dataclass(frozen=True)
+class Convolution(Layer):
+    x: Tensor  # [B, C, *S]
+    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel)
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    kind = "convolution"
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
+        return _grouped_inputs(a, self.groups, axis)
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        return _channels_to_groups(g, self.groups, axis)
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (*self.rows, prod(self.weight_shape[1:])), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.groups, self.weight_shape[0] // self.groups
+
+    def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
+        kernel = self.weight_shape[2:]
+        if self.groups > 1 or self.stride[0] > 1 or kernel[0] == 1:
+            return None
+        x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
+        gram, total = patch_gram(x, kernel, self.stride, self.padding, self.dilation)
+        return gram.unsqueeze(0), total.unsqueeze(0), self.x.shape[0] * self._positions()
+
+    def _positions(self) -> int:
+        sizes = zip(self.x.shape[2:], self.weight_shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        return prod((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+
+
+@dataclass(frozen=True)
+class TransposedConvolution(Layer):
+    x: Tensor  # [B, C, *S]
+    weight_shape: tuple[int, ...]  # (C, O / groups, *kernel)
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    kind = "transposed convolution"
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        kernel = self.weight_shape[2:]
+        a = transposed_patches(self.x, kernel, self.stride, self.padding, self.output_padding, self.dilation)
+        return _grouped_inputs(a, self.groups, axis)
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        return _channels_to_groups(g, self.groups, axis)
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        C, O = self.weight_shape[:2]
+        return (self.groups, C // self.groups, O, prod(self.weight_shape[2:])), (0, 2, 1, 3)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.groups, self.weight_shape[1]
+
+
+@dataclass(frozen=True)
+class Embedding(Layer):
+    tokens: Tensor  # [...], indices
+    weight_shape: tuple[int, int]  # (V, D)
+    padding_idx: int | None
+    dtype: torch.dtype
+    kind = "embedding"
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        """One-hot rows; the padding token's row is zero, because its vector gets no gradient."""
+        tokens = self.token_grid(axis)
+        one_hot = F.one_hot(tokens, self.weight_shape[0]).to(self.dtype).unsqueeze(0)  # [1, B, T, V]
+        if self.padding_idx is not None:
+            one_hot[..., self.padding_idx] = 0
+        return one_hot
+
+    def token_grid(self, axis: BatchAxis) -> Tensor:
+        """# [B, T]"""
+        return axis.split(self.tokens).flatten(1)
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        g = axis.split(g, lead=1)
+        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (1, *self.weight_shape), (0, 2, 1)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return 1, self.weight_shape[1]
+
+
+@dataclass(frozen=True)
+class ChannelNorm(Layer):
+    """Scale and shift of batch, group and instance norm: channels in dimension 1."""
+
+    normalised: Callable[[], Tensor]  # the layer without scale and shift: [B, C, *S]
+    channels: int
+    kind = "norm"
+    kronecker = False
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        return _channels_to_groups(self.normalised().unsqueeze(0), self.channels, axis)[0]
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        return _channels_to_groups(g, self.channels, axis)
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (self.channels, 1, 1), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.channels, 1
+
+
+@dataclass(frozen=True)
+class FeatureNorm(Layer):
+    """Scale and shift of layer and RMS norm: the normalised features are the last dimensions."""
+
+    normalised: Callable[[], Tensor]  # [..., *shape]
+    shape: tuple[int, ...]
+    kind = "norm"
+    kronecker = False
+
+    def inputs(self, axis: BatchAxis) -> Tensor:
+        return self.gradients(self.normalised().unsqueeze(0), axis)[0]
+
+    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+        g = axis.split(g.flatten(g.ndim - len(self.shape)), lead=1)  # [K, B, r, ..., C]
+        return g.reshape(*g.shape[:2], -1, g.shape[-1]).permute(0, 3, 1, 2).unsqueeze(-1)
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (prod(self.shape), 1, 1), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return prod(self.shape), 1
+
+
+def _grouped_inputs(a: Tensor, groups: int, axis: BatchAxis) -> Tensor:
+    """# [B·r, C, k, L] -> [G, B, r·L, C/G·k]"""
+    a = a.unflatten(1, (groups, -1)).flatten(2, 3)  # [B·r, G, I, L]
+    a = axis.split(a).permute(2, 0, 1, 4, 3)  # [G, B, r, L, I]
+    return a.flatten(2, 3)
+
+
+def _channels_to_groups(g: Tensor, groups: int, axis: BatchAxis) -> Tensor:
+    """# [K, B·r, G·O, *S] -> [K, G, B, r·S, O]"""
+    g = g.unflatten(2, (groups, -1)).flatten(4) if g.ndim > 3 else g.unflatten(2, (groups, -1)).unsqueeze(-1)
+    g = axis.split(g, lead=1).permute(0, 3, 1, 2, 5, 4)  # [K, G, B, r, S, O]
+    return g.flatten(3, 4)
+
+
+def from_call(name: str, arguments: dict[str, Any], normalised: Callable[[], Tensor] | None) -> Layer | None:
+    """The layer that a functional call stands for; `None` where it has options that change what a gradient is."""
+    x = arguments["input"].detach()
+    if name in ("layer_norm", "rms_norm"):
+        assert normalised is not None
+        return FeatureNorm(normalised, tuple(arguments["normalized_shape"]))
+    if name.endswith("norm"):
+        assert normalised is not None
+        return ChannelNorm(normalised, x.shape[1])
+    weight: Tensor = arguments["weight"]
+    if name.startswith("conv"):
+        return _convolution(name, x, tuple(weight.shape), arguments)
+    if weight.ndim != 2:
+        return None
+    shape = (weight.shape[0], weight.shape[1])
+    if name == "linear":
+        return LinearLayer(x, shape)
+    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
+        return None
+    padding_idx = arguments["padding_idx"]
+    return Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
+
+
+def _convolution(name: str, x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any]) -> Layer | None:
+    n = len(shape) - 2
+    if x.ndim != n + 2:  # one example without a batch dimension
+        return None
+    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
+    padding, groups = arguments["padding"], arguments["groups"]
+    if name.startswith("conv_transpose"):
+        output_padding = _tuple(arguments["output_padding"], n)
+        return TransposedConvolution(x, shape, stride, _tuple(padding, n), output_padding, dilation, groups)
+    return Convolution(x, shape, stride, _around(padding, shape[2:], dilation), dilation, groups)
+
+
+def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Zeros before and after each dimension; of an odd number, "same" puts one more after."""
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((p, p) for p in _tuple(padding, len(kernel)))
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    values = (value,) * n if isinstance(value, int) else tuple(value)
+    return values * n if len(values) == 1 else values

@@ -1,0 +1,38 @@
+"""Uniform numbers that belong to an example, not to a batch.
+
+Monte-Carlo labels must not depend on how the data are split into batches or over processes. A counter-based generator
+(the SplitMix64 finaliser of Steele, Lea and Flood 2014) turns (seed, draw, example, output) into a number directly.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+
+
+def uniforms(seed: int, draw: int, examples: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Numbers in (0, 1), one for each output of each example.  # examples [B] -> [B, *shape]"""
+    outputs = torch.arange(prod(shape), device=examples.device)
+    key = _mix(_mix(examples.new_tensor(seed)) + draw)
+    bits = _mix(_mix(key + examples.unsqueeze(-1)) + outputs)  # [B, C]
+    # 23 bits and a half are exact in float32; the half keeps 0 and 1 out of reach of an inverse CDF.
+    unit = (_shift_right(bits, 41).to(dtype) + 0.5) / 2**23
+    return unit.reshape(-1, *shape)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = z + _GOLDEN
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """The unsigned shift; torch's own keeps the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,90 @@
+"""The user's module is borrowed: what is changed to look inside it is put back, also after an exception."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def unwrap(network: nn.Module) -> nn.Module:
+    """The module behind `torch.compile`, whose parameters have the names that its author gave them."""
+    return getattr(network, "_orig_mod", network)
+
+
+@contextmanager
+def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
+    """Eval mode, gradients for the `tracked` parameters only, plain kernels, and no trace left behind.
+
+    Frozen parameters get no graph, so that a last layer costs no backward pass through the rest. Attention runs on the
+    math kernel, and without `nn.MultiheadAttention`'s fused fast path, because the fused ones hide their projections
+    and cannot be differentiated for many outputs at a time. Autocast is off: curvature squares what it rounds.
+    """
+    names = set(tracked)
+    modes = [(module, module.training) for module in network.modules()]
+    parameters = [(p, p.requires_grad, name in names) for name, p in network.named_parameters()]
+    with ExitStack() as stack:
+        stack.callback(_restore, modes, parameters)
+        stack.enter_context(preserved_rng())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        device = next((p.device.type for p, _, _ in parameters), "cpu")
+        stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_no_attention_fast_path())
+        stack.enter_context(_eager())
+        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+            # cuDNN's recurrent kernels have no backward in eval mode.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        network.eval()
+        for p, _, wanted in parameters:
+            p.requires_grad_(wanted)
+        yield
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """A shuffling loader or a random transform draws from the global generators: give them back as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _no_attention_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
+    if not hasattr(torch.compiler, "set_stance"):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _restore(modes: list[tuple[nn.Module, bool]], parameters: list[tuple[nn.Parameter, bool, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+    for p, requires_grad, _ in parameters:
+        p.requires_grad_(requires_grad)

@@ -1,0 +1,140 @@
+"""Which parameters: all that train, the last layer, some by name, or single weights (a subnetwork).
+
+The flat vector is the concatenation of the chosen parameters in `named_parameters` order. A subnetwork keeps some of
+its entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature.errors import SubsetError
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Parameters by name, and for a subnetwork the positions that count within their concatenation."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    mask: Tensor | None = None  # [P] sorted positions in the concatenation, for a subnetwork
+
+    @property
+    def size(self) -> int:
+        return self.full_size if self.mask is None else self.mask.numel()
+
+    @property
+    def full_size(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        sizes = [shape.numel() for shape in self.shapes]
+        return dict(zip(self.names, accumulate(sizes, initial=0), strict=False))
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The modules that own the parameters, in order; a prior per layer is one number for each."""
+        return tuple(dict.fromkeys(layer_of(name) for name in self.names))
+
+    @cached_property
+    def layer_index(self) -> Tensor:
+        """The layer of each entry of the flat vector.  # [P]"""
+        index = [self.layers.index(layer_of(name)) for name in self.names]
+        sizes = [shape.numel() for shape in self.shapes]
+        full = torch.repeat_interleave(torch.tensor(index), torch.tensor(sizes))
+        return full if self.mask is None else full[self.mask.cpu()]
+
+    def parameters(self, network: nn.Module) -> dict[str, nn.Parameter]:
+        every = dict(network.named_parameters())
+        return {name: every[name] for name in self.names}
+
+    def flatten(self, network: nn.Module) -> Tensor:
+        """The subset's weights as one vector, detached.  # [P]"""
+        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters(network).values()])
+        return flat if self.mask is None else flat[self.mask.to(flat.device)]
+
+    def narrow(self, flat: Tensor) -> Tensor:
+        """The subnetwork's entries of a vector over the whole parameters.  # [..., full] -> [..., P]"""
+        return flat if self.mask is None else flat[..., self.mask.to(flat.device)]
+
+
+def layer_of(name: str) -> str:
+    """The module that owns a parameter; one that the network itself owns is its own layer."""
+    return name.rpartition(".")[0] or name
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+
+def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, last_layer: Sequence[str]) -> Subset:
+    """`subset` in the words of `fit_laplace`; `last_layer` holds the names that tracing found."""
+    parameters = trainable(network)
+    if isinstance(subset, Tensor):
+        return _subnetwork(parameters, subset)
+    if subset == "all":
+        if not parameters:
+            raise SubsetError(
+                f"{type(network).__name__} has no trainable parameter: set requires_grad on some, or name the subset"
+            )
+        return _whole(parameters)
+    if subset == "last_layer":
+        return _whole({name: p for name, p in network.named_parameters() if name in set(last_layer)})
+    if isinstance(subset, str):
+        raise SubsetError(
+            f"unknown subset {subset!r}: use 'all', 'last_layer', a list of parameter names, or a mask over the weights"
+        )
+    return _named(dict(network.named_parameters()), list(subset))
+
+
+def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
+    return Subset(tuple(parameters), tuple(p.shape for p in parameters.values()))
+
+
+def _named(every: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
+    """By parameter name, or by module name for all its parameters."""
+    if not wanted:
+        raise SubsetError("the list of parameter names is empty: name at least one parameter or module")
+    chosen = set()
+    for name in wanted:
+        found = {p for p in every if p == name or p.startswith(f"{name}.")}
+        if not found:
+            close = get_close_matches(name, every, n=3, cutoff=0.3) or list(every)[:3]
+            raise SubsetError(f"the network has no parameter {name!r}; did you mean one of {', '.join(close)}?")
+        chosen |= found
+    return _whole({name: p for name, p in every.items() if name in chosen})
+
+
+def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
+    """A boolean mask over all trainable weights, or the positions of the chosen ones."""
+    total = sum(p.numel() for p in parameters.values())
+    if mask.dtype == torch.bool:
+        if mask.shape != (total,):
+            raise SubsetError(f"the mask has shape {tuple(mask.shape)}, but there are {total} trainable weights")
+        mask = mask.nonzero().squeeze(-1)
+    if mask.is_floating_point() or mask.ndim != 1:
+        raise SubsetError("a subnetwork is a boolean mask over the trainable weights or a vector of their positions")
+    if mask.numel() == 0:
+        raise SubsetError("the subnetwork selects no weight: choose at least one")
+    mask = mask.unique().cpu()
+    for position in (mask[0].item(), mask[-1].item()):
+        if not 0 <= position < total:
+            raise SubsetError(f"the subnetwork has position {position}, but there are {total} trainable weights")
+    kept, narrowed, start, width = {}, [], 0, 0
+    for name, p in parameters.items():
+        inside = mask[(mask >= start) & (mask < start + p.numel())]
+        if inside.numel():
+            kept[name] = p
+            narrowed.append(inside - start + width)
+            width += p.numel()
+        start += p.numel()
+    whole = _whole(kept)
+    return Subset(whole.names, whole.shapes, torch.cat(narrowed))

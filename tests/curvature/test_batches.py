@@ -1,0 +1,116 @@
+"""How the data are split into batches changes nothing: not the curvature, not the counts, not the likelihood."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from networks import CASES, Case, N
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.likelihoods import Categorical
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+NETWORKS = [
+    *("mlp", "deep_cnn", "conv_2d_groups", "transformer", "embedding", "bare_parameters", "lstm", "segmentation"),
+    *("norm_batch_2d", "merged_time_batch", "heteroscedastic", "image_to_image", "named_inputs", "tied_embedding"),
+]
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "fisher_mc", "empirical_fisher"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_split_equals_one_batch(name: str, structure: str, curvature: str) -> None:
+    case = CASES[name]()
+    options: dict[str, Any] = {"structure": structure, "curvature": curvature, "samples": 2}
+    whole = fit_curvature(case.network, case.loader(), case.likelihood, **options)
+    for sizes in ((1,) * N, (3, 1), (1, 2, 1)):
+        split = fit_curvature(case.network, case.loader(*sizes), case.likelihood, **options)
+        torch.testing.assert_close(split.structure.to_dense(), whole.structure.to_dense(), **TIGHT)
+        torch.testing.assert_close(split.log_likelihood, whole.log_likelihood, **TIGHT)
+        assert (split.n_data, split.n_outputs) == (whole.n_data, whole.n_outputs) == (N, whole.n_outputs)
+
+
+def test_reduce_is_the_same_for_any_split() -> None:
+    case = CASES["deep_cnn"]()
+    whole, split = (
+        fit_curvature(case.network, case.loader(*sizes), weight_sharing="reduce").structure.to_dense()
+        for sizes in ((), (1, 3))
+    )
+    torch.testing.assert_close(split, whole, **TIGHT)
+
+
+def test_wide_layers_and_many_rows_are_added_up_in_parts_that_change_nothing() -> None:
+    """More than the thousand rows after which inputs are added, and more columns than a panel."""
+    network = nn.Sequential(nn.Linear(600, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    x, y = torch.randn(1500, 600, dtype=torch.float64), torch.randint(2, (1500,))
+    case = Case(network, x, y, Categorical())
+    whole = fit_curvature(network, case.loader())
+    split = fit_curvature(network, case.loader(700, 1, 799))
+    a = torch.cat([x, torch.ones(1500, 1, dtype=x.dtype)], dim=1)
+    for fitted in (whole, split):
+        block = fitted.structure.blocks[0]
+        Q, λ = block.right.vectors[0], block.right.values[0]
+        torch.testing.assert_close(Q @ torch.diag(λ) @ Q.mT, a.mT @ a / 1500, **TIGHT)
+
+
+def test_full_matrix_wider_than_a_panel_is_symmetric_and_exact() -> None:
+    network = nn.Sequential(nn.Linear(260, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    case = Case(network, torch.randn(3, 260, dtype=torch.float64), torch.tensor([0, 1, 1]), Categorical())
+    H = fit_curvature(network, case.loader(2, 1), structure="full").structure.to_dense()
+    assert len(H) > 512
+    torch.testing.assert_close(H, oracles.ggn(case), **TIGHT)
+
+
+def test_examples_are_counted_from_a_generator_that_can_be_read_once() -> None:
+    case = CASES["mlp"]()
+
+    def stream() -> Iterator[Any]:
+        yield from case.loader(3, 1)
+
+    fitted = fit_curvature(case.network, stream(), structure="diag")
+    assert fitted.n_data == N
+    assert fitted.n_outputs == N * 3
+
+
+def test_examples_that_a_loader_drops_are_not_counted() -> None:
+    case = CASES["mlp"]()
+    loader = DataLoader(TensorDataset(case.x, case.y), batch_size=3, drop_last=True)
+    fitted = fit_curvature(case.network, loader, structure="full")
+    first = Case(case.network, case.x[:3], case.y[:3], case.likelihood)
+    assert fitted.n_data == 3
+    torch.testing.assert_close(fitted.structure.to_dense(), oracles.ggn(first), **TIGHT)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_likelihood_is_the_sum_over_examples_in_float64(name: str) -> None:
+    case = CASES[name]()
+    fitted = fit_curvature(case.network, case.loader(1, 3), case.likelihood, structure="diag")
+    assert fitted.log_likelihood.dtype == torch.float64
+    torch.testing.assert_close(fitted.log_likelihood, oracles.empirical_fisher(case)[1], **TIGHT)
+
+
+def test_many_columns_are_back_propagated_in_chunks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_bayes.curvature import blocks, gradients
+
+    for name in ("segmentation", "bare_parameters", "linear_on_sequences"):
+        case = CASES[name]()
+        for structure in ("full", "diag", "kron"):
+            expected = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
+            with monkeypatch.context() as patch:
+                patch.setattr(gradients, "MEMORY", 1)
+                patch.setattr(blocks, "MEMORY", 1)
+                found = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
+            torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_progress_bar_counts_batches_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mlp"]()
+    quiet = fit_curvature(case.network, case.loader(1, 3), structure="diag")
+    assert capsys.readouterr().err == ""
+    shown = fit_curvature(case.network, case.loader(1, 3), structure="diag", progress=True)
+    assert "2/2" in capsys.readouterr().err
+    assert torch.equal(shown.structure.diagonal(), quiet.structure.diagonal())

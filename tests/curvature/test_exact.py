@@ -1,0 +1,74 @@
+"""The exact GGN of every network, full and diagonal, is the per-example sum `Σₙ JₙᵀΛₙJₙ`."""
+
+import oracles
+import pytest
+import torch
+from networks import CASES, Case, Wired, real
+from torch import nn
+
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.likelihoods import Categorical
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_full_and_diagonal_are_the_oracles(name: str) -> None:
+    case = CASES[name]()
+    H = oracles.ggn(case)
+    full = fit_curvature(case.network, case.loader(), case.likelihood, structure="full")
+    torch.testing.assert_close(full.structure.to_dense(), H, **TIGHT)
+    diagonal = fit_curvature(case.network, case.loader(), case.likelihood, structure="diag")
+    torch.testing.assert_close(diagonal.structure.diagonal(), H.diagonal(), **TIGHT)
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.parametrize("part", ["whole", "inside"])
+def test_compiled_module_has_the_curvature_of_the_one_inside(backend: str, part: str) -> None:
+    case = CASES["mlp"]()
+    H = oracles.ggn(case)
+    if part == "whole":
+        network = torch.compile(case.network, backend=backend)
+    else:
+        network = nn.Sequential(torch.compile(case.network[:2], backend=backend), case.network[2])
+    fitted = fit_curvature(network, case.loader(), structure="full")
+    torch.testing.assert_close(fitted.structure.to_dense(), H, **TIGHT)
+    if part == "whole":
+        assert fitted.subset.names == tuple(name for name, _ in case.network.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["mlp", "bare_parameters", "transformer"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_modes_without_gradients_change_nothing(name: str, mode: type, structure: str) -> None:
+    case = CASES[name]()
+    expected = fit_curvature(case.network, case.loader(), structure=structure).structure.to_dense()
+    with mode():
+        batches = [(x.clone(), y.clone()) for x, y in case.loader()]
+        found = fit_curvature(case.network, batches, structure=structure)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+    torch.testing.assert_close(found.structure.to_dense(), expected, rtol=0, atol=0)
+
+
+def test_inputs_that_ask_for_gradients_get_none() -> None:
+    case = CASES["mlp"]()
+    x = case.x.clone().requires_grad_()
+    fitted = fit_curvature(case.network, [(x, case.y)], structure="full")
+    torch.testing.assert_close(fitted.structure.to_dense(), oracles.ggn(case), **TIGHT)
+    assert x.grad is None
+
+
+def test_shared_input_without_a_batch_dimension_is_passed_to_every_example() -> None:
+    """`((x, mask), y)` where the mask belongs to no example."""
+    network = Wired(
+        lambda s, x, m: s.head((m @ s.inner(x) * s.scale).tanh().mean(1)),
+        inner=nn.Linear(2, 3),
+        scale=nn.Parameter(torch.rand(3)),
+        head=nn.Linear(3, 3),
+    ).double()
+    x, mask, y = real(5, 4, 2), real(4, 4), torch.tensor([0, 1, 2, 1, 0])
+    plain = Wired(lambda s, x: s.inside(x, mask), inside=network)
+    expected = oracles.ggn(Case(plain, x, y, Categorical()))
+    fitted = fit_curvature(network, [((x, mask), y)], structure="full")
+    torch.testing.assert_close(fitted.structure.to_dense(), expected, **TIGHT)

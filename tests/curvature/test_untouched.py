@@ -1,0 +1,233 @@
+"""The user's module is borrowed: after success and after any failure it is as it was, and so is every random state."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from networks import CASES, Wired, real
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes.curvature import DataError, fit_curvature
+from lightning_bayes.likelihoods import Categorical, LikelihoodError
+
+STRUCTURES = ["full", "diag", "kron"]
+SUBSETS: list[Any] = ["all", "last_layer", ["body.weight", "scale"]]
+
+
+class Network(nn.Module):
+    """Batch norm, dropout, a bare parameter, a frozen layer and buffers; fails where the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("counter", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frozen(self.drop(self.norm(self.body(x)))).relu_()
+        if (x == 7).any():
+            raise RuntimeError("the network gave up")
+        return self.head(h * self.scale)
+
+
+def make() -> Network:
+    network = Network().double()
+    network.norm.running_mean.normal_()
+    network.train()
+    network.norm.eval()
+    network.frozen.eval()
+    for p in network.parameters():
+        if p.requires_grad:
+            p.grad = torch.randn_like(p)
+    network.scale.grad = None
+    network.head.register_forward_hook(lambda m, args, z: None)
+    network.norm.register_full_backward_hook(lambda m, g_in, g_out: None)
+    return network
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def snapshot(network: nn.Module) -> dict[str, Any]:
+    parameters = dict(network.named_parameters())
+    return {
+        "weights": {name: p.detach().clone() for name, p in parameters.items()},
+        "identity": {name: id(p) for name, p in parameters.items()},
+        "pointer": {name: p.data_ptr() for name, p in parameters.items()},
+        "version": {name: p._version for name, p in parameters.items()},
+        "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
+        "grad": {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()},
+        "buffers": {name: b.clone() for name, b in network.named_buffers()},
+        "modes": {name: m.training for name, m in network.named_modules()},
+        "hooks": {name: [len(getattr(m, kind)) for kind in HOOKS] for name, m in network.named_modules()},
+        "attributes": {name: sorted(vars(m)) for name, m in network.named_modules()},
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "threads": torch.get_num_threads(),
+        "attention": torch.backends.mha.get_fastpath_enabled(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "cudnn": torch.backends.cudnn.enabled,
+    }
+
+
+def assert_same(before: Any, after: Any, where: str = "") -> None:
+    if isinstance(before, dict):
+        assert before.keys() == after.keys(), where
+        for key in before:
+            assert_same(before[key], after[key], f"{where}/{key}")
+    elif isinstance(before, (tuple, list)):
+        assert len(before) == len(after), where
+        for i, (a, b) in enumerate(zip(before, after, strict=True)):
+            assert_same(a, b, f"{where}/{i}")
+    elif isinstance(before, Tensor):
+        assert torch.equal(before, after), where
+    elif isinstance(before, np.ndarray):
+        assert np.array_equal(before, after), where
+    else:
+        assert before == after, where
+
+
+def data(batches: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [(real(4, 3), torch.randint(3, (4,))) for _ in range(batches)]
+
+
+class Noisy(TensorDataset):
+    """Augmentation that draws from all the global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + random.random() + np.random.rand() + torch.rand(()), y  # noqa: NPY002
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("subset", SUBSETS, ids=str)
+def test_nothing_is_changed_by_success(structure: str, subset: Any) -> None:
+    network = make()
+    x, y = torch.cat([x for x, _ in data()]), torch.randint(3, (12,))
+    loader = DataLoader(Noisy(x, y), batch_size=5, shuffle=True)
+    before = snapshot(network)
+    fit_curvature(network, loader, structure=structure, subset=subset, curvature="fisher_mc")
+    assert_same(before, snapshot(network))
+
+
+def failing_network(batches: list[Any]) -> Any:
+    batches[1][0][2, 1] = 7.0
+
+
+def nan_in_the_data(batches: list[Any]) -> Any:
+    batches[1][0][2, 1] = torch.nan
+
+
+def label_out_of_range(batches: list[Any]) -> Any:
+    batches[1][1][2] = 9
+
+
+def three_parts(batches: list[Any]) -> Any:
+    batches[1] = (*batches[1], None)
+
+
+FAILURES: dict[str, tuple[Callable[[list[Any]], Any], type[Exception], str]] = {
+    "network raises": (failing_network, RuntimeError, "the network gave up"),
+    "NaN": (nan_in_the_data, DataError, "batch 1: .*its input has NaN"),
+    "label": (label_out_of_range, LikelihoodError, "target 9"),
+    "batch": (three_parts, DataError, "3 parts"),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("subset", SUBSETS, ids=str)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_nothing_is_changed_by_a_failure_in_the_second_batch(failure: str, subset: Any, structure: str) -> None:
+    spoil, error, message = FAILURES[failure]
+    network, batches = make(), data()
+    spoil(batches)
+    before = snapshot(network)
+    with pytest.raises(error, match=message):
+        fit_curvature(network, batches, structure=structure, subset=subset)
+    assert_same(before, snapshot(network))
+
+
+@pytest.mark.parametrize("method", ["check", "fisher_root", "log_likelihood"])
+def test_nothing_is_changed_by_a_likelihood_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Categorical):
+        pass
+
+    def fail(self: Any, *args: Any) -> Any:
+        raise ArithmeticError("the likelihood gave up")
+
+    monkeypatch.setattr(Failing, method, fail)
+    network, batches = make(), data()
+    before = snapshot(network)
+    with pytest.raises(ArithmeticError, match="gave up"):
+        fit_curvature(network, batches, Failing())
+    assert_same(before, snapshot(network))
+
+
+def test_nothing_is_changed_by_a_loader_that_fails() -> None:
+    def loader() -> Iterator[Any]:
+        yield data()[0]
+        torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        raise OSError("the disk gave up")
+
+    network = make()
+    before = snapshot(network)
+    with pytest.raises(OSError, match="gave up"):
+        fit_curvature(network, loader())
+    assert_same(before, snapshot(network))
+
+
+def test_nothing_is_changed_by_a_failure_in_the_first_pass() -> None:
+    network, batches = make(), data()
+    batches[0][0][0, 0] = 7.0
+    before = snapshot(network)
+    for subset in SUBSETS:
+        with pytest.raises(RuntimeError, match="the network gave up"):
+            fit_curvature(network, batches, subset=subset)
+        assert_same(before, snapshot(network))
+
+
+@pytest.mark.parametrize("name", ["norm_batch_1d", "norm_batch_2d", "norm_instance_with_statistics"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_batch_norm_is_used_in_eval_mode_and_its_statistics_stay(name: str, structure: str) -> None:
+    case = CASES[name]()
+    expected = fit_curvature(copy.deepcopy(case.network).eval(), case.loader(), structure=structure)
+    case.network.train()
+    before = snapshot(case.network)
+    found = fit_curvature(case.network, case.loader(), structure=structure)
+    assert_same(before, snapshot(case.network))
+    assert torch.equal(found.structure.to_dense(), expected.structure.to_dense())
+
+
+def test_shuffling_loader_gives_the_same_order_as_without_us() -> None:
+    """What comes after in the user's program is not moved by a pass in between."""
+    network = make()
+    loader = DataLoader(TensorDataset(real(6, 3), torch.randint(3, (6,))), batch_size=2, shuffle=True)
+    torch.manual_seed(5)
+    expected = [y for _, y in loader]
+    torch.manual_seed(5)
+    fit_curvature(network, loader, structure="diag")
+    assert_same(expected, [y for _, y in loader])
+
+
+def test_batches_are_not_written_to() -> None:
+    network, batches = make(), data()
+    copies = copy.deepcopy(batches)
+    fit_curvature(network, batches)
+    assert_same(copies, batches)
+
+
+def test_compiled_module_is_untouched() -> None:
+    network = torch.compile(Wired(lambda s, x: s.head(x), head=nn.Linear(3, 3)).double(), backend="eager")
+    batches, before = data(), snapshot(network)
+    fit_curvature(network, batches)
+    assert_same(before, snapshot(network))
