@@ -1,0 +1,25 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+DATA_VARIABLE = "LIGHTNING_BAYES_DATA"
+
+
+def pytest_configure() -> None:
+    # The tests' tensors are tiny: handing them to a second thread costs more than it saves.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data sets, for tests that need more than scikit-learn's bundled ones."""
+    folder = os.environ.get(DATA_VARIABLE)
+    if not folder:
+        pytest.skip(f"set {DATA_VARIABLE} to the folder with the data sets (MNIST, UCI, …) to run this test")
+    if not Path(folder).is_dir():
+        pytest.skip(f"{DATA_VARIABLE} is {folder!r}, which is not a folder: set it to the folder with the data sets")
+    return Path(folder)

@@ -1,0 +1,156 @@
+"""The code in the documentation runs, and gives what the text says it gives."""
+
+import ast
+import logging
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run_page(path: Path, **given: Any) -> dict[str, Any]:
+    """Run a page's Python blocks one after the other in one namespace, with the page's own line numbers in errors."""
+    text = path.read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "docs", **given}
+    for block in FENCE.finditer(text):
+        lines_above = text[: block.start(1)].count("\n")
+        exec(compile("\n" * lines_above + block.group(1), str(path), "exec"), names)
+    return names
+
+
+def class_source(text: str, name: str) -> str:
+    """The source of a class as it is written, from whichever block of code holds it."""
+    found = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    return ast.get_source_segment(text, found) or ""
+
+
+def test_the_likelihood_of_ones_own_is_the_one_that_is_tested() -> None:
+    page = (DOCS / "likelihoods.md").read_text(encoding="utf-8")
+    block = next(b.group(1) for b in FENCE.finditer(page) if "class Poisson" in b.group(1))
+    tested = (ROOT / "tests" / "likelihoods" / "test_own_likelihood.py").read_text(encoding="utf-8")
+    assert class_source(block, "Poisson") == class_source(tested, "Poisson")
+
+
+def test_likelihoods() -> None:
+    names = run_page(DOCS / "likelihoods.md")
+    categorical, mean = names["Categorical"](), names["mean"]
+    sure = categorical.integrate(mean, names["sure"], link="probit").probs
+    unsure = categorical.integrate(mean, names["unsure"], link="probit").probs
+    torch.testing.assert_close(sure, mean.softmax(1), rtol=0.01, atol=0)
+    assert (unsure - 1 / 3).abs().max() < 0.5 * (sure - 1 / 3).abs().max()
+
+    H, network = names["H"], names["network"]
+    assert H.n_data == 96
+    with torch.no_grad():
+        rates = [(network(x).exp(), y) for x, y in names["loader"]]
+    expected = sum(torch.distributions.Poisson(rate).log_prob(y).double().sum() for rate, y in rates)
+    torch.testing.assert_close(H.log_likelihood, expected, rtol=1e-5, atol=0)
+    assert H.structure.size == sum(p.numel() for p in network.parameters())
+
+
+def test_structures() -> None:
+    names = run_page(DOCS / "structures.md")
+    torch.testing.assert_close(names["P"].to_dense(), torch.diag(torch.tensor([4.5, 1.5, 0.5])))
+
+
+def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning_bayes"):
+        H = run_page(DOCS / "curvature.md")["H"]
+    assert H.n_data == 64
+    assert H.structure.size == H.subset.size == 40 + 8 + 435
+    page = (DOCS / "curvature.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"^curvature blocks: .*$", page, re.MULTILINE)
+    assert said in caplog.messages
+
+
+def test_metrics() -> None:
+    names = run_page(DOCS / "metrics.md")
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    for metric in ("nll", "ece"):
+        (said,) = re.findall(rf"^{metric}\.compute\(\)\s+# (\S+)$", page, re.MULTILINE)
+        assert float(names[metric].compute()) == pytest.approx(float(said), abs=5e-5)
+    (said,) = re.findall(r"^ood\.compute\(\)\s+# (.*)$", page, re.MULTILINE)
+    assert {k: float(v) for k, v in names["ood"].compute().items()} == pytest.approx(ast.literal_eval(said))
+    assert names["ax"].get_xlabel() == "confidence"
+
+
+class Model(L.LightningModule):
+    """The module that a reader of the front page already has; it asks for one epoch, to save the test's time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def on_test_end(self) -> None:
+        self.tested = dict(self.trainer.callback_metrics)  # predict clears them
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(24, 4, generator=generator), torch.randint(3, (24,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=10)
+
+    train_dataloader = test_dataloader = predict_dataloader = loader
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda path: path.name)
+def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    loader = Data().loader()
+    x, network = next(iter(loader))[0], nn.Linear(4, 3)
+    names = run_page(page, model=Model(), dm=Data(), network=network, loader=loader, x=x)
+    said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "laplace")}
+    assert said <= set(names["model"].tested)
+    assert [tuple(p.probs.shape) for p in names["out"]] == [(10, 3), (10, 3), (4, 3)]
+    assert names["laplace"].posterior.n_data == 24
+    if "prediction" in names:
+        torch.testing.assert_close(names["prediction"].probs.sum(1), torch.ones(10))
+        assert names["posterior"].n_data == 24
+
+
+def test_an_error_points_at_the_page(tmp_path: Path) -> None:
+    """The helper above does run the blocks: a wrong one fails, at its line of the page."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        textwrap.dedent("""\
+        Text.
+
+        ```python
+        x = 1
+        ```
+
+        ```python
+        x / 0
+        ```
+        """)
+    )
+    with pytest.raises(ZeroDivisionError) as error:
+        run_page(page)
+    assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (str(page), 8)

@@ -1,0 +1,195 @@
+"""The layers of the package, enforced by reading every import.
+
+    likelihoods ─┐
+    structures ──┴─ curvature ── posterior ── predictive ── callbacks · mixins
+    metrics ── plots
+
+Module-level imports point left. A function-level (or type-checking) import may point right in two places only: a
+posterior offers `predict`, and a metric offers `plot`. Metrics know torch and torchmetrics and nothing of the rest;
+only callbacks and mixins know Lightning; what is optional (matplotlib, scikit-learn, torchvision) is imported where it
+is used.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import lightning_bayes
+
+PACKAGE = "lightning_bayes"
+ROOT = Path(lightning_bayes.__file__).parent
+
+# What each layer may import, besides itself.
+ALLOWED: dict[str, set[str]] = {
+    "likelihoods": set(),
+    "structures": set(),
+    "curvature": {"likelihoods", "structures"},
+    "posterior": {"likelihoods", "structures", "curvature", "metrics"},
+    "predictive": {"likelihoods", "structures", "curvature", "posterior", "metrics"},
+    "callbacks": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots"},
+    "mixins": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots"},
+    "metrics": set(),
+    "plots": {"metrics"},
+}
+LAZILY = {("posterior", "predictive"), ("metrics", "plots")}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+KNOWS_LIGHTNING = {"callbacks", "mixins"}
+OPTIONAL = {"jsonargparse", "matplotlib", "scipy", "sklearn", "torchvision"}
+METRICS_NEED = {"torch", "torchmetrics", *sys.stdlib_module_names}
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    target: str  # dotted, absolute
+    lazy: bool  # inside a function, or for the type checker only
+
+
+def find_violations(root: Path) -> list[str]:
+    """One line for each import below the package folder `root` that breaks a rule."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        layer = parts[0] if len(parts) > 1 else ""
+        where = "/".join([PACKAGE, *path.relative_to(root).parts])
+        if layer not in ALLOWED and parts != ("__init__",):
+            found.append(f"{where}: belongs to no layer")
+            continue
+        for each in read_imports(path, (PACKAGE, *parts)):
+            reason = broken_rule(layer, each)
+            if reason:
+                found.append(f"{where}:{each.line}: {reason}")
+    return found
+
+
+def broken_rule(layer: str, each: Import) -> str | None:
+    """Why a module of `layer` (empty for the package's own `__init__`) must not have this import."""
+    top, *rest = each.target.split(".")
+    if top == PACKAGE:
+        target = rest[0] if rest else ""
+        if not layer or target == layer or target in ALLOWED[layer] or (each.lazy and (layer, target) in LAZILY):
+            return None
+        return f"{layer} must not import {target if target in ALLOWED else 'the whole package'}"
+    if top in OPTIONAL and not each.lazy:
+        return f"{top} is optional: import it inside the function that needs it"
+    if top in LIGHTNING and layer not in KNOWS_LIGHTNING:
+        return f"{layer or PACKAGE} must not know of Lightning"
+    if layer == "metrics" and top not in METRICS_NEED:
+        return f"metrics need torch and torchmetrics only, not {top}"
+    return None
+
+
+def read_imports(path: Path, module: tuple[str, ...]) -> Iterator[Import]:
+    """Every import of a file; `from package import layer` counts as one of that layer."""
+    package = module[:-1]  # also for an __init__, whose own name is the last part
+    for node, lazy in walk(ast.parse(path.read_text(encoding="utf-8")), lazy=False):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(node.lineno, alias.name, lazy)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = [*above, *(node.module.split(".") if node.module else [])]
+            for alias in node.names:
+                yield Import(node.lineno, ".".join([*base, alias.name]), lazy)
+
+
+def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(node):
+        inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for statement in child.body:
+                yield statement, True
+                yield from walk(statement, True)
+            for statement in child.orelse:
+                yield statement, inside
+                yield from walk(statement, inside)
+            continue
+        yield child, inside
+        yield from walk(child, inside)
+
+
+def test_imports_point_left() -> None:
+    assert find_violations(ROOT) == []
+
+
+def test_every_import_of_the_package_is_seen() -> None:
+    """The checker reads what Python runs: absolute and relative imports, in the package and at its top."""
+    edges = set()
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        for each in read_imports(path, (PACKAGE, *parts)):
+            edges.add((parts[0], ".".join(each.target.split(".")[:2])))
+    assert ("likelihoods", f"{PACKAGE}.likelihoods") in edges  # written relatively
+    assert ("curvature", f"{PACKAGE}.structures") in edges
+    assert ("plots", f"{PACKAGE}.metrics") in edges
+    assert ("metrics", "torchmetrics.Metric") in edges
+
+
+GOOD = {
+    "__init__.py": "from lightning_bayes.callbacks.laplace import LaplaceCallback",
+    "curvature/fit.py": "from ..structures import Dense\nfrom lightning_bayes import likelihoods",
+    "posterior/gaussian.py": (
+        "from typing import TYPE_CHECKING\n"
+        "from lightning_bayes.curvature import fit\n"
+        "if TYPE_CHECKING:\n    from lightning_bayes.predictive import Prediction\n"
+        "def predict():\n    from lightning_bayes.predictive import glm\n"
+    ),
+    "callbacks/laplace.py": "import lightning as L\nfrom lightning_bayes.posterior import gaussian",
+    "metrics/brier.py": "import math\nfrom torch import Tensor\ndef plot():\n    from lightning_bayes import plots",
+    "plots/ood.py": "from lightning_bayes import metrics\ndef draw():\n    import matplotlib",
+}
+
+
+def write_package(root: Path, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = root / PACKAGE / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return root / PACKAGE
+
+
+def test_a_package_in_order_passes(tmp_path: Path) -> None:
+    assert find_violations(write_package(tmp_path, GOOD)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "reason"),
+    [
+        ("structures/bad.py", "from lightning_bayes.posterior import x", "structures must not import posterior"),
+        ("structures/bad.py", "import lightning_bayes.curvature.fit", "structures must not import curvature"),
+        ("structures/bad.py", "from lightning_bayes.likelihoods import x", "structures must not import likelihoods"),
+        ("likelihoods/bad.py", "from ..curvature import fit", "likelihoods must not import curvature"),
+        ("likelihoods/__init__.py", "from .. import predictive", "likelihoods must not import predictive"),
+        ("curvature/deep/bad.py", "from ...posterior.x import y", "curvature must not import posterior"),
+        ("curvature/bad.py", "from lightning_bayes import fit_laplace", "curvature must not import the whole package"),
+        (
+            "curvature/bad.py",
+            "def f():\n    from lightning_bayes import posterior",
+            "curvature must not import posterior",
+        ),
+        ("curvature/bad.py", "if True:\n    import lightning.pytorch", "curvature must not know of Lightning"),
+        ("posterior/bad.py", "from lightning_bayes.predictive import x", "posterior must not import predictive"),
+        ("posterior/bad.py", "def f():\n    from ..callbacks import x", "posterior must not import callbacks"),
+        ("predictive/bad.py", "def f():\n    from pytorch_lightning import x", "predictive must not know of Lightning"),
+        ("callbacks/bad.py", "from lightning_bayes.mixins import x", "callbacks must not import mixins"),
+        ("callbacks/bad.py", "import torchvision.models", "torchvision is optional"),
+        ("posterior/bad.py", "try:\n    import sklearn\nexcept ImportError:\n    pass", "sklearn is optional"),
+        ("plots/bad.py", "class A:\n    import matplotlib.pyplot as plt", "matplotlib is optional"),
+        ("plots/bad.py", "from lightning_bayes.posterior import x", "plots must not import posterior"),
+        ("metrics/bad.py", "from lightning_bayes.likelihoods import x", "metrics must not import likelihoods"),
+        ("metrics/bad.py", "from lightning_bayes import plots", "metrics must not import plots"),
+        ("metrics/bad.py", "import numpy as np", "metrics need torch and torchmetrics only, not numpy"),
+        ("__init__.py", "import matplotlib", "matplotlib is optional"),
+        ("utils/bad.py", "", "belongs to no layer"),
+        ("helpers.py", "", "belongs to no layer"),
+    ],
+)
+def test_a_bad_import_is_caught(tmp_path: Path, name: str, source: str, reason: str) -> None:
+    found = find_violations(write_package(tmp_path, {**GOOD, name: source}))
+    assert len(found) == 1
+    assert found[0].startswith(f"{PACKAGE}/{name}:")
+    assert reason in found[0]
