@@ -1,0 +1,95 @@
+"""Run a measurement in a process of its own, with a limit of time and of memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Result
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work(**arguments)`, a function of a module (so that a new process finds it), under a name like a path."""
+
+    name: str
+    work: Callable[..., Result]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    verb: str = "refused"  # what it is called when the work raises
+
+
+@dataclass(frozen=True)
+class Limits:
+    seconds: float
+    memory: float  # bytes
+    threads: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """No measurement: `kind` fits in a cell of a table, `reason` says more."""
+
+    kind: str
+    reason: str
+
+
+Outcome = Result | Failure
+
+
+def cores() -> int:
+    """All the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(job: Job, limits: Limits) -> Outcome:
+    """The job's result; a failure if it raises or exceeds the limits."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(limits.threads)
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, job, limits), daemon=False)
+    start = time.perf_counter()
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(limits.seconds):
+            outcome = receiver.recv()
+            process.join(10)  # in peace, so that it cleans up after itself
+            return outcome
+        return Failure(f"gave up after {limits.seconds:.0f} s", f"no result after {time.perf_counter() - start:.0f} s")
+    except EOFError:
+        process.join()
+        return Failure("died", f"the process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _child(sender: Connection, job: Job, limits: Limits) -> None:
+    # Private memory only: an allocation beyond it raises here, and the rest of the machine is safe.
+    resource.setrlimit(resource.RLIMIT_DATA, (int(limits.memory), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(limits.threads)
+    try:
+        outcome: Outcome = job.work(**job.arguments)
+    except (Exception, SystemExit) as error:
+        outcome = _failure(error, job.verb, limits.memory)
+    sender.send(outcome)
+
+
+def _failure(error: BaseException, verb: str, memory: float) -> Failure:
+    message = " ".join(str(error).split()) or "no message"
+    if isinstance(error, MemoryError) or "allocate memory" in message or "not enough memory" in message:
+        return Failure(f"gave up at {memory / GB:.0f} GB", f"needs more than {memory / GB:.0f} GB: {message[:160]}")
+    name = type(error).__name__
+    return Failure(f"{verb}: {name}", f"{name}: {message[:240]}")
