@@ -5,4 +5,13 @@ from lightning_bayes.curvature.fit import Curvature, choose_subset, fit_curvatur
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.subset import Subset
 
-__all__ = ["Curvature", "CurvatureError", "DataError", "Processes", "Subset", "SubsetError", "choose_subset", "fit_curvature"]
+__all__ = [
+    "Curvature",
+    "CurvatureError",
+    "DataError",
+    "Processes",
+    "Subset",
+    "SubsetError",
+    "choose_subset",
+    "fit_curvature",
+]

@@ -27,10 +27,10 @@ class Accumulator(ABC):
     """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
     `add_leftover`, `end_chunk`."""
 
-    def add_inputs(self, matched: list[list[Call]]) -> None:
+    def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
 
-    def begin_chunk(self, columns: int, examples: int) -> None:
+    def begin_chunk(self, columns: int, examples: int) -> None:  # noqa: B027, not every one needs it
         """A chunk of columns starts."""
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Accumulator(ABC):
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         """Per-example gradients of some examples for one parameter without a rule.  # [K, b, p]"""
 
-    def end_chunk(self) -> None:
+    def end_chunk(self) -> None:  # noqa: B027, not every one needs it
         """One chunk of columns is complete."""
 
     @property

@@ -31,7 +31,7 @@ class Block(ABC):
 
     label: str
 
-    def add_inputs(self, site: Site, calls: list[Call]) -> None:
+    def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """`fit_curvature`: one pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ` in the chosen structure.
 
-`Λₙ` is the exact output Fisher (`ggn`), its Monte-Carlo estimate (`fisher_mc`) or the outer product of the example's own
-gradient (`empirical_fisher`); the sum is over data, never a mean.
+`Λₙ` is the exact output Fisher (`ggn`), its Monte-Carlo estimate (`fisher_mc`) or the outer product of the example's
+own gradient (`empirical_fisher`); the sum is over data, never a mean.
 """
 
 from __future__ import annotations

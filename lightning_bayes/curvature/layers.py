@@ -1,7 +1,7 @@
 """Layers that are linear in their parameters, brought to one form.
 
-Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group, so that
-the gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with
+Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group, so
+that the gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with
 respect to the layer's *output*:
 
     a  [G, B, T, I]      inputs: groups, batch, shared positions, features

@@ -49,7 +49,7 @@ def transposed_patches(
 ) -> Tensor:
     """# [B, C, *S] -> [B, C, k, L], the offsets in the order of the transposed convolution's own weight"""
     spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)))
-    every = (slice(None), slice(None)) + tuple(slice(None, None, s) for s in stride)
+    every = (slice(None), slice(None), *(slice(None, None, s) for s in stride))
     spread[every] = x
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
@@ -68,7 +68,7 @@ def patch_gram(
     # [B, C, *S] -> [C·k, C·k], [C·k]
     """
     K, dil = kernel[0], dilation[0]
-    B, C, R = x.shape[:3]
+    C, R = x.shape[1:3]
     top, bottom = padding[0]
     L = R + top + bottom - dil * (K - 1)  # output rows
     rows = pad(x, [(0, 0), *padding[1:]])

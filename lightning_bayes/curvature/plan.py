@@ -2,9 +2,9 @@
 
 Two small batches show which dimension of every layer's output counts examples. Then the rules of `layers` are checked
 on this very network: for each example's outputs, the gradient they give must equal autograd's, and be zero for every
-other example; and the graph must use each parameter as often as a layer was seen to. Parameters for which this fails (used in
-some other way as well, or by no layer with a rule) are left to exact per-example gradients, so that nothing is ever
-skipped or wrong in silence.
+other example; and the graph must use each parameter as often as a layer was seen to. Parameters for which this fails
+(used in some other way as well, or by no layer with a rule) are left to exact per-example gradients, so that nothing
+is ever skipped or wrong in silence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Site:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def products(self, a: Tensor | None, g: Tensor) -> list[Tensor]:
-        """Per-example gradients `Σ_t g aᵀ` of the weight and `Σ_t g` of the bias.  # [G, B, K, O, I], [G, B, K, O, 1]"""
+        """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, `Σ_t g` of the bias `[G, B, K, O, 1]`."""
         K, G, B, T, O = g.shape
         parts = []
         if a is not None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of the flat vector from `start`, stored as `shape`, that becomes columns of the block after `permute(order)`:
-    the first two permuted dimensions are the block's groups and rows, the rest are flattened into columns."""
+    """A run of the flat vector from `start`, stored as `shape`, that becomes columns of the block after
+    `permute(order)`: the first two permuted dimensions are the block's groups and rows, the rest its columns."""
 
     start: int
     shape: tuple[int, ...]
