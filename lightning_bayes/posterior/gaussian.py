@@ -1,0 +1,171 @@
+"""`GaussianPosterior`: the one object that every method ends in, `q(θ) = N(mean, precision⁻¹)`.
+
+It knows the network it belongs to, but changes nothing of it: samples run through functional calls, and the linearised
+model is taken at the network's own weights, which must still be the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import Subset, inputs
+from lightning_bayes.curvature.plan import Plan, make_plan
+from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior.functional import output_gaussian
+from lightning_bayes.structures import Structure
+
+if TYPE_CHECKING:
+    from lightning_bayes.predictive import Prediction
+
+
+class PosteriorError(RuntimeError):
+    """A posterior asked for what it cannot give; the message says what can."""
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianPosterior:
+    """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`; all other weights are as the network has them."""
+
+    network: nn.Module = field(repr=False)
+    subset: Subset = field(repr=False)
+    likelihood: Likelihood
+    mean: Tensor = field(repr=False)  # [P]
+    precision: Structure = field(repr=False)
+    n_data: int
+    fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
+    _plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    def is_elsewhere(self) -> bool:
+        """Whether the network has since moved to another device than the posterior's."""
+        return next(iter(self.subset.parameters(self.network).values())).device != self.device
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""
+        return self.mean + self.precision.sample(n, generator)
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
+        d = theta - self.mean
+        distance = (d * self.precision.matmul(d)).sum(-1)
+        return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
+
+    def functional(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
+        """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
+        the covariance of all outputs of the batch `[B·C, B·C]`."""
+        mean, covariances = self.functional_for([self.precision], x, "joint" if joint else "example")
+        return mean, covariances[0]
+
+    def functional_for(self, precisions: list[Structure], x: Any, form: str = "example") -> tuple[Tensor, list[Tensor]]:
+        """`functional` for several precisions in the same eigenbasis (several priors), in one backward pass; the
+        covariances in one of the forms of `output_gaussian`."""
+        with self.linearised(x) as (plan, x):
+            return output_gaussian(self.network, plan, precisions, x, form)
+
+    @contextmanager
+    def linearised(self, x: Any) -> Iterator[tuple[Plan, Any]]:
+        """The network, borrowed for a backward pass at the mean, with its plan and `x` on its device."""
+        self.check_weights()
+        with torch.inference_mode(False), borrowed(self.network, self.subset.names):
+            x = inputs.to_device(x, self.device)
+            # Positions may be merged with the batch, so that a plan is one for inputs of this shape.
+            shapes = tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
+            if shapes not in self._plans:
+                self._plans[shapes] = make_plan(self.network, x, self.subset)
+            yield self._plans[shapes], x
+
+    def predict(
+        self,
+        x: Any,
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The predictive distribution at `x`.
+
+        Args:
+            x: an input of the network.
+            predictive: "glm" (the linearised network), "bnn" (weight samples through the network itself) or "map".
+            link: how "glm" integrates a classifier's outputs: "probit", "bridge" or "mc"; by default the likelihood's
+                first.
+            samples: drawn where something is drawn.
+            generator: of those samples; the same seed gives the same weights for every batch.
+        """
+        from lightning_bayes.predictive import predict
+
+        return predict(self, x, predictive, link, samples, generator)
+
+    def check_weights(self) -> None:
+        """Raise if the network's weights are not the ones this posterior was fitted to."""
+        now = fingerprint(self.network)
+        if now.shape != self.fingerprint.shape or not torch.allclose(now, self.fingerprint, rtol=1e-6, atol=1e-12):
+            raise PosteriorError(
+                "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
+                "the posterior again"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
+        from lightning_bayes.posterior.state import to_state
+
+        return to_state(self)
+
+    @staticmethod
+    def from_state_dict(
+        network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
+    ) -> GaussianPosterior:
+        """The posterior that `state_dict` described, on the network's device. A likelihood of your own cannot be
+        stored: pass it again."""
+        from lightning_bayes.posterior.state import from_state
+
+        return from_state(network, state, likelihood)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        torch.save(self.state_dict(), path)
+
+    @staticmethod
+    def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return GaussianPosterior.from_state_dict(network, state, likelihood)
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+    ) -> Tensor:
+        raise PosteriorError(self._no_evidence("an evidence"))
+
+    def with_prior(self, prior_precision: float | Tensor) -> GaussianPosterior:
+        raise PosteriorError(self._no_evidence("a prior to change"))
+
+    def tune_prior(self, method: str = "marglik", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
+        raise PosteriorError(self._no_evidence("a prior to tune"))
+
+    def _no_evidence(self, what: str) -> str:
+        return (
+            f"{type(self).__name__} does not keep curvature and prior apart and so has not {what}; "
+            "fit_laplace gives a LaplacePosterior that does"
+        )
+
+
+def fingerprint(network: nn.Module) -> Tensor:
+    """Three sums over every floating-point weight and buffer, in float64: of the values, of their squares, and of the
+    rows weighted by their numbers, because hidden units may have changed places.  # [n, 3]"""
+    state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point()]
+    sums = []
+    for t in state:
+        rows = t.reshape(len(t) if t.ndim else 1, -1).sum(1, dtype=torch.float64)
+        number = torch.arange(1, len(rows) + 1, dtype=torch.float64, device=t.device) / max(len(rows), 1)
+        sums.append(torch.stack((rows.sum(), t.double().square().sum(), rows @ number)))
+    return torch.stack(sums).cpu()

@@ -1,0 +1,233 @@
+"""`LaplacePosterior`: a Gaussian whose precision is curvature plus prior, `P = H/T + diag(δ)`, kept apart.
+
+Because `H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor, the posterior
+knows its evidence for any prior and noise (tutorial, section 3; `P` is that of the GLM paper, eq. (12)):
+
+    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det δ + θ*ᵀ diag(δ) θ*).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import Curvature, fit_curvature
+from lightning_bayes.curvature.preserve import unwrap
+from lightning_bayes.likelihoods import Gaussian, Likelihood
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
+from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
+
+DAMPINGS = (None, "glm", "ritter")
+
+
+@dataclass(frozen=True, eq=False)
+class LaplacePosterior(GaussianPosterior):
+    """`N(θ*, (H/T + diag(δ))⁻¹)`."""
+
+    curvature: Curvature = field(default=None, repr=False)  # type: ignore[assignment]
+    prior_precision: Tensor = field(default=None)  # type: ignore[assignment]
+    temperature: float = 1.0
+    damping: str | None = None
+
+    @property
+    def noise_power(self) -> int:
+        """`H ∝ σ^power`: Fisher and GGN have `1/σ²`, the outer product of gradients has `1/σ⁴`."""
+        return -4 if self.curvature.kind == "empirical_fisher" else -2
+
+    @property
+    def effective_parameters(self) -> Tensor:
+        """`γ = Σᵢ (1 − δᵢ [P⁻¹]ᵢᵢ)`, the number of weights that the data determine."""
+        return self.effective_parameters_per_layer().sum()
+
+    def effective_parameters_per_layer(self) -> Tensor:
+        """`γ_l = d_l − Σ_{i∈l} δᵢ [P⁻¹]ᵢᵢ`.  # [layers]"""
+        δ = per_parameter(self.prior_precision, self.subset)
+        return per_layer_sums(1 - δ * self.precision.inverse_diagonal(), self.subset)
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+    ) -> Tensor:
+        """The evidence, a pure and differentiable function of both arguments; `None` is what the posterior has."""
+        prior = self.prior_precision if prior_precision is None else prior_precision
+        δ = as_precision(prior, self.subset, self.mean)
+        ρ = self._noise_ratio(noise_std)
+        full = per_parameter(δ, self.subset).expand(self.subset.size)
+        logdet = self._precision(δ, ρ).logdet()
+        fit = self._log_likelihood(ρ).to(self.mean) / self.temperature
+        return fit - 0.5 * (logdet - full.log().sum() + (full * self.mean.square()).sum())
+
+    def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
+        """The same curvature with another prior."""
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
+            δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
+            return replace(self, prior_precision=δ, precision=self._precision(δ, torch.ones_like(self.mean[0])))
+
+    def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
+        """The same fit with another noise of its Gaussian likelihood."""
+        with torch.inference_mode(False), torch.no_grad():
+            ρ = self._noise_ratio(noise_std)
+            likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
+            curvature = replace(
+                self.curvature,
+                structure=self._scaled_curvature(ρ),
+                likelihood=likelihood,
+                log_likelihood=self._log_likelihood(ρ),
+            )
+        moved = replace(self, curvature=curvature, likelihood=likelihood)
+        return moved.with_prior(self.prior_precision)
+
+    def tune_prior(self, method: str = "marglik", loader: Any = None, per_layer: bool = False, **options: Any) -> Any:
+        """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
+
+        Args:
+            method: "marglik" (gradients of the evidence), "mackay" (its fixed point) or "grid" (validation data).
+            loader: validation batches `(x, y)`, for "grid".
+            per_layer: one prior precision per layer in place of one for all.
+            options: see `lightning_bayes.posterior.tuning`.
+        """
+        from lightning_bayes.posterior.tuning import tune
+
+        return tune(self, method, loader, per_layer, **options)
+
+    def _precision(self, δ: Tensor, ρ: Tensor) -> Structure:
+        H = self._scaled_curvature(ρ).scale(1 / self.temperature)
+        if self.damping is None:
+            return H.add_prior(per_parameter(δ, self.subset))
+        return _damped(H, δ, self.damping, self.n_data)
+
+    def _scaled_curvature(self, ρ: Tensor) -> Structure:
+        """`H` at noise `ρσ`."""
+        return self.curvature.structure.scale(ρ**self.noise_power)
+
+    def _log_likelihood(self, ρ: Tensor) -> Tensor:
+        """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
+        fitted = self.curvature.log_likelihood
+        if not isinstance(self.likelihood, Gaussian):
+            return fitted
+        ρ = ρ.cpu().double()
+        return fitted + 0.5 * self.squared_error * (1 - ρ**-2) - self.curvature.n_outputs * ρ.log()
+
+    @property
+    def squared_error(self) -> Tensor:
+        """`Σ (y − f)²/σ²` over all outputs, recovered from the log-likelihood of a Gaussian. What is less than the
+        rounding of that log-likelihood cannot be told from it: a network that interpolates its data has that much."""
+        n = self.curvature.n_outputs
+        log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()  # type: ignore[attr-defined]
+        error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
+        dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
+        return error.clamp(min=n * torch.finfo(dtype).eps)
+
+    def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
+        """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""
+        if noise_std is None:
+            return torch.ones_like(self.mean[0])
+        if not isinstance(self.likelihood, Gaussian):
+            raise PosteriorError(
+                f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
+            )
+        σ, new = (
+            torch.as_tensor(s, dtype=self.mean.dtype, device=self.device)
+            for s in (self.likelihood.noise_std, noise_std)
+        )
+        self.likelihood.with_noise(new.detach())  # which refuses what is not positive
+        comparable = new.shape == σ.shape or not (new.ndim and σ.ndim)
+        ratio = new / σ if comparable else new
+        first = ratio.flatten()[0]
+        if not comparable or not torch.allclose(ratio.detach(), first.detach(), rtol=1e-5):
+            raise PosteriorError(
+                "the noise of several outputs can only be changed by a common scale after the fit: pass the fitted "
+                "noise_std times one number, or fit again"
+            )
+        return first
+
+
+def fit_laplace(
+    network: nn.Module,
+    loader: Iterable[Any],
+    likelihood: str | Likelihood = "classification",
+    structure: str = "kron",
+    subset: str | Sequence[str] | Tensor = "all",
+    curvature: str = "ggn",
+    prior_precision: float | Tensor | Sequence[float] = 1.0,
+    progress: bool = False,
+    *,
+    temperature: float = 1.0,
+    damping: str | None = None,
+    **options: Any,
+) -> LaplacePosterior:
+    """A Laplace posterior around the weights of a trained network: one pass over `loader`.
+
+    Args:
+        network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
+        loader: an iterable of `(x, y)`.
+        likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
+        structure: "kron", "diag" or "full".
+        subset: "all", "last_layer", a list of parameter names, or a mask over the weights (a subnetwork).
+        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
+            `prior_precision = N·wd`.
+        progress: show a progress bar.
+        temperature: of the likelihood, `P = H/T + δ`.
+        damping: in place of the exact sum with the prior, `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
+            data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
+        options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
+    """
+    if damping not in DAMPINGS or (damping is not None and structure != "kron"):
+        raise ValueError(
+            f"damping must be 'glm' or 'ritter' and needs structure='kron', got {damping!r}, {structure!r}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    network = unwrap(network)
+    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, progress=progress, **options)
+    return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)
+
+
+def from_curvature(
+    network: nn.Module,
+    curvature: Curvature,
+    prior_precision: float | Tensor | Sequence[float] = 1.0,
+    *,
+    temperature: float = 1.0,
+    damping: str | None = None,
+) -> LaplacePosterior:
+    """The Laplace posterior around the network's present weights with this curvature."""
+    with torch.inference_mode(False), torch.no_grad():
+        mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
+        bare = LaplacePosterior(
+            network=network,
+            subset=curvature.subset,
+            likelihood=curvature.likelihood,
+            mean=mean,
+            precision=curvature.structure,
+            n_data=curvature.n_data,
+            fingerprint=fingerprint(network),
+            curvature=curvature,
+            prior_precision=mean.new_ones(()),
+            temperature=temperature,
+            damping=damping,
+        )
+    return bare.with_prior(prior_precision)  # type: ignore[arg-type]
+
+
+def _damped(H: Structure, δ: Tensor, damping: str, n: int) -> Structure:
+    if δ.ndim:
+        raise PosteriorError("damping takes one prior precision for all layers")
+    assert isinstance(H, BlockDiagonal)
+    root = δ.sqrt()
+    split = n**0.5 if damping == "ritter" else 1.0
+    blocks: list[Structure] = []
+    for block in H.blocks:
+        if isinstance(block, Kronecker):
+            left = Factor(block.left.vectors, block.left.values / split)
+            right = Factor(block.right.vectors, block.right.values * split)
+            blocks.append(Kronecker(left, right, block.shift).damped(root, root))
+        else:
+            blocks.append(block.add_prior(δ))
+    return BlockDiagonal(tuple(blocks), H.layouts, H.names)

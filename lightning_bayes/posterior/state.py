@@ -1,0 +1,154 @@
+"""Posteriors as plain dictionaries of tensors, numbers and strings, which `torch.load(weights_only=True)` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import Curvature, Subset, inputs
+from lightning_bayes.curvature.preserve import unwrap
+from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+
+FORMAT = 1
+_LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
+    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
+}
+
+
+def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
+    subset = posterior.subset
+    state: dict[str, Any] = {
+        "format": FORMAT,
+        "type": type(posterior).__name__,
+        "names": list(subset.names),
+        "shapes": [list(shape) for shape in subset.shapes],
+        "mask": subset.mask,
+        "likelihood": _likelihood_state(posterior.likelihood),
+        "mean": posterior.mean,
+        "n_data": int(posterior.n_data),
+        "fingerprint": posterior.fingerprint,
+    }
+    if not isinstance(posterior, LaplacePosterior):
+        return {**state, "precision": _structure_state(posterior.precision)}
+    curvature = posterior.curvature
+    return {
+        **state,
+        "curvature": _structure_state(curvature.structure),
+        "kind": curvature.kind,
+        "n_outputs": curvature.n_outputs,
+        "log_likelihood": curvature.log_likelihood,
+        "prior_precision": posterior.prior_precision,
+        "temperature": float(posterior.temperature),
+        "damping": posterior.damping,
+    }
+
+
+@torch.inference_mode(False)  # inference tensors could not be differentiated later
+def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None) -> GaussianPosterior:
+    if state.get("format") != FORMAT:
+        raise PosteriorError(f"this file holds no posterior that this version reads (format {state.get('format')!r})")
+    network, state = unwrap(network), inputs.to_device(state, torch.device("cpu"))
+    subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
+    _check_network(network, subset)
+    device = next(iter(subset.parameters(network).values())).device
+    mean = state["mean"].to(device)
+    common = {
+        "network": network,
+        "subset": subset,
+        "likelihood": likelihood or _likelihood_from(state["likelihood"], device),
+        "mean": mean,
+        "n_data": state["n_data"],
+        "fingerprint": state["fingerprint"].cpu(),
+    }
+    if state["type"] != "LaplacePosterior":
+        return GaussianPosterior(**common, precision=_structure_from(state["precision"]).to(device))
+    structure = _structure_from(state["curvature"]).to(device)
+    curvature = Curvature(
+        structure=structure,
+        subset=subset,
+        likelihood=common["likelihood"],
+        kind=state["kind"],
+        n_data=state["n_data"],
+        n_outputs=state["n_outputs"],
+        log_likelihood=state["log_likelihood"].cpu(),
+    )
+    bare = LaplacePosterior(
+        **common,
+        precision=structure,
+        curvature=curvature,
+        prior_precision=mean.new_ones(()),
+        temperature=state["temperature"],
+        damping=state["damping"],
+    )
+    return bare.with_prior(state["prior_precision"].to(device))
+
+
+def _check_network(network: nn.Module, subset: Subset) -> None:
+    have = {name: p.shape for name, p in network.named_parameters()}
+    for name, shape in zip(subset.names, subset.shapes, strict=True):
+        if have.get(name) != shape:
+            found = "no such parameter" if name not in have else f"shape {tuple(have[name])}"
+            raise PosteriorError(
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {found}"
+            )
+
+
+def _likelihood_state(likelihood: Likelihood) -> dict[str, Any]:
+    state: dict[str, Any] = {"name": type(likelihood).__name__}
+    if _LIKELIHOODS.get(state["name"]) is not type(likelihood):
+        return {"name": f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"}
+    if isinstance(likelihood, Gaussian):
+        σ = likelihood.noise_std
+        state["noise_std"] = σ.detach() if isinstance(σ, Tensor) else float(σ)
+    if isinstance(likelihood, Categorical):
+        state["ignore_index"] = likelihood.ignore_index
+    return state
+
+
+def _likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
+    arguments = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in state.items() if name != "name"}
+    if state["name"] not in _LIKELIHOODS:
+        raise PosteriorError(
+            f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
+        )
+    return _LIKELIHOODS[state["name"]](**arguments)
+
+
+def _structure_state(structure: Structure) -> dict[str, Any]:
+    if isinstance(structure, Diagonal):
+        return {"type": "Diagonal", "values": structure.values}
+    if isinstance(structure, Dense):
+        return {"type": "Dense", "matrix": structure.matrix}
+    if isinstance(structure, Kronecker):
+        left, right = structure.left, structure.right
+        factors = {"left": [left.vectors, left.values], "right": [right.vectors, right.values]}
+        return {"type": "Kronecker", **factors, "shift": structure.shift}
+    assert isinstance(structure, BlockDiagonal)
+    return {
+        "type": "BlockDiagonal",
+        "blocks": [_structure_state(block) for block in structure.blocks],
+        "layouts": [[[p.start, p.shape, p.order] for p in layout.pieces] for layout in structure.layouts],
+        "names": list(structure.names),
+    }
+
+
+def _structure_from(state: dict[str, Any]) -> Structure:
+    if state["type"] == "Diagonal":
+        return Diagonal(state["values"])
+    if state["type"] == "Dense":
+        return Dense(state["matrix"])
+    if state["type"] == "Kronecker":
+        return Kronecker(Factor(*state["left"]), Factor(*state["right"]), state["shift"])
+    layouts = tuple(
+        Layout(
+            tuple(Piece(start, tuple(shape), None if order is None else tuple(order)) for start, shape, order in pieces)
+        )
+        for pieces in state["layouts"]
+    )
+    return BlockDiagonal(tuple(map(_structure_from, state["blocks"])), layouts, tuple(state["names"]))

@@ -1,0 +1,175 @@
+"""Choosing the prior precision (and a regression's noise) from the data.
+
+- `marglik`: maximise the evidence by gradients in the logarithms (tutorial, section 4).
+- `mackay`: the evidence's fixed point (MacKay 1992; tutorial, section 3), with `γ_l = d_l − α_l tr[P⁻¹]_ll`
+
+      α_l = γ_l / ‖θ_l‖²,    β = 1/σ² = (N·C − γ) / Σ‖y − f‖²,
+
+  where `N·C ≤ γ`, or hardly more, a Newton step in log β in place of the last. At a temperature `T` it is `Tγ` that
+  counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
+- `grid`: the best of many priors on validation data (see `grid`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.likelihoods import Gaussian
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.grid import grid
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.structures import Dense
+
+logger = logging.getLogger("lightning_bayes")
+
+METHODS = ("marglik", "mackay", "grid")
+_LARGEST = 1e8  # prior precisions stay within [1/this, this]
+
+
+def tune(
+    posterior: LaplacePosterior, method: str, loader: Iterable[Any] | None, per_layer: bool, **options: Any
+) -> LaplacePosterior:
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
+    with torch.inference_mode(False):
+        if method != "grid":
+            return _by_evidence(marglik if method == "marglik" else mackay, posterior, per_layer, options)
+        if loader is None:
+            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+        if per_layer:
+            raise ValueError("tune_prior('grid') tunes one prior for all layers; use 'marglik' with per_layer=True")
+        return grid(posterior, loader, **options)
+
+
+def _by_evidence(
+    method: Any, posterior: LaplacePosterior, per_layer: bool, options: dict[str, Any]
+) -> LaplacePosterior:
+    """Rounding makes a float32 matrix indefinite, and its determinant with a small prior has no logarithm: such a one
+    is tuned in float64, with its negative eigenvalues taken for the zeros they are."""
+    H = posterior.curvature.structure
+    if not isinstance(H, Dense) or H.dtype == torch.float64:
+        return method(posterior, per_layer, **options)
+    λ, Q = torch.linalg.eigh(H.matrix.double())
+    curvature = replace(posterior.curvature, structure=Dense((Q * λ.clamp(min=0)) @ Q.mT))
+    wide = replace(posterior, mean=posterior.mean.double(), curvature=curvature)
+    tuned = method(wide.with_prior(posterior.prior_precision), per_layer, **options)
+    σ = _noise_std(tuned)
+    return (posterior if σ is None else posterior.with_noise(σ.to(posterior.mean))).with_prior(tuned.prior_precision)
+
+
+def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
+    """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
+    σ = _noise_std(posterior) if noise else None
+    log_δ = _start(posterior, per_layer).log().requires_grad_()
+    log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
+
+    def values() -> tuple[Tensor, Tensor | None]:
+        bound = math.log(_LARGEST)
+        return log_δ.clamp(-bound, bound).exp(), None if σ is None else σ * log_ρ.clamp(-bound, bound).exp()
+
+    def loss() -> Tensor:
+        return -posterior.log_marginal_likelihood(*values()) / posterior.n_data
+
+    with torch.enable_grad():
+        _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)
+    δ, noise_std = values()
+    return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
+
+
+def mackay(
+    posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 1000, tolerance: float = 1e-7
+) -> LaplacePosterior:
+    """Iterate the fixed point until log α and log β move by less than `tolerance`.
+
+    Each step is uphill in the evidence, but may go too far where α and β answer each other (few data, many weights):
+    the steps are then shortened.
+    """
+    if posterior.damping is not None:
+        raise PosteriorError("MacKay's fixed point belongs to the exact sum of curvature and prior, not to damping")
+    tolerance = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
+    squares = per_layer_sums(posterior.mean.square(), posterior.subset)  # ‖θ_l‖²
+    squares = squares if per_layer else squares.sum()
+    α, σ = _start(posterior, per_layer), _noise_std(posterior) if noise else None
+    posterior = posterior.with_prior(α)
+    length, last = 1.0, None
+    for _ in range(steps):
+        γ = posterior.effective_parameters_per_layer()
+        γ = γ if per_layer else γ.sum()
+        target = (γ / squares).nan_to_num(_LARGEST).clamp(1 / _LARGEST, _LARGEST)
+        step, slope = (target / α).log().flatten(), (γ - α * squares).flatten()
+        if σ is not None:
+            noise_step, noise_slope = _noise_step(posterior, float(γ.sum()))
+            step, slope = (
+                torch.cat((step, step.new_tensor([noise_step]))),
+                torch.cat((slope, slope.new_tensor([noise_slope]))),
+            )
+        if last is not None:
+            length = length / 2 if last @ slope < 0 else min(1.0, 1.2 * length)
+        last = step.clamp(-2, 2)
+        moved = (length * last).exp()  # the factors of α and β
+        α = (α * (moved if σ is None else moved[:-1]).reshape(α.shape)).clamp(1 / _LARGEST, _LARGEST)
+        if σ is not None:
+            σ = σ * moved[-1].rsqrt()
+            posterior = posterior.with_noise(σ)
+        posterior = posterior.with_prior(α)
+        if step.abs().max() < tolerance:
+            return posterior
+    logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
+    return posterior
+
+
+def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
+    """`σ` of a Gaussian likelihood."""
+    if not isinstance(posterior.likelihood, Gaussian):
+        return None
+    return torch.as_tensor(posterior.likelihood.noise_std, dtype=posterior.mean.dtype, device=posterior.device)
+
+
+def _start(posterior: LaplacePosterior, per_layer: bool) -> Tensor:
+    """The posterior's own prior as a scalar or one per layer, by the geometric mean where it is finer."""
+    log_δ = per_parameter(as_precision(posterior.prior_precision, posterior.subset, posterior.mean), posterior.subset)
+    log_δ = log_δ.log().expand(posterior.subset.size)
+    if not per_layer:
+        return log_δ.mean().exp()
+    sizes = per_layer_sums(torch.ones_like(log_δ), posterior.subset)
+    return (per_layer_sums(log_δ, posterior.subset) / sizes).exp()
+
+
+def _minimise(loss: Any, variables: list[Tensor], steps: int) -> None:
+    optimizer = torch.optim.LBFGS(
+        variables,
+        max_iter=steps,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+    )
+
+    def closure() -> Tensor:
+        value = loss()
+        for v, g in zip(variables, torch.autograd.grad(value, variables), strict=True):
+            v.grad = g
+        return value
+
+    optimizer.step(closure)
+
+
+def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:
+    """The change of log β, by MacKay's formula or, where the data are fewer than γ, or hardly more, by a Newton step;
+    and, times two, the slope of the evidence in it."""
+    n, error = posterior.curvature.n_outputs, float(posterior.squared_error)  # error = β Σ‖y − f‖²
+    T, k = posterior.temperature, -0.5 * posterior.noise_power  # H ∝ β^k
+    rest = n - k * T * γ
+    slope = (rest - error) / T
+    # dγ/d log β = k Σ λδ/(λ + δ)² is at most this: by how much the rest falls when β rises.
+    bend = k * k * T * min(γ, posterior.subset.size - γ)
+    # MacKay's formula overshoots where the rest falls faster than it is.
+    return (math.log(rest / error) if rest > bend else (rest - error) / (error + bend)), slope

@@ -1,0 +1,84 @@
+"""`f(x) + J(x) d`: the linearised network (GLM paper, eq. (10)) in a direction of its weights, without its Jacobian.
+
+In forward mode where PyTorch has it for every operator of the network; otherwise as the derivative of `u ↦ uᵀJ`, which
+is linear in `u`, so that one graph serves all directions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+
+from lightning_bayes.curvature.gradients import NetworkCall
+from lightning_bayes.posterior import PosteriorError
+
+
+class Linearised:
+    """The network, which must be borrowed (see `preserve`), linearised around `parameters`, at the inputs `x`."""
+
+    def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
+        self._module = NetworkCall(network)
+        self._parameters = {f"network.{name}": p.detach() for name, p in parameters.items()}
+        self._x = x
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
+        self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
+
+    def at(self, moves: dict[str, Tensor]) -> Tensor:
+        """The network itself at the weights moved by `moves`."""
+        moved = {name: p + moves[name.removeprefix("network.")] for name, p in self._parameters.items()}
+        return self._call(moved)
+
+    def __call__(self, moves: dict[str, Tensor]) -> Tensor:
+        """# {name: the parameter's shape} -> [B, ...]"""
+        directions = {name: moves[name.removeprefix("network.")] for name in self._parameters}
+        if self._backward is None:
+            try:
+                with _forward_mode(self._recurrent):
+                    f, df = jvp(self._call, (self._parameters,), (directions,))  # type: ignore[misc]
+                return f + df
+            except RuntimeError:  # no forward mode; an error of the network's own comes again below
+                self._backward = self._double_backward()
+        f, u, names, pulled = self._backward
+        if not names:
+            return f
+        (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
+        return f + df
+
+    def _call(self, parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(self._module, parameters, (self._x,))
+
+    @torch.enable_grad()
+    def _double_backward(self) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
+        """`f`, `u`, and the graph of `uᵀJ` for the parameters that `f` depends on."""
+        parameters = {name: p.clone().requires_grad_() for name, p in self._parameters.items()}
+        f = self._call(parameters)
+        u = torch.zeros_like(f, requires_grad=True)
+        try:
+            found = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise PosteriorError(
+                "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
+                "that its linearisation cannot be sampled: use predictive='bnn'"
+            ) from error
+        used = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        return f.detach(), u, list(used), list(used.values())
+
+
+@contextmanager
+def _forward_mode(recurrent: bool) -> Iterator[None]:
+    """Forward mode compiles helpers with a function that PyTorch has since deprecated, and says so at first use. The
+    recurrent layers of oneDNN have no forward mode; PyTorch's own have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=Warning)
+        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # said by any setting of oneDNN
+        if not recurrent:
+            yield
+            return
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield

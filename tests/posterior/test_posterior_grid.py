@@ -1,0 +1,426 @@
+"""`tune_prior("grid")`: the prior that a loop over real predictions would choose, in one pass over the data."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from posterior_cases import STRUCTURES, Case, case, jacobian, mlp, real
+from torch import Tensor, nn
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
+
+from lightning_bayes import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    LaplacePosterior,
+    Prediction,
+    fit_laplace,
+)
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.metrics import GaussianNLL, NegativeLogLikelihood
+from lightning_bayes.posterior.functional import _Terms
+from lightning_bayes.posterior.grid import grid
+
+CANDIDATES = torch.logspace(-4, 4, 100, dtype=torch.float64)
+
+
+class CountingLoader:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.batches)
+
+
+def overconfident(problem: str) -> tuple[LaplacePosterior, Any]:
+    """A posterior with large weights, and validation data that it gets wrong at places: the best prior is inside."""
+    likelihood, targets, outputs, squeeze, _ = PROBLEMS[problem]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        body = mlp(outputs=outputs).double()
+    with torch.no_grad():
+        for p in body.parameters():
+            p.mul_(3)
+    network = nn.Sequential(body, nn.Flatten(0)) if squeeze else body
+    x, x_valid = real(11, 3), real(11, 3, seed=1)
+    posterior = fit_laplace(network, [(x, targets(network(x).detach()))], likelihood, "kron")
+    y = targets(network(x_valid).detach())
+    return posterior, [(x_valid[:5], y[:5]), (x_valid[5:], y[5:])]
+
+
+@cache
+def predictions(problem: str) -> tuple[LaplacePosterior, Any, list[Prediction]]:
+    """A posterior, its validation data, and a real prediction for every candidate with a posterior of its own."""
+    posterior, batches = overconfident(problem)
+    x = torch.cat([x for x, _ in batches])
+    return posterior, batches, [posterior.with_prior(float(δ)).predict(x, samples=1) for δ in CANDIDATES]
+
+
+def index_of(prior_precision: Tensor) -> int:
+    """Which candidate it is."""
+    index = int((prior_precision.log() - CANDIDATES.log()).abs().argmin())
+    torch.testing.assert_close(prior_precision, CANDIDATES[index])
+    return index
+
+
+def gaussian_nll(prediction: Any, y: Tensor) -> Tensor:
+    return (
+        -torch.distributions.Normal(prediction.mean, prediction.variance.sqrt())
+        .log_prob(y.view_as(prediction.mean))
+        .mean()
+    )
+
+
+def binary_nll(prediction: Any, y: Tensor) -> Tensor:
+    return -torch.distributions.Bernoulli(probs=prediction.probs).log_prob(y).mean()
+
+
+def class_nll(prediction: Any, y: Tensor) -> Tensor:
+    seen = y >= 0
+    return -prediction.probs[seen].gather(1, y[seen, None]).log().mean()
+
+
+def classes(f: Tensor) -> Tensor:
+    """The likeliest class, for three examples the next one."""
+    y = f.argmax(1)
+    y[[1, 4, 8]] = (y[[1, 4, 8]] + 1) % 3
+    return y
+
+
+def some_classes(f: Tensor) -> Tensor:
+    y = classes(f)
+    y[[2, 5]] = -1
+    return y
+
+
+def bits(f: Tensor) -> Tensor:
+    y = (f > 0).double()
+    y[[1, 4, 8]] = 1 - y[[1, 4, 8]]
+    return y
+
+
+def noisy(f: Tensor) -> Tensor:
+    """A little more noise than the likelihood has."""
+    return f + 0.13 * real(*f.shape, seed=4)
+
+
+def noisy_mean(f: Tensor) -> Tensor:
+    return f[:, :1] + 1.5 * (0.5 * f[:, 1:]).exp() * real(len(f), 1, seed=4)
+
+
+PROBLEMS: dict[str, tuple[Likelihood, Callable[[Tensor], Tensor], int, bool, Callable[[Any, Tensor], Tensor]]] = {
+    "classes": (Categorical(), classes, 3, False, class_nll),
+    "classes, some unknown": (Categorical(ignore_index=-1), some_classes, 3, False, class_nll),
+    "one yes or no": (Bernoulli(), bits, 1, True, binary_nll),
+    "several yes or no": (Bernoulli(), bits, 2, False, binary_nll),
+    "two real": (Gaussian(0.1), noisy, 2, False, gaussian_nll),
+    "one real": (Gaussian(0.1), noisy, 1, True, gaussian_nll),
+    "noise predicted": (HeteroscedasticGaussian(), noisy_mean, 2, False, gaussian_nll),
+    "noise predicted, flat targets": (HeteroscedasticGaussian(), lambda f: noisy_mean(f)[:, 0], 2, False, gaussian_nll),
+}
+
+
+def targets_of(batches: Any) -> Tensor:
+    return torch.cat([y for _, y in batches])
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_grid_chooses_what_real_predictions_choose(problem: str) -> None:
+    posterior, batches, each = predictions(problem)
+    loader = CountingLoader(batches)
+    chosen = index_of(posterior.tune_prior("grid", loader).prior_precision)
+    scores = torch.stack([PROBLEMS[problem][-1](prediction, targets_of(batches)) for prediction in each])
+    assert abs(chosen - int(scores.argmin())) <= 1  # neighbours may be equal to the precision of the interpolation
+    assert scores[chosen] - scores.min() <= 1e-5 * max(1.0, scores.min().abs().item())
+    assert loader.passes <= 4
+
+
+def test_the_problems_above_have_their_best_prior_inside_the_grid() -> None:
+    """Otherwise the end of the grid would be right whatever the scores are."""
+    best = {}
+    for name, (*_, score) in PROBLEMS.items():
+        _, batches, each = predictions(name)
+        best[name] = int(torch.stack([score(prediction, targets_of(batches)) for prediction in each]).argmin())
+    assert all(0 < index < 99 for index in best.values()), best
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "segmentation"])
+def test_interpolated_variances_are_right_at_every_prior(name: str, structure: str) -> None:
+    """The scores see variances; recovered from them, they equal `J P⁻¹ Jᵀ` to 1e-3 in the logarithm."""
+    problem = case(name)
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure)
+    seen = interpolated_variances(posterior, problem)  # [100, B, C]
+    J = jacobian(problem.network, problem.x)
+    for δ, variance in list(zip(CANDIDATES, seen, strict=True))[::9]:
+        Σ = J @ torch.linalg.inv(posterior.with_prior(float(δ)).precision.to_dense()) @ J.mT
+        exact = Σ.diagonal(dim1=1, dim2=2)
+        assert (variance.flatten(1).log() - exact.log()).abs().max() < 1e-3
+
+
+class Spy(Likelihood):
+    """A likelihood that keeps the variances it is asked to integrate over."""
+
+    predictive = Categorical.predictive
+    links = ("probit",)
+
+    def __init__(self, inner: Likelihood) -> None:
+        self.inner, self.seen = inner, []
+
+    def integrate(self, mean: Tensor, covariance: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(covariance)
+        return self.inner.integrate(mean, covariance, *args, **kwargs)
+
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.zeros(len(y))
+
+    fisher_root = sample = conditional = None  # type: ignore[assignment]
+
+
+def interpolated_variances(posterior: LaplacePosterior, problem: Case) -> Tensor:
+    spy = Spy(posterior.likelihood)
+    grid(replace(posterior, likelihood=spy), problem.loader())
+    return torch.stack(spy.seen)
+
+
+def test_the_hardest_variance_is_interpolated_to_its_stated_precision() -> None:
+    """One weight, `1/(λ + δ)`, for bends anywhere in and outside of the grid."""
+    network = nn.Linear(1, 1, bias=False).double()
+    for λ in torch.logspace(-6, 6, 25).tolist():
+        x = torch.full((1, 1), math.sqrt(λ)).double()
+        posterior = fit_laplace(network, [(x, x)], Gaussian(1.0), "diag")
+        problem = Case(network, torch.ones(1, 1).double(), torch.ones(1, 1).double(), Gaussian(1.0))
+        spy = Spy(Gaussian(1.0))
+        grid(replace(posterior, likelihood=spy), [(problem.x, problem.y)])
+        found = torch.stack(spy.seen).flatten().log()
+        assert (found + (float(x**2) + CANDIDATES).log()).abs().max() < 2e-4
+
+
+def test_a_wider_grid_gets_more_nodes() -> None:
+    problem = case("mlp")
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+    spy = Spy(problem.likelihood)
+    grid(replace(posterior, likelihood=spy), problem.loader(), low=1e-8, high=1e8, size=50)
+    candidates = torch.logspace(-8, 8, 50, dtype=torch.float64)
+    for δ, variance in list(zip(candidates, spy.seen, strict=True))[::7]:
+        exact = posterior.with_prior(float(δ)).functional(problem.x)[1].diagonal(dim1=1, dim2=2)
+        assert (variance.log() - exact.log()).abs().max() < 1e-3
+
+
+def test_variances_far_below_one_are_scored_as_they_are() -> None:
+    """Targets in units that make every variance about 1e-9: the choice is that of the same problem in units of one."""
+    network = nn.Linear(2, 2, bias=False).double()
+    x, x_valid, error = real(6, 2), real(6, 2, seed=1), real(6, 2, seed=2)
+
+    def choice(unit: float) -> int:
+        def pair(x: Tensor, σ: float) -> tuple[Tensor, Tensor]:
+            return unit * x, network(unit * x).detach() + unit * σ * error
+
+        posterior = fit_laplace(network, [pair(x, 1.0)], Gaussian(unit), "kron")
+        return index_of(posterior.tune_prior("grid", [pair(x_valid, 2.0)]).prior_precision)
+
+    assert 0 < choice(1.0) < 99
+    assert choice(3e-5) == choice(1.0)
+
+
+METRICS: dict[str, tuple[str, Callable[[], Metric]]] = {
+    "nll": ("classes", NegativeLogLikelihood),
+    "accuracy": ("classes, some unknown", lambda: MulticlassAccuracy(3, ignore_index=-1)),
+    "binary accuracy": ("one yes or no", BinaryAccuracy),
+    "gaussian nll": ("two real", GaussianNLL),
+    "gaussian nll of one": ("one real", GaussianNLL),
+    "squared error": ("two real", MeanSquaredError),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_grid_is_best_in_a_metric(name: str) -> None:
+    problem, make = METRICS[name]
+    posterior, batches, each = predictions(problem)
+    y = targets_of(batches)
+
+    def update(metric: Metric, prediction: Prediction) -> Metric:
+        if prediction.probs is not None:
+            metric.update(prediction.probs, y.long())
+        elif isinstance(metric, MeanSquaredError):
+            metric.update(prediction.mean, y)
+        else:
+            metric.update(prediction.mean, prediction.variance, y)
+        return metric
+
+    used = update(make(), each[0])  # what it counted before must not count now
+    chosen = index_of(posterior.tune_prior("grid", batches, metric=used).prior_precision)
+    scores = torch.stack([update(make(), prediction).compute() for prediction in each])
+    scores = -scores if used.higher_is_better else scores
+    assert scores[chosen] - scores.min() <= 1e-5 * max(1.0, scores.min().abs().item())
+    assert not used.update_called
+
+
+class Upside(Metric):
+    """Without a word on which values are best."""
+
+    def update(self, *_: Any) -> None:
+        pass
+
+    def compute(self) -> float:
+        return 0.0
+
+
+def test_a_metric_must_say_which_values_are_best() -> None:
+    posterior, batches, _ = predictions("classes")
+    with pytest.raises(ValueError, match="Upside does not say which values are best: set its higher_is_better"):
+        posterior.tune_prior("grid", batches, metric=Upside())
+
+
+class Trap(Metric):
+    """Scores from a list."""
+
+    higher_is_better = False
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = iter(scores)
+
+    def update(self, *_: Any) -> None:
+        pass
+
+    def compute(self) -> float:
+        return next(self.scores)
+
+
+class HigherTrap(Trap):
+    higher_is_better = True
+
+
+@pytest.mark.parametrize("trap", [Trap, HigherTrap])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_never_chosen(bad: float, trap: type[Trap]) -> None:
+    posterior, batches, _ = predictions("classes")
+    bad = -bad if trap.higher_is_better else bad
+    scores = [bad] * 40 + [1.0] * 60
+    scores[70] = 2.0 if trap.higher_is_better else 0.5
+    found = posterior.tune_prior("grid", batches, metric=trap(scores)).prior_precision
+    torch.testing.assert_close(found, CANDIDATES[70])
+    with pytest.raises(ValueError, match=r"no prior between 0\.0001 and 10000 has a finite validation score"):
+        posterior.tune_prior("grid", batches, metric=trap([bad] * 100))
+
+
+def test_a_label_of_probability_zero_costs_infinity_and_is_not_chosen() -> None:
+    """In float32 a small variance leaves the wrong class no probability at all."""
+    network = nn.Linear(1, 2)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[300.0], [-300.0]]))
+        network.bias.zero_()
+    x = torch.ones(4, 1)
+    posterior = fit_laplace(network, [(x, torch.zeros(4).long())], "classification", "diag")
+    tuned = posterior.tune_prior("grid", [(x, torch.tensor([0, 0, 0, 1]))])
+    p = tuned.predict(x[:1]).probs[0, 1]
+    assert 0 < p < 0.5
+    assert posterior.with_prior(1e4).predict(x[:1]).probs[0, 1] == 0
+
+
+def test_an_output_that_no_weight_moves_does_not_spoil_the_others() -> None:
+    """Without a bias the variance at x = 0 is zero, whose logarithm is no number."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2, bias=False).double()
+    x, y = real(8, 3), real(8, 2, seed=1)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.3), "kron")
+    with_zero = [(torch.cat([x, torch.zeros(1, 3).double()]), torch.cat([y, torch.zeros(1, 2).double()]))]
+    torch.testing.assert_close(
+        posterior.tune_prior("grid", with_zero).prior_precision, posterior.tune_prior("grid", [(x, y)]).prior_precision
+    )
+
+
+class Poisson(Likelihood):
+    """A likelihood of a user's own, integrated by samples only."""
+
+    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(1)
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return torch.diag_embed((0.5 * f).exp()).movedim(1, 0)
+
+    def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        return f.exp(), f.exp()
+
+
+def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:
+    """The score is `−log E_f p(y | f)`, which quadrature gives too; draws come from no global random state."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2).double()
+    x, y = real(12, 3), torch.poisson(real(12, 2, seed=1).exp())
+    posterior = fit_laplace(network, [(x, y)], Poisson(), "diag")
+    state = torch.get_rng_state()
+    found = posterior.tune_prior("grid", [(x, y)], samples=4000).prior_precision
+    assert torch.equal(state, torch.get_rng_state())
+    again = posterior.tune_prior("grid", [(x, y)], samples=4000).prior_precision
+    assert torch.equal(found, again)
+    z = torch.linspace(-8, 8, 801).double()
+    weights = torch.exp(-0.5 * z**2) / torch.exp(-0.5 * z**2).sum()
+    scores = []
+    for δ in CANDIDATES:
+        mean, Σ = posterior.with_prior(float(δ)).functional(x)
+        f = mean + z[:, None, None] * Σ.diagonal(dim1=1, dim2=2).sqrt()  # the outputs are independent here
+        log_p = y * f - f.exp() - torch.lgamma(y + 1)
+        scores.append(-(weights[:, None, None] * log_p.exp()).sum(0).log().sum())
+    assert scores[index_of(found)] - min(scores) < 0.02  # the sampling error of 4,000 draws
+
+
+def test_own_likelihood_with_a_metric() -> None:
+    network = nn.Linear(3, 2).double()
+    x, y = real(12, 3), torch.poisson(real(12, 2, seed=1).exp())
+    posterior = fit_laplace(network, [(x, y)], Poisson(), "diag")
+    found = index_of(posterior.tune_prior("grid", [(x, y)], metric=MeanSquaredError(), samples=2000).prior_precision)
+    errors = []
+    for δ in CANDIDATES:
+        f, Σ = posterior.with_prior(float(δ)).functional(x)
+        errors.append((y - (f + 0.5 * Σ.diagonal(dim1=1, dim2=2)).exp()).square().mean())  # of a log-normal mean
+    assert errors[found] - min(errors) < 0.02
+
+
+def test_many_outputs_are_scored_without_their_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 classes: one variance each, and no matrix of 300 × 300."""
+    network = nn.Linear(3, 300).double()
+    x, y = real(4, 3), torch.tensor([0, 17, 299, 5])
+    posterior = fit_laplace(network, [(x, y)], "classification", "diag", curvature="fisher_mc")
+    shapes = set()
+    original = _Terms.zeros
+
+    def spy(terms: _Terms) -> Tensor:
+        total = original(terms)
+        shapes.add(tuple(total.shape))
+        return total
+
+    monkeypatch.setattr(_Terms, "zeros", spy)
+    posterior.tune_prior("grid", [(x, y)])
+    assert shapes == {(4, 300)}
+
+
+def test_grid_needs_data_and_one_prior() -> None:
+    posterior, batches, _ = predictions("classes")
+    with pytest.raises(ValueError, match="needs validation data: pass loader="):
+        posterior.tune_prior("grid")
+    with pytest.raises(ValueError, match="one prior for all layers"):
+        posterior.tune_prior("grid", batches, per_layer=True)
+    with pytest.raises(ValueError, match="validation loader is empty"):
+        posterior.tune_prior("grid", [])
+    with pytest.raises(ValueError, match="0 < low < high"):
+        posterior.tune_prior("grid", batches, low=1.0, high=1.0)
+
+
+def test_grid_takes_several_inputs() -> None:
+    problem = case("named_inputs")
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+    found = posterior.tune_prior("grid", problem.loader()).prior_precision
+    scores = [class_nll(posterior.with_prior(float(δ)).predict(problem.x), problem.y) for δ in CANDIDATES]
+    assert scores[index_of(found)] - min(scores) < 1e-5

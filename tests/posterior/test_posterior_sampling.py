@@ -1,0 +1,107 @@
+"""Samples and densities of the Gaussian over weights."""
+
+import pytest
+import torch
+from posterior_cases import STRUCTURES, TIGHT, case
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from lightning_bayes import LaplacePosterior, fit_laplace
+
+SUBSETS = ("all", "last_layer", "mask")
+
+
+def fitted(structure: str, subset: str = "all") -> LaplacePosterior:
+    problem = case("mlp")
+    chosen = torch.arange(31) % 3 == 0 if subset == "mask" else subset
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, chosen, prior_precision=0.8)
+
+
+CASES = [(s, u) for s in STRUCTURES for u in SUBSETS if (s, u) != ("kron", "mask")]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(("structure", "subset"), CASES)
+def test_density_is_that_of_the_multivariate_normal(structure: str, subset: str) -> None:
+    posterior = fitted(structure, subset)
+    reference = MultivariateNormal(posterior.mean, precision_matrix=posterior.precision.to_dense())
+    θ = posterior.mean + torch.randn(2, 3, len(posterior.mean), generator=seeded(), dtype=torch.float64)
+    torch.testing.assert_close(posterior.log_prob(θ), reference.log_prob(θ), **TIGHT)
+    assert posterior.log_prob(posterior.mean).shape == ()
+
+
+@pytest.mark.parametrize(("structure", "subset"), CASES)
+def test_samples_are_the_symmetric_root_times_noise(structure: str, subset: str) -> None:
+    """`θ = mean + P^(-1/2) ε`, which is the same in every eigenbasis."""
+    posterior = fitted(structure, subset)
+    P = len(posterior.mean)
+    ε = torch.randn(5, P, generator=seeded(3), dtype=torch.float64)
+    λ, Q = torch.linalg.eigh(posterior.precision.to_dense())
+    root = Q @ torch.diag(λ**-0.5) @ Q.mT
+    torch.testing.assert_close(posterior.sample(5, seeded(3)), posterior.mean + ε @ root, **TIGHT)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_samples_have_the_covariance(structure: str) -> None:
+    posterior = fitted(structure)
+    n = 40_000
+    draws = posterior.sample(n, seeded())
+    Σ = torch.linalg.inv(posterior.precision.to_dense())
+    σ = Σ.diagonal().sqrt()
+    assert ((draws.mean(0) - posterior.mean) / σ).abs().max() < 5 / n**0.5
+    # A correlation has a standard error of at most √2/√n.
+    assert ((draws.mT.cov() - Σ) / torch.outer(σ, σ)).abs().max() < 5 * 2**0.5 / n**0.5
+
+
+def test_generator_decides_and_the_global_state_is_left() -> None:
+    posterior = fitted("kron")
+    state = torch.get_rng_state()
+    first, again, other = posterior.sample(3, seeded(1)), posterior.sample(3, seeded(1)), posterior.sample(3, seeded(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_generator_draws_follow_the_global_seed_and_differ() -> None:
+    posterior = fitted("kron")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        first, second = posterior.sample(2), posterior.sample(2)
+        torch.manual_seed(7)
+        assert torch.equal(posterior.sample(2), first)
+    assert not torch.equal(first, second)
+
+
+def test_mean_is_the_flat_weights_in_order() -> None:
+    problem = case("mlp")
+
+    def flat(*names: str) -> Tensor:
+        return torch.cat([dict(problem.network.named_parameters())[name].detach().flatten() for name in names])
+
+    assert torch.equal(fitted("diag").mean, flat("0.weight", "0.bias", "2.weight", "2.bias"))
+    assert torch.equal(fitted("diag", "last_layer").mean, flat("2.weight", "2.bias"))
+    assert torch.equal(fitted("diag", "mask").mean, flat("0.weight", "0.bias", "2.weight", "2.bias")[::3])
+    by_name = fit_laplace(problem.network, problem.loader(), subset=["2.bias", "0.bias"])
+    assert torch.equal(by_name.mean, flat("0.bias", "2.bias"))  # in named_parameters order, not the list's
+
+
+def test_data_are_counted_not_believed() -> None:
+    """`n_data` is what the loader gave, uneven batches and all."""
+    problem = case("mlp")
+    posterior = fit_laplace(problem.network, problem.loader(4, 1, 2), problem.likelihood, "diag")
+    assert posterior.n_data == 7
+    assert fit_laplace(problem.network, problem.loader(4, 1, 2)[:2], problem.likelihood, "diag").n_data == 5
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_posterior_does_not_depend_on_the_batches(structure: str) -> None:
+    problem = case("mlp")
+    one, many = (
+        fit_laplace(problem.network, problem.loader(*sizes), problem.likelihood, structure)
+        for sizes in ((7,), (1, 3, 1, 2))
+    )
+    torch.testing.assert_close(one.precision.to_dense(), many.precision.to_dense(), **TIGHT)
+    torch.testing.assert_close(one.log_marginal_likelihood(), many.log_marginal_likelihood(), **TIGHT)

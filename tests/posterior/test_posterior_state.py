@@ -1,0 +1,321 @@
+"""Posteriors on disk: plain tensors, numbers and strings, and the same posterior again."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from posterior_cases import STRUCTURES, TIGHT, Case, case, mlp, pick, real
+from torch import Tensor, nn
+
+from lightning_bayes import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    GaussianPosterior,
+    HeteroscedasticGaussian,
+    LaplacePosterior,
+    fit_laplace,
+)
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import PosteriorError
+
+BITS = (real(7, 3, seed=5) > 0).double()
+LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {
+    "classes": (Categorical(ignore_index=-1), torch.tensor([0, 2, -1, 1, 0, 2, 2])),
+    "yes or no": (Bernoulli(), BITS),
+    "one noise": (Gaussian(0.3), real(7, 3, seed=6)),
+    "noise per output": (Gaussian(torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64)), real(7, 3, seed=6)),
+    "noise predicted": (HeteroscedasticGaussian(), real(7, 1, seed=6)),
+}
+SUBSETS: dict[str, Any] = {
+    "all": "all",
+    "last layer": "last_layer",
+    "names": ["0.bias", "2.weight"],
+    "mask": torch.arange(31) % 3 == 1,
+}
+X = real(7, 3)
+
+
+def fitted(likelihood: str, structure: str, subset: str = "all", **options: Any) -> LaplacePosterior:
+    kind, y = LIKELIHOODS[likelihood]
+    torch.manual_seed(0)
+    network = mlp(outputs=2 if likelihood == "noise predicted" else 3).double()
+    chosen = SUBSETS[subset]
+    if subset == "mask":
+        chosen = chosen[: sum(p.numel() for p in network.parameters())]
+    return fit_laplace(
+        network, [(X[:4], y[:4]), (X[4:], y[4:])], kind, structure, chosen, prior_precision=0.8, **options
+    )
+
+
+def assert_same(found: LaplacePosterior, expected: LaplacePosterior, x: Any = X) -> None:
+    """The same predictions, evidence, samples and further tuning."""
+    assert type(found) is type(expected)
+    for a, b in zip(found.functional(x), expected.functional(x), strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    for predictive in ("glm", "bnn", "map"):
+        one, two = (
+            p.predict(x, predictive, samples=5, generator=torch.Generator().manual_seed(0)) for p in (found, expected)
+        )
+        torch.testing.assert_close(one.epistemic, two.epistemic, **TIGHT)
+        torch.testing.assert_close(one.entropy, two.entropy, **TIGHT)
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **TIGHT)
+    torch.testing.assert_close(found.log_marginal_likelihood(0.3), expected.log_marginal_likelihood(0.3), **TIGHT)
+    one, two = (p.tune_prior("marglik", steps=3) for p in (found, expected))
+    torch.testing.assert_close(one.prior_precision, two.prior_precision, **TIGHT)
+    torch.testing.assert_close(one.log_marginal_likelihood(), two.log_marginal_likelihood(), **TIGHT)
+    assert found.n_data == expected.n_data
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_file_holds_the_same_posterior(tmp_path: Path, likelihood: str, structure: str, subset: str) -> None:
+    if (structure, subset) == ("kron", "mask"):
+        structure = "full"
+    posterior = fitted(likelihood, structure, subset)
+    posterior.save(tmp_path / "posterior.pt")
+    state = torch.load(tmp_path / "posterior.pt", weights_only=True)
+    assert_plain(state)
+    assert_same(GaussianPosterior.load(tmp_path / "posterior.pt", posterior.network), posterior)
+    assert_same(GaussianPosterior.from_state_dict(posterior.network, state), posterior)
+
+
+def assert_plain(state: Any) -> None:
+    if isinstance(state, dict):
+        assert all(type(key) is str for key in state)
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for part in state:
+            assert_plain(part)
+    else:
+        assert state is None or type(state) in (Tensor, int, float, str, bool), type(state)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["cnn", "attention", "embedding", "lstm", "two_inputs", "segmentation"])
+def test_every_kind_of_layer_is_stored(tmp_path: Path, name: str, structure: str) -> None:
+    problem = case(name)
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure)
+    posterior.save(tmp_path / "posterior.pt")
+    assert_same(
+        GaussianPosterior.load(tmp_path / "posterior.pt", problem.network), posterior, pick(problem.x, slice(3))
+    )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.4},
+    {"damping": "glm"},
+    {"damping": "ritter"},
+    {"curvature": "empirical_fisher"},
+    {"curvature": "fisher_mc"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_is_stored(options: dict[str, Any]) -> None:
+    posterior = fitted("one noise", "kron", **options)
+    found = GaussianPosterior.from_state_dict(posterior.network, posterior.state_dict())
+    assert_same(found, posterior)
+    torch.testing.assert_close(
+        found.log_marginal_likelihood(0.5, 0.9), posterior.log_marginal_likelihood(0.5, 0.9), **TIGHT
+    )
+
+
+def test_priors_of_any_size_are_stored() -> None:
+    posterior = fitted("classes", "diag")
+    for prior in (2.0, [0.5, 3.0], torch.linspace(1, 2, 31)):
+        changed = posterior.with_prior(prior)
+        found = GaussianPosterior.from_state_dict(posterior.network, changed.state_dict())
+        assert torch.equal(found.prior_precision, changed.prior_precision)
+        torch.testing.assert_close(found.precision.to_dense(), changed.precision.to_dense(), **TIGHT)
+
+
+def test_a_tuned_posterior_is_stored(tmp_path: Path) -> None:
+    for method in ("marglik", "mackay"):
+        tuned = fitted("one noise", "kron").tune_prior(method, per_layer=True)
+        tuned.save(tmp_path / "posterior.pt")
+        assert_same(GaussianPosterior.load(tmp_path / "posterior.pt", tuned.network), tuned)
+
+
+def test_numbers_of_numpy_do_not_spoil_the_file(tmp_path: Path) -> None:
+    network = mlp(outputs=2).double()
+    noise = Gaussian(numpy.float64(0.4))
+    posterior = fit_laplace(network, [(X, real(7, 2))], noise, "diag", temperature=numpy.float64(0.5))
+    posterior.save(tmp_path / "posterior.pt")
+    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    torch.testing.assert_close(found.log_marginal_likelihood(), posterior.log_marginal_likelihood(), **TIGHT)
+
+
+def test_the_noise_may_be_a_parameter(tmp_path: Path) -> None:
+    network = mlp(outputs=2).double()
+    σ = nn.Parameter(torch.tensor([0.4, 0.9], dtype=torch.float64))
+    posterior = fit_laplace(network, [(X, real(7, 2))], Gaussian(σ), "diag")
+    posterior.save(tmp_path / "posterior.pt")
+    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    assert torch.equal(found.likelihood.noise_std, σ.detach())
+    assert not found.likelihood.noise_std.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_networks_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    network = mlp(outputs=3).to(dtype)
+    posterior = fit_laplace(network, [(X.to(dtype), LIKELIHOODS["classes"][1])], LIKELIHOODS["classes"][0], "kron")
+    posterior.save(tmp_path / "posterior.pt")
+    found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    assert found.mean.dtype == torch.float32
+    assert torch.equal(found.functional(X.to(dtype))[1], posterior.functional(X.to(dtype))[1])
+
+
+def test_a_plain_gaussian_is_stored() -> None:
+    """Of any method: it comes back as what it is, without an evidence."""
+    for structure in STRUCTURES:
+        laplace = fitted("classes", structure)
+        posterior = GaussianPosterior(
+            laplace.network,
+            laplace.subset,
+            laplace.likelihood,
+            laplace.mean,
+            laplace.precision,
+            laplace.n_data,
+            laplace.fingerprint,
+        )
+        found = GaussianPosterior.from_state_dict(laplace.network, posterior.state_dict())
+        assert type(found) is GaussianPosterior
+        torch.testing.assert_close(found.functional(X)[1], posterior.functional(X)[1], **TIGHT)
+        torch.testing.assert_close(
+            found.sample(2, torch.Generator().manual_seed(0)),
+            posterior.sample(2, torch.Generator().manual_seed(0)),
+            **TIGHT,
+        )
+
+
+def test_a_plain_gaussian_has_no_evidence() -> None:
+    laplace = fitted("classes", "diag")
+    posterior = GaussianPosterior(
+        laplace.network, laplace.subset, laplace.likelihood, laplace.mean, laplace.precision, 7, laplace.fingerprint
+    )
+    words = "GaussianPosterior does not keep curvature and prior apart and so has not {}; fit_laplace gives"
+    with pytest.raises(PosteriorError, match=words.format("an evidence")):
+        posterior.log_marginal_likelihood()
+    with pytest.raises(PosteriorError, match=words.format("a prior to change")):
+        posterior.with_prior(1.0)
+    with pytest.raises(PosteriorError, match=words.format("a prior to tune")):
+        posterior.tune_prior()
+
+
+def test_another_architecture_is_refused() -> None:
+    state = fitted("classes", "kron").state_dict()
+    wider = mlp(hidden=5).double()
+    with pytest.raises(
+        PosteriorError, match=r"another network: it has 0\.weight of shape \(4, 3\), this one has shape \(5, 3\)"
+    ):
+        GaussianPosterior.from_state_dict(wider, state)
+    with pytest.raises(PosteriorError, match=r"another network: it has 0\.weight .* this one has no such parameter"):
+        GaussianPosterior.from_state_dict(nn.Linear(3, 3), state)
+
+
+def stale(problem: Case) -> LaplacePosterior:
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+
+
+MATCH = "not those the posterior was fitted to: load the matching weights, or fit the posterior again"
+
+
+@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
+def test_other_weights_are_noticed(predictive: str) -> None:
+    problem = case("mlp")
+    posterior = stale(problem)
+    with torch.no_grad():
+        problem.network[0].weight[0, 0] += 1e-3
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.predict(problem.x, predictive)
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.functional(problem.x)
+
+
+def test_hidden_units_that_changed_places_are_noticed() -> None:
+    """The same function, and the same sums over weights, but another order of them."""
+    problem = case("mlp")
+    posterior = stale(problem)
+    before = problem.network(problem.x)
+    order = torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        problem.network[0].weight.copy_(problem.network[0].weight[order])
+        problem.network[0].bias.copy_(problem.network[0].bias[order])
+        problem.network[2].weight.copy_(problem.network[2].weight[:, order])
+    torch.testing.assert_close(problem.network(problem.x), before)
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.functional(problem.x)
+
+
+def test_other_running_statistics_are_noticed() -> None:
+    problem = case("cnn")
+    posterior = stale(problem)
+    problem.network.train()
+    problem.network(problem.x)
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.predict(problem.x)
+
+
+def test_frozen_weights_count_too() -> None:
+    """A last layer's posterior belongs to the features below it."""
+    problem = case("mlp")
+    posterior = fit_laplace(problem.network, problem.loader(), subset="last_layer")
+    with torch.no_grad():
+        problem.network[0].bias += 0.1
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.predict(problem.x)
+
+
+def test_matching_weights_make_a_loaded_posterior_work() -> None:
+    problem = case("mlp")
+    posterior = stale(problem)
+    state = posterior.state_dict()
+    fresh = mlp().double()
+    loaded = GaussianPosterior.from_state_dict(fresh, state)
+    with pytest.raises(PosteriorError, match=MATCH):
+        loaded.predict(problem.x)
+    fresh.load_state_dict(problem.network.state_dict())
+    torch.testing.assert_close(loaded.functional(problem.x)[1], posterior.functional(problem.x)[1], **TIGHT)
+
+
+class OwnGaussian(Gaussian):
+    """A likelihood of a user's own that happens to inherit."""
+
+
+def test_a_likelihood_of_ones_own_is_passed_again() -> None:
+    network = mlp(outputs=2).double()
+    own = OwnGaussian(0.7)
+    posterior = fit_laplace(network, [(X, real(7, 2))], own, "diag")
+    state = posterior.state_dict()
+    with pytest.raises(PosteriorError, match=r"OwnGaussian, a likelihood of your own: pass likelihood="):
+        GaussianPosterior.from_state_dict(network, state)
+    found = GaussianPosterior.from_state_dict(network, state, likelihood=own)
+    assert found.likelihood is own
+    torch.testing.assert_close(found.log_marginal_likelihood(), posterior.log_marginal_likelihood(), **TIGHT)
+
+
+def test_a_likelihood_with_the_name_of_ours_is_not_taken_for_it() -> None:
+    theirs = type("Gaussian", (OwnGaussian,), {})
+    network = mlp(outputs=2).double()
+    state = fit_laplace(network, [(X, real(7, 2))], theirs(0.7), "diag").state_dict()
+    with pytest.raises(PosteriorError, match="a likelihood of your own: pass likelihood="):
+        GaussianPosterior.from_state_dict(network, state)
+
+
+@pytest.mark.parametrize("state", [{}, {"format": 99}, {"0.weight": torch.ones(1)}], ids=["empty", "newer", "weights"])
+def test_what_is_no_posterior_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(PosteriorError, match="holds no posterior that this version reads"):
+        GaussianPosterior.from_state_dict(mlp(), state)
+
+
+def test_loading_in_inference_mode_gives_a_posterior_that_can_be_tuned(tmp_path: Path) -> None:
+    posterior = fitted("one noise", "kron")
+    posterior.save(tmp_path / "posterior.pt")
+    with torch.inference_mode():
+        found = GaussianPosterior.load(tmp_path / "posterior.pt", posterior.network)
+    assert_same(found, posterior)
