@@ -1,1 +1,18 @@
-"""Calibrated uncertainty for any LightningModule."""
+"""Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
+
+from lightning_bayes.callbacks import LaplaceCallback
+from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes.predictive import Prediction
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "GaussianPosterior",
+    "HeteroscedasticGaussian",
+    "LaplaceCallback",
+    "LaplacePosterior",
+    "Prediction",
+    "fit_laplace",
+]

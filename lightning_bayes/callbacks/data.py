@@ -1,0 +1,168 @@
+"""One exact pass over the training data: every example once, on whatever number of processes.
+
+A Trainer's own loader is shuffled, and under DDP padded or cut to equal shares. Here process `r` of `W` takes the
+examples `r, r + W, …` in the dataset's order, without padding or dropping.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
+
+from lightning_bayes.callbacks.module import split_batch
+from lightning_bayes.curvature import DataError, Processes
+
+
+@dataclass
+class ExactPass:
+    """The `(x, y)` batches of this process's share, on the module's device, and a probe that all processes share."""
+
+    loader: Any
+    probe_loader: Any
+    module: LightningModule
+    trainer: Trainer | None
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return map(self._prepare, iter(self.loader))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def probe(self) -> Any:
+        """The first examples of the dataset, to trace the network on."""
+        return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))[0]
+
+    def _prepare(self, batch: Any) -> tuple[Any, Any]:
+        return split_batch(self.module, to_module(batch, self.module, self.trainer))
+
+
+def exact_pass(
+    loader: Any,
+    module: LightningModule,
+    trainer: Trainer | None,
+    limit: int | float | None = None,
+    processes: Processes | None = None,
+) -> ExactPass:
+    """`loader`'s dataset, once and in order, shared over `processes`; `limit` is `limit_train_batches`."""
+    loader = single(loader)
+    processes = processes or Processes()
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if processes.size > 1:
+            warnings.warn(
+                "the training data cannot be indexed, so each process passes over what its own loader gives: examples "
+                "that the loader repeats on several processes count several times",
+                stacklevel=2,
+            )
+        return ExactPass(_First(loader, limit) if isinstance(limit, int) else loader, None, module, trainer)
+    size = batch_size(loader)  # None: the dataset gives whole batches
+    indices = _indices(loader)
+    indices = indices[: _limit(limit, len(indices), size or 1)]
+    if not indices:
+        raise DataError("the training data are empty: a posterior needs at least one example")
+    mine = indices[processes.rank :: processes.size]
+    probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
+    return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
+
+
+def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> Any:
+    """A batch as the Trainer would hand it to the module: converted, transferred, and through the transfer hooks."""
+    if trainer is not None:
+        batch = trainer.precision_plugin.convert_input(batch)
+    # The only way to the hooks that asks the data module for its own; it works without a Trainer too.
+    batch = module._on_before_batch_transfer(batch)
+    return module._apply_batch_transfer_handler(batch)
+
+
+def single(loader: Any) -> Any:
+    """The one dataloader there is, or an error."""
+    loaders = list(loader.values()) if isinstance(loader, dict) else loader
+    if isinstance(loaders, (list, tuple)):
+        if len(loaders) == 1:
+            return loaders[0]
+        raise DataError(
+            f"there are {len(loaders)} training dataloaders and no telling which holds each example once: train "
+            "without this callback, then call its fit_now(trainer, module, dataloader) with the one to use"
+        )
+    if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
+        return single(list(loaders.flattened))
+    return loaders
+
+
+def batch_size(loader: Any) -> int | None:
+    """Examples per batch; None where the dataset itself gives batches."""
+    if getattr(loader, "batch_sampler", None) is None:
+        return None
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+
+
+def sampler_of(loader: Any) -> Any:
+    """What chooses the examples: the sampler, that of a batch sampler, or a batch sampler that has none."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None or getattr(loader, "batch_size", None) is not None:
+        return getattr(loader, "sampler", None)
+    return getattr(batches, "sampler", batches)
+
+
+def _indices(loader: DataLoader[Any]) -> list[int]:
+    """The examples that the loader can give, in order."""
+    sampler = sampler_of(loader)
+    if isinstance(sampler, DistributedSamplerWrapper):  # under DDP, Lightning's own around the user's
+        sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
+    if isinstance(sampler, SubsetRandomSampler):
+        return sorted(int(i) for i in sampler.indices)
+    if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
+        warnings.warn(
+            f"the training loader chooses its examples by a {type(sampler).__name__}; the posterior counts every "
+            "example of the dataset once (to leave some out, give the loader a Subset of it)",
+            stacklevel=3,
+        )
+    return list(range(len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None) -> DataLoader[Any]:
+    workers: dict[str, Any] = {"num_workers": min(loader.num_workers, len(indices))}
+    if workers["num_workers"]:
+        workers.update(worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context)
+    return DataLoader(
+        Subset(loader.dataset, indices),
+        batch_size=batch_size,
+        shuffle=False,
+        drop_last=False,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        **workers,
+    )
+
+
+def _limit(limit: int | float | None, n: int, size: int) -> int | None:
+    """How many examples `limit_train_batches` allows: an integer is that many batches at any number of processes."""
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+        return None
+    return size * (limit if isinstance(limit, int) else int(limit * math.ceil(n / size)))
+
+
+@dataclass
+class _First:
+    """The first batches of a loader that cannot be indexed."""
+
+    loader: Any
+    batches: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.batches)

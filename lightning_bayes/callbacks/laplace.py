@@ -1,0 +1,179 @@
+"""`LaplaceCallback`: train as usual, then one exact pass over the training data for a Laplace posterior."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_bayes.callbacks.base import PosteriorCallback, announce, check_word, forward_context
+from lightning_bayes.callbacks.data import exact_pass, single
+from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.curvature import Processes
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
+from lightning_bayes.curvature.preserve import preserved_rng
+from lightning_bayes.curvature.roots import CURVATURES
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import LaplacePosterior, fit_laplace
+from lightning_bayes.posterior.laplace import DAMPINGS
+from lightning_bayes.posterior.tuning import METHODS
+
+_SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+_NO_VALIDATION = (
+    "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "
+    "tune='marglik'"
+)
+
+
+class LaplaceCallback(PosteriorCallback):
+    """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
+
+    Training itself is not touched. All arguments are plain words and numbers.
+
+    Args:
+        likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
+        structure: "kron", "diag" or "full".
+        subset: "all", "last_layer", or a list of parameter or module names.
+        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        prior_precision: a number, or one per layer.
+        tune: how to choose the prior (and a regression's noise) after the fit: "marglik", "mackay", "grid" (on the
+            first validation dataloader), or None to keep what was given.
+        per_layer: tune one prior per layer.
+        predictive: "glm", "bnn" or "map".
+        link: "probit", "bridge" or "mc"; by default the likelihood's first.
+        samples: drawn where a prediction draws.
+        network: the submodule that maps x to f; by default the module's own `forward`.
+        name: suffix of the logged numbers, and key among several callbacks.
+        temperature: of the likelihood.
+        damping: None, "glm" or "ritter"; see `fit_laplace`.
+        weight_sharing: "expand" or "reduce"; see `fit_laplace`.
+        mc_samples: labels drawn per example for "fisher_mc".
+        ood: dataloaders after the first hold out-of-distribution data.
+        plots: write a reliability diagram to the logger, or as a PNG file.
+        seed: of everything that is drawn.
+        progress: show a progress bar during the fit.
+    """
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood = "classification",
+        structure: str = "kron",
+        subset: str | list[str] = "all",
+        curvature: str = "ggn",
+        prior_precision: float | list[float] = 1.0,
+        tune: str | None = "marglik",
+        per_layer: bool = False,
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        network: str | None = None,
+        name: str = "laplace",
+        temperature: float = 1.0,
+        damping: str | None = None,
+        weight_sharing: str = "expand",
+        mc_samples: int = 1,
+        ood: bool = False,
+        plots: bool = False,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        check_word("structure", structure, tuple(STRUCTURES))
+        check_word("curvature", curvature, tuple(CURVATURES))
+        check_word("tune", tune, (None, *METHODS))
+        check_word("damping", damping, DAMPINGS)
+        check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
+        self.structure, self.subset, self.curvature = structure, subset, curvature
+        self.prior_precision, self.tune, self.per_layer = prior_precision, tune, per_layer
+        self.temperature, self.damping = temperature, damping
+        self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        for kind in type(trainer.strategy).__mro__:
+            if kind.__name__ in _SHARDED:
+                raise RuntimeError(
+                    f"LaplaceCallback needs every process to hold the whole network, which {kind.__name__} does not: "
+                    "use strategy='ddp' or a single device"
+                )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        # What cannot work is better known before training than after it.
+        single(trainer.train_dataloader)
+        if self.tune == "grid" and not trainer.enable_validation:
+            raise RuntimeError(_NO_VALIDATION)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and trainer.current_epoch == 0 and not hasattr(pl_module, "split_batch"):
+            split_batch(pl_module, batch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.fit_now(trainer, pl_module, trainer.train_dataloader)
+        self.store(trainer)
+
+    def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
+        """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
+        self._module = module
+        with preserved_rng(), forward_context(trainer):
+            self._posterior = posterior = self._fit(trainer, module, dataloader)
+        self._report(trainer, posterior)
+        return posterior
+
+    def _fit(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
+        processes = Processes.current()
+        limit = None if trainer is None else trainer.limit_train_batches
+        data = exact_pass(dataloader, module, trainer, limit, processes)
+        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
+        posterior = fit_laplace(
+            network_of(module, self.network),
+            data,
+            self.likelihood,
+            self.structure,
+            self.subset,
+            self.curvature,
+            self.prior_precision,
+            progress=self.progress and not quiet,
+            temperature=self.temperature,
+            damping=self.damping,
+            samples=self.mc_samples,
+            seed=self.seed,
+            weight_sharing=self.weight_sharing,
+            processes=processes,
+            probe=data.probe(),
+        )
+        if self.tune is None:
+            return posterior
+        return posterior.tune_prior(self.tune, loader=self._validation(trainer, module), per_layer=self.per_layer)
+
+    def _validation(self, trainer: Trainer | None, module: LightningModule) -> Any:
+        if self.tune != "grid":
+            return None
+        loader = None if trainer is None else trainer.val_dataloaders
+        if loader is None:
+            raise RuntimeError(_NO_VALIDATION)
+        first = next(iter(loader.values())) if isinstance(loader, dict) else loader
+        first = first[0] if isinstance(first, (list, tuple)) else first
+        # Every process scores all validation data, so that all choose the same prior.
+        return exact_pass(first, module, trainer)
+
+    def _report(self, trainer: Trainer | None, posterior: LaplacePosterior) -> None:
+        evidence = float(posterior.log_marginal_likelihood())
+        γ = float(posterior.effective_parameters)
+        prior = posterior.prior_precision
+        numbers = {"n_data": posterior.n_data, "log_evidence": evidence, "effective_parameters": γ}
+        if prior.ndim == 0:
+            numbers["prior_precision"] = float(prior)
+        else:
+            layers = posterior.subset.layers
+            named = zip(layers, prior.tolist(), strict=True) if len(layers) == len(prior) else []
+            numbers.update({f"prior_precision/{layer}": value for layer, value in named})
+        noise = getattr(posterior.likelihood, "noise_std", None)
+        if noise is not None and getattr(noise, "ndim", 0) == 0:
+            numbers["noise_std"] = float(noise)
+        text = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items())
+        announce(f"{self.name}: {self.structure} posterior over {posterior.subset.size} weights; {text}")
+        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
+                logger.save()

@@ -1,0 +1,44 @@
+"""What a callback needs to know of the user's LightningModule: its network, and how a batch splits into x and y."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+
+class ModuleError(RuntimeError):
+    """The module does not say enough of itself; the message names the method or argument that does."""
+
+
+def network_of(module: LightningModule, path: str | None) -> nn.Module:
+    """The module itself, whose `forward` maps x to f, or the submodule at `path`."""
+    if path is None:
+        return module
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        children = ", ".join(name for name, _ in module.named_children()) or "none"
+        raise ModuleError(
+            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
+        ) from None
+
+
+def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -> tuple[Any, Any]:
+    """`(x, y)` by the module's own `split_batch`, or of a pair; a bare tensor is x, and in training its own target."""
+    own = getattr(module, "split_batch", None)
+    if callable(own):
+        x, y = own(batch)
+        return x, y
+    if isinstance(batch, Tensor):
+        return batch, None if predicting else batch
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, (tuple, list)) and len(batch) == 1 and predicting:
+        return batch[0], None
+    parts = f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if hasattr(batch, "__len__") else "")
+    raise ModuleError(
+        f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
+        "split_batch(self, batch) that returns (x, y)"
+    )

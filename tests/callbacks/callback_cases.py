@@ -1,0 +1,139 @@
+"""Small data, LightningModules as users write them, and a quiet Trainer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import Categorical, LaplaceCallback
+
+FEATURES, CLASSES = 4, 3
+
+
+class Classifier(L.LightningModule):
+    """What a user has: batch norm, dropout, Adam, and steps of its own."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.1), nn.Linear(5, CLASSES)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), self.hparams["lr"])
+
+
+class Regressor(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+@dataclass(frozen=True)
+class Temperate(Categorical):
+    """Class labels, by a likelihood of the user's own, which no file of ours can hold."""
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labelled(n: int, seed: int = 0) -> TensorDataset:
+    x = draw(n, FEATURES, seed=seed)
+    y = (x[:, :CLASSES] + 0.5 * draw(n, CLASSES, seed=seed + 1000)).argmax(1)
+    return TensorDataset(x, y)
+
+
+def measured(n: int, seed: int = 0) -> TensorDataset:
+    x = draw(n, FEATURES, seed=seed)
+    return TensorDataset(x, torch.sin(x[:, :2]) + 0.3 * draw(n, 2, seed=seed + 1000))
+
+
+def train_loader(n: int = 37, batch_size: int = 8, shuffle: bool = True) -> DataLoader[Any]:
+    return DataLoader(labelled(n), batch_size=batch_size, shuffle=shuffle)
+
+
+def held_out(n: int = 11, batch_size: int = 4, seed: int = 5) -> DataLoader[Any]:
+    return DataLoader(labelled(n, seed), batch_size=batch_size)
+
+
+def laplace(**arguments: Any) -> LaplaceCallback:
+    return LaplaceCallback(**{"progress": False, **arguments})
+
+
+def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        "callbacks": list(callbacks),
+    }
+    return L.Trainer(**{**quiet, **arguments})
+
+
+def fitted(folder: Path, callback: LaplaceCallback, model: L.LightningModule | None = None, **arguments: Any) -> Any:
+    """A module after a short fit with `callback`, and the Trainer."""
+    L.seed_everything(0, verbose=False)
+    model = Classifier() if model is None else model
+    fit = trainer(folder, callback, **arguments)
+    data = DataLoader(measured(37), batch_size=8) if isinstance(model, Regressor) else train_loader()
+    fit.fit(model, data)
+    return model, fit
+
+
+def same_numbers(found: Any, expected: Any, rtol: float = 1e-5) -> None:
+    """Dictionaries of numbers that agree in every key."""
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            float(found[key]), float(value), rtol=rtol, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+def same_posterior(found: Any, expected: Any, x: Tensor, rtol: float = 1e-5) -> None:
+    """Equal in everything that does not depend on the choice of an eigenbasis."""
+    close = {"rtol": rtol, "atol": rtol * 1e-2}
+    assert found.n_data == expected.n_data
+    torch.testing.assert_close(found.mean, expected.mean, rtol=0, atol=0)
+    torch.testing.assert_close(found.prior_precision, expected.prior_precision, **close)
+    torch.testing.assert_close(found.precision.logdet(), expected.precision.logdet(), **close)
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **close)
+    torch.testing.assert_close(found.functional(x)[1], expected.functional(x)[1], **close)

@@ -1,0 +1,176 @@
+"""What the DDP tests compare: the same scenarios on any number of processes.
+
+    python ddp_worker.py FOLDER WORLD CASES
+
+is one process of `WORLD`, its place in `LOCAL_RANK`; it leaves its results as `FOLDER/rank<r>.pt`. In the tests' own
+process, `run(folder, 1, cases)` gives the results of a process alone. A case is `others`, or a training loader with the
+size of its dataset, such as `shuffled:11`.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from callback_cases import FEATURES, Classifier, draw, labelled, laplace, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
+
+X = draw(5, FEATURES, seed=9).double()
+CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
+STRUCTURES = ("diag", "full")
+NAMES = (*CURVATURES, *STRUCTURES)
+BATCH = 4
+LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
+
+
+class Still(Classifier):
+    """Training that moves nothing, so that the weights are the same on any number of processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for t in self.state_dict().values():
+                if t.is_floating_point():
+                    t.copy_(torch.randn(t.shape, generator=generator).abs())
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.momentum = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[1].eval()  # a process may have a single example
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(labelled(11))
+
+
+class OwnBatches(BatchSampler):
+    """A subclass, which Lightning hands a distributed sampler."""
+
+
+def callbacks(**arguments: Any) -> list[Any]:
+    return [
+        *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
+        *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
+    ]
+
+
+def train_loader(kind: str, n: int) -> tuple[DataLoader[Any], dict[str, Any]]:
+    data, limits = labelled(n), {}
+    if kind == "subset":
+        return DataLoader(data, BATCH, sampler=SubsetRandomSampler(list(range(1, n, 2)))), limits
+    if kind == "limited":
+        limits = {"limit_train_batches": 2}
+    return DataLoader(data, BATCH, shuffle=kind in ("shuffled", "limited"), drop_last=kind == "drop_last"), limits
+
+
+class Scenarios:
+    def __init__(self, folder: Path, world: int) -> None:
+        self.folder, self.world = folder, world
+        self.results: dict[str, Any] = {}
+
+    def trainer(self, *callbacks: Any, **arguments: Any) -> L.Trainer:
+        L.seed_everything(0, verbose=False)
+        shared = {"devices": self.world, "strategy": "ddp"} if self.world > 1 else {}
+        return trainer(self.folder, *callbacks, max_epochs=1, precision="64-true", **shared, **arguments)
+
+    def posteriors(self, kind: str, n: int) -> None:
+        """Every curvature and structure, side by side on one Trainer."""
+        loader, limits = train_loader(kind, n)
+        found = callbacks()
+        self.trainer(*found, **limits).fit(Still(), loader)
+        for callback in found:
+            self.keep(f"{kind}:{n}/{callback.name}", callback.posterior)
+
+    def keep(self, key: str, posterior: Any) -> None:
+        self.results[key] = {
+            "n_data": posterior.n_data,
+            "logdet": posterior.precision.logdet(),
+            "prior": posterior.prior_precision,
+            "evidence": posterior.log_marginal_likelihood(),
+            "effective parameters": posterior.effective_parameters,
+            "functional covariance": posterior.functional(X)[1],
+            "prediction": posterior.predict(X).probs,
+            "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
+            "sampled prediction": posterior.predict(
+                X, "bnn", samples=4, generator=torch.Generator().manual_seed(2)
+            ).probs,
+        }
+
+    def one_example(self) -> None:
+        """Fewer examples than processes."""
+        callback = laplace()
+        self.trainer(callback).fit(Still(), DataLoader(labelled(1), BATCH))
+        self.keep("one", callback.posterior)
+
+    def evaluation(self) -> None:
+        """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
+        callback = laplace(ood=True, plots=True, link="bridge", tune="grid", name="grid")
+        checkpoint = ModelCheckpoint(self.folder / "kept")
+        model = Still()
+        fit = self.trainer(callback, checkpoint, enable_checkpointing=True)
+        validation = DataLoader(labelled(13, 4), BATCH)
+        fit.fit(model, DataLoader(labelled(11), BATCH, shuffle=True), validation)
+        self.keep("grid", callback.posterior)
+        held_out = labelled(11, 5)
+        far = DataLoader(4 * draw(7, FEATURES, seed=8), BATCH)  # type: ignore[arg-type]
+        loaders = {
+            "plain": DataLoader(held_out, BATCH),
+            "shuffled": DataLoader(held_out, BATCH, shuffle=True),
+            "subset": DataLoader(held_out, BATCH, sampler=SubsetRandomSampler(range(9))),
+            "batches": DataLoader(held_out, batch_sampler=OwnBatches(SequentialSampler(held_out), BATCH, False)),
+        }
+        for kind, loader in loaders.items():
+            parts = fit.test(model, [loader, far], verbose=False)
+            self.results[f"test/{kind}"] = {key: value for part in parts for key, value in part.items()}
+            callback.plots = False  # one pair of pictures is enough
+        self.results["val"] = fit.validate(model, [loaders["plain"]], verbose=False)[0]
+        predictions = fit.predict(model, loaders["plain"])
+        self.results["predict"] = torch.cat([each.probs for each in predictions])
+        self.results["files"] = {"posterior": str(callback.posterior_path), "checkpoint": checkpoint.best_model_path}
+
+    def stream(self) -> None:
+        """Data that cannot be indexed."""
+        callback = laplace()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.trainer(callback).fit(Still(), DataLoader(Stream(), BATCH))
+        self.results["stream"] = {
+            "n_data": callback.posterior.n_data,
+            "warnings": [str(each.message) for each in caught if "cannot be indexed" in str(each.message)],
+        }
+
+
+def run(folder: Path, world: int, cases: list[str]) -> dict[str, Any]:
+    """The results of this process."""
+    scenarios = Scenarios(folder, world)
+    for case in cases:
+        if case == "others":
+            scenarios.one_example()
+            scenarios.evaluation()
+            scenarios.stream()
+        else:
+            kind, n = case.split(":")
+            scenarios.posteriors(kind, int(n))
+    return scenarios.results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    where = Path(sys.argv[1])
+    torch.save(run(where, int(sys.argv[2]), sys.argv[3].split(",")), where / f"rank{os.environ['LOCAL_RANK']}.pt")

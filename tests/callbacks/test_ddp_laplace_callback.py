@@ -1,0 +1,177 @@
+"""Real processes under DDP: any number of them ends with what one alone has."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ddp_worker
+import pytest
+import torch
+from callback_cases import labelled
+
+from lightning_bayes import GaussianPosterior
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
+    pytest.mark.filterwarnings("ignore:.*in eval mode"),
+]
+
+QUANTITIES = (
+    "n_data",
+    "logdet",
+    "prior",
+    "evidence",
+    "effective parameters",
+    "functional covariance",
+    "prediction",
+    "samples",
+    "sampled prediction",
+)
+EVERY = [f"{kind}:{n}" for kind in ddp_worker.LOADERS for n in (11, 64, 101)]
+WORLDS = [
+    pytest.param((2, [*(case for case in EVERY if case.endswith(":11")), "shuffled:101", "others"]), id="2 processes"),
+    pytest.param((3, ["shuffled:11", "subset:11", "limited:11", "others"]), id="3 processes"),
+    pytest.param((2, [*EVERY, "others"]), id="2 processes, every case", marks=pytest.mark.slow),
+    pytest.param((3, [*EVERY, "others"]), id="3 processes, every case", marks=pytest.mark.slow),
+]
+
+
+@contextmanager
+def launched(folder: Path, world: int, cases: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a DDP run, which do not outlive the context."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, ddp_worker.__file__, str(folder), str(world), ",".join(cases)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def results(folder: Path, processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """What each process has found."""
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
+    assert not failed, failed[0]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(len(processes))]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Path]:
+    """What one process alone has, what each of several has, and where these wrote."""
+    size, cases = request.param
+    together = tmp_path_factory.mktemp("together")
+    with launched(together, size, cases) as processes:
+        alone = ddp_worker.run(tmp_path_factory.mktemp("alone"), 1, cases)
+        return alone, results(together, processes), together
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    for quantity in QUANTITIES:
+        torch.testing.assert_close(
+            found[quantity], expected[quantity], rtol=1e-7, atol=1e-9, msg=lambda m, q=quantity: f"{where}, {q}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", ddp_worker.NAMES)
+def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> None:
+    alone, ranks, _ = world
+    keys = [key for key in alone if key.endswith(f"/{name}")]
+    assert len(keys) >= 3
+    for key in keys:
+        for rank in ranks:
+            same(rank[key], alone[key], key)
+
+
+def test_each_example_is_counted_once(world: Any) -> None:
+    alone, ranks, _ = world
+    for key in [key for key in alone if key.endswith("/ggn")]:
+        kind, n = key.removesuffix("/ggn").split(":")
+        expected = {"subset": int(n) // 2, "limited": 8}.get(kind, int(n))
+        assert [rank[key]["n_data"] for rank in ranks] == [expected] * len(ranks), key
+
+
+def test_fewer_examples_than_processes(world: Any) -> None:
+    alone, ranks, _ = world
+    assert alone["one"]["n_data"] == 1
+    for rank in ranks:
+        same(rank["one"], alone["one"], "one example")
+
+
+def test_a_grid_is_scored_on_all_validation_data_by_all_processes(world: Any) -> None:
+    alone, ranks, _ = world
+    for rank in ranks:
+        same(rank["grid"], alone["grid"], "grid")
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "subset", "batches"])
+def test_padding_is_not_scored(world: Any, kind: str) -> None:
+    alone, ranks, _ = world
+    assert {"test_nll_map", "test_nll_grid", "test_ood_auroc_entropy_grid"} <= alone[f"test/{kind}"].keys()
+    for rank in ranks:
+        assert rank[f"test/{kind}"] == pytest.approx(alone[f"test/{kind}"], rel=1e-6)
+
+
+def test_validation_is_scored_as_by_one_process(world: Any) -> None:
+    alone, ranks, _ = world
+    ours = {key: value for key, value in alone["val"].items() if key != "val_loss"}
+    assert "val_nll_grid" in ours
+    for rank in ranks:
+        assert {key: rank["val"][key] for key in ours} == pytest.approx(ours, rel=1e-6)
+
+
+def test_each_process_predicts_its_own_share_once(world: Any) -> None:
+    alone, ranks, _ = world
+    for place, rank in enumerate(ranks):
+        share = alone["predict"][place :: len(ranks)]
+        torch.testing.assert_close(rank["predict"], share, rtol=1e-7, atol=1e-9)
+
+
+def test_the_checkpoint_and_the_file_hold_the_posterior(world: Any) -> None:
+    alone, ranks, _ = world
+    files = ranks[0]["files"]
+    assert all(rank["files"] == files for rank in ranks)
+    model = ddp_worker.Still.load_from_checkpoint(files["checkpoint"]).double()
+    state = torch.load(files["checkpoint"], weights_only=True)["callbacks"]["LaplaceCallback[grid]"]["posterior"]
+    for posterior in (
+        GaussianPosterior.load(files["posterior"], model),
+        GaussianPosterior.from_state_dict(model, state),
+    ):
+        torch.testing.assert_close(
+            posterior.functional(ddp_worker.X)[1], alone["grid"]["functional covariance"], rtol=1e-7, atol=1e-9
+        )
+
+
+def test_rank_zero_draws_the_pictures_once(world: Any) -> None:
+    _, _, folder = world
+    names = sorted(path.name.rsplit("_", 1)[0] for path in (folder / "figures").iterdir())
+    assert names == ["test_reliability_grid", "test_reliability_map"]
+
+
+def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world: Any) -> None:
+    alone, ranks, _ = world
+    assert alone["stream"] == {"n_data": len(labelled(11)), "warnings": []}
+    for rank in ranks:
+        assert rank["stream"]["n_data"] == 11 * len(ranks)
+        assert (
+            "examples that the loader repeats on several processes count several times" in rank["stream"]["warnings"][0]
+        )

@@ -1,0 +1,210 @@
+"""The posterior outlives its process: in the last checkpoint, and in a file of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from callback_cases import (
+    Classifier,
+    Regressor,
+    Temperate,
+    draw,
+    fitted,
+    held_out,
+    labelled,
+    laplace,
+    measured,
+    same_numbers,
+    same_posterior,
+    train_loader,
+    trainer,
+)
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_bayes import GaussianPosterior, fit_laplace
+
+# Lightning's notice that a new Trainer has no ModelCheckpoint.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+X = draw(5, 4, seed=9)
+KEY = "LaplaceCallback[laplace]"
+
+
+def fit_with(folder: Path, *callbacks: Any, model: Any = None, **arguments: Any) -> tuple[Any, Any]:
+    L.seed_everything(0, verbose=False)
+    model = Classifier() if model is None else model
+    fit = trainer(folder, *callbacks, enable_checkpointing=True, **arguments)
+    fit.fit(model, train_loader(), DataLoader(labelled(9, 4), batch_size=4))
+    return model, fit
+
+
+def stored(path: str | Path) -> Any:
+    """The posterior in a checkpoint's callback state, or None."""
+    return torch.load(path, weights_only=True)["callbacks"][KEY]["posterior"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"save_last": True}, {"save_last": "link"}, {"monitor": "val_loss", "save_last": True}, {"save_top_k": -1}],
+    ids=["default", "last", "link", "monitored", "all"],
+)
+def test_the_last_checkpoint_holds_the_posterior(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", **arguments)
+    fit_with(tmp_path, callback, checkpoint)
+    path = checkpoint.last_model_path or checkpoint.best_model_path
+    found = GaussianPosterior.from_state_dict(Classifier.load_from_checkpoint(path), stored(path))
+    same_posterior(found, callback.posterior, X, rtol=1e-6)
+
+
+def test_a_monitored_checkpoint_of_the_last_weights_holds_the_posterior(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="max")
+    fit_with(tmp_path, callback, checkpoint)
+    assert stored(checkpoint.best_model_path)["n_data"] == 37
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_epochs": 2}, {"monitor": "step", "mode": "min"}])
+def test_a_checkpoint_of_earlier_weights_is_left_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    class Remember(L.Callback):
+        weights: list[Any]
+
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.weights = [*getattr(self, "weights", []), pl_module.net[0].weight.detach().clone()]
+
+    remember, checkpoint = Remember(), ModelCheckpoint(tmp_path / "kept", **arguments)
+    fit_with(tmp_path, laplace(), checkpoint, remember, max_epochs=3)
+    found = torch.load(checkpoint.best_model_path, weights_only=True)
+    epoch = 1 if "every_n_epochs" in arguments else 0
+    assert torch.equal(found["state_dict"]["net.0.weight"], remember.weights[epoch])
+    assert found["callbacks"][KEY]["posterior"] is None
+
+
+def test_the_file_of_its_own_is_always_written(tmp_path: Path) -> None:
+    callback = laplace(name="mine")
+    model, _ = fitted(tmp_path, callback)
+    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
+    assert torch.load(callback.posterior_path, weights_only=True)["n_data"] == 37
+    same_posterior(GaussianPosterior.load(callback.posterior_path, model), callback.posterior, X, rtol=1e-6)
+
+
+def test_load_from_checkpoint_and_the_file_give_the_posterior_back(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(structure="diag"), ModelCheckpoint(tmp_path / "kept")
+    fit_with(tmp_path, callback, checkpoint)
+    model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
+    found = GaussianPosterior.load(callback.posterior_path, model)
+    assert torch.equal(found.predict(X).probs, callback.posterior.predict(X).probs)
+
+
+def test_weights_only_checkpoints_go_without_and_the_file_has_it(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", save_weights_only=True)
+    fit_with(tmp_path, callback, checkpoint)
+    assert "callbacks" not in torch.load(checkpoint.best_model_path, weights_only=True)
+    model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
+    same_posterior(GaussianPosterior.load(callback.posterior_path, model), callback.posterior, X, rtol=1e-6)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path, likelihood: str) -> None:
+    kind: Any = Classifier if likelihood == "classification" else Regressor
+    callback, checkpoint = laplace(likelihood=likelihood), ModelCheckpoint(tmp_path / "kept")
+    model, fit = fitted(tmp_path, callback, kind(), callbacks=[callback, checkpoint], enable_checkpointing=True)
+    data = held_out() if likelihood == "classification" else DataLoader(measured(11, 5), batch_size=4)
+    (expected,) = fit.test(model, data, verbose=False)
+
+    fresh = laplace(likelihood=likelihood)
+    again = trainer(tmp_path, fresh)
+    (logged,) = again.test(kind(), data, ckpt_path=checkpoint.best_model_path, verbose=False)
+    same_numbers(logged, expected, rtol=1e-6)
+    found = again.predict(kind(), data, ckpt_path=checkpoint.best_model_path)
+    for one, other in zip(found, fit.predict(model, data), strict=True):
+        torch.testing.assert_close(one.entropy, other.entropy, rtol=1e-6, atol=1e-7)
+    # The tuned noise is the posterior's, not the callback's argument.
+    if likelihood == "regression":
+        assert float(fresh.posterior.likelihood.noise_std) == float(callback.posterior.likelihood.noise_std)
+
+
+def test_a_likelihood_of_the_users_own_is_handed_to_the_loaded_posterior(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(likelihood=Temperate()), ModelCheckpoint(tmp_path / "kept")
+    model, fit = fit_with(tmp_path, callback, checkpoint)
+    (expected,) = fit.test(model, held_out(), verbose=False)
+    again = trainer(tmp_path, laplace(likelihood=Temperate()))
+    (logged,) = again.test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
+    same_numbers(logged, expected, rtol=1e-6)
+
+
+def test_a_run_resumed_from_the_rewritten_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "kept")
+    fit_with(tmp_path, laplace(), checkpoint, max_epochs=2)
+    resumed, callback = Classifier(), laplace(tune=None)
+    again = trainer(tmp_path, callback, max_epochs=3)
+    L.seed_everything(7, verbose=False)
+    again.fit(resumed, train_loader(shuffle=False), ckpt_path=checkpoint.best_model_path)
+
+    plain = ModelCheckpoint(tmp_path / "plain")
+    fit_with(tmp_path, plain, max_epochs=2)
+    expected = Classifier()
+    other = trainer(tmp_path, max_epochs=3)
+    L.seed_everything(7, verbose=False)
+    other.fit(expected, train_loader(shuffle=False), ckpt_path=plain.best_model_path)
+
+    assert again.global_step == other.global_step == 15
+    for name, value in expected.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    same_posterior(callback.posterior, fit_laplace(resumed, train_loader(shuffle=False)), X)
+
+
+def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept")
+    fit_with(tmp_path, callback, checkpoint, max_epochs=2)
+    model, fresh = Classifier(), laplace()
+    trainer(tmp_path, fresh, max_epochs=2).fit(model, train_loader(), ckpt_path=checkpoint.best_model_path)
+    same_posterior(fresh.posterior, callback.posterior, X, rtol=1e-6)
+
+
+def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    model, fit = fit_with(tmp_path, laplace(), checkpoint, max_epochs=3)
+    with pytest.raises(RuntimeError, match="not those the posterior was fitted to: load the matching weights, or fit"):
+        fit.test(model, held_out(), ckpt_path="best", verbose=False)
+
+
+def test_fit_now_is_the_way_out_for_the_best_weights(tmp_path: Path) -> None:
+    callback, checkpoint = laplace(tune=None), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    fit_with(tmp_path, callback, checkpoint, max_epochs=3)
+    best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
+    callback.fit_now(None, best, train_loader())
+    (logged,) = trainer(tmp_path, callback).test(best, held_out(), verbose=False)
+    expected = fit_laplace(best, train_loader(shuffle=False)).predict(labelled(11, 5).tensors[0]).probs
+    nll = -expected.log().gather(1, labelled(11, 5).tensors[1][:, None]).mean()
+    assert logged["test_nll_laplace"] == pytest.approx(float(nll), rel=1e-5)
+
+
+def test_a_checkpoint_from_the_middle_of_training_says_that_nothing_is_scored(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    fit_with(tmp_path, laplace(), checkpoint, max_epochs=3)
+    with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has no posterior yet"):
+        trainer(tmp_path, laplace()).test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
+
+
+def test_two_callbacks_keep_both_posteriors_in_one_checkpoint(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "kept")
+    pair = laplace(name="kron"), laplace(name="diag", structure="diag")
+    model, fit = fit_with(tmp_path, *pair, checkpoint)
+    (expected,) = fit.test(model, held_out(), verbose=False)
+    again = trainer(tmp_path, laplace(name="kron"), laplace(name="diag"))
+    (logged,) = again.test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
+    same_numbers(logged, expected, rtol=1e-6)
+    assert {"test_nll_kron", "test_nll_diag", "test_nll_map"} <= logged.keys()
+
+
+def test_a_posterior_follows_its_network_to_another_device(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    callback = laplace()
+    model, _ = fitted(tmp_path, callback)
+    expected = callback.predict(X)
+    model.cuda()
+    assert callback.posterior.device.type == "cuda"
+    torch.testing.assert_close(callback.predict(X).probs.cpu(), expected.probs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,266 @@
+"""The exact pass: every training example once and in order, whatever the training loader does with them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from callback_cases import Classifier, draw, held_out, labelled, laplace, same_posterior, train_loader, trainer
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_bayes import GaussianPosterior, fit_laplace
+from lightning_bayes.curvature import DataError
+
+X = draw(5, 4, seed=9)
+
+
+def posterior_of(folder: Path, loader: Any, **arguments: Any) -> tuple[GaussianPosterior, L.LightningModule]:
+    L.seed_everything(0, verbose=False)
+    model, callback = Classifier(), laplace(tune=None, curvature="fisher_mc")
+    trainer(folder, callback, max_epochs=1, **arguments).fit(model, loader)
+    return callback.posterior, model
+
+
+def check(folder: Path, loader: Any, examples: Any, **arguments: Any) -> None:
+    """The posterior is that of exactly these examples, in this order (which seeds the Monte-Carlo labels)."""
+    found, model = posterior_of(folder, loader, **arguments)
+    plain = DataLoader(Subset(labelled(37), list(examples)), batch_size=8)
+    same_posterior(found, fit_laplace(model, plain, curvature="fisher_mc"), X)
+
+
+def test_a_shuffled_loader_counts_every_example(tmp_path: Path) -> None:
+    check(tmp_path, train_loader(shuffle=True), range(37))
+
+
+def test_drop_last_drops_nothing(tmp_path: Path) -> None:
+    check(tmp_path, DataLoader(labelled(37), batch_size=8, shuffle=True, drop_last=True), range(37))
+
+
+def test_a_subset_sampler_counts_only_its_examples(tmp_path: Path) -> None:
+    chosen = [30, 2, 17, 9, 11, 4, 5, 28, 20]
+    loader = DataLoader(labelled(37), batch_size=3, sampler=SubsetRandomSampler(chosen))
+    check(tmp_path, loader, sorted(chosen))
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_random_sampler_counts_every_example_once(tmp_path: Path, replacement: bool) -> None:
+    data = labelled(37)
+    sampler = RandomSampler(data, replacement=replacement, num_samples=20)
+    check(tmp_path, DataLoader(data, batch_size=8, sampler=sampler), range(37))
+
+
+def test_a_weighted_sampler_counts_every_example_once_and_says_so(tmp_path: Path) -> None:
+    sampler = WeightedRandomSampler([1.0] * 30 + [9.0] * 7, 40)
+    loader = DataLoader(labelled(37), batch_size=8, sampler=sampler)
+    with pytest.warns(UserWarning, match="examples by a WeightedRandomSampler; the posterior counts every example"):
+        check(tmp_path, loader, range(37))
+
+
+def test_a_sampler_of_the_users_own_counts_every_example_once_and_says_so(tmp_path: Path) -> None:
+    class Even(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(0, 37, 2))
+
+    loader = DataLoader(labelled(37), batch_size=8, sampler=Even())
+    with pytest.warns(UserWarning, match="by a Even; .* give the loader a Subset of it"):
+        check(tmp_path, loader, range(37))
+
+
+def test_a_batch_sampler_is_seen_through(tmp_path: Path) -> None:
+    chosen = list(range(5, 25))
+    batches = BatchSampler(SubsetRandomSampler(chosen), batch_size=6, drop_last=True)
+    check(tmp_path, DataLoader(labelled(37), batch_sampler=batches), chosen)
+
+
+def test_a_batch_sampler_of_the_users_own_counts_every_example_once_and_says_so(tmp_path: Path) -> None:
+    class Pairs:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2, 3]])
+
+        def __len__(self) -> int:
+            return 2
+
+    with pytest.warns(UserWarning, match="by a Pairs; the posterior counts every example of the dataset once"):
+        check(tmp_path, DataLoader(labelled(37), batch_sampler=Pairs()), range(37))  # type: ignore[arg-type]
+
+
+def test_a_collate_function_of_the_users_own_is_used(tmp_path: Path) -> None:
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in rows]).flip(1), torch.stack([y for _, y in rows])
+
+    loader = DataLoader(labelled(37), batch_size=8, collate_fn=collate)
+    found, model = posterior_of(tmp_path, loader)
+    x, y = labelled(37).tensors
+    expected = fit_laplace(model, [(x.flip(1), y)], curvature="fisher_mc")
+    same_posterior(found, expected, X)
+
+
+def test_a_dataset_that_gives_whole_batches_keeps_them(tmp_path: Path) -> None:
+    x, y = labelled(37).tensors
+    whole = list(zip(x.split(8), y.split(8), strict=True))
+    check(tmp_path, DataLoader(whole, batch_size=None, shuffle=True), range(37))  # type: ignore[arg-type]
+
+
+def test_whole_batches_are_limited_by_their_number(tmp_path: Path) -> None:
+    x, y = labelled(37).tensors
+    whole = list(zip(x.split(8), y.split(8), strict=True))
+    loader: Any = DataLoader(whole, batch_size=None)  # type: ignore[arg-type]
+    check(tmp_path, loader, range(16), limit_train_batches=2)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(labelled(37))
+
+
+def test_an_iterable_dataset_is_passed_over_once(tmp_path: Path) -> None:
+    check(tmp_path, DataLoader(Stream(), batch_size=8), range(37))
+
+
+def test_an_iterable_dataset_is_limited_too(tmp_path: Path) -> None:
+    check(tmp_path, DataLoader(Stream(), batch_size=8), range(16), limit_train_batches=2)
+
+
+def test_a_plain_list_of_batches_is_training_data(tmp_path: Path) -> None:
+    x, y = labelled(37).tensors
+    check(tmp_path, Batches(list(zip(x.split(8), y.split(8), strict=True))), range(37))
+
+
+class Batches:
+    """An iterable that is no DataLoader (a bare list would be several of them to Lightning)."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@pytest.mark.parametrize(("limit", "n"), [(3, 24), (0.5, 16), (1.0, 37), (100, 37), (1, 8)])
+def test_limit_train_batches_limits_the_examples(tmp_path: Path, limit: float, n: int) -> None:
+    check(tmp_path, train_loader(), range(n), limit_train_batches=limit)
+
+
+def test_overfit_batches_limits_the_examples(tmp_path: Path) -> None:
+    check(tmp_path, train_loader(shuffle=False), range(16), overfit_batches=2)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_several_training_loaders_are_refused_before_training(tmp_path: Path, kind: str) -> None:
+    class Both(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0] if kind == "list" else batch["a"], batch_idx)
+
+    loaders = [train_loader(), train_loader(11)]
+    model = Both()
+    before = model.net[0].weight.clone()
+    with pytest.raises(DataError, match=r"2 training dataloaders .* fit_now\(trainer, module, dataloader\)"):
+        trainer(tmp_path, laplace()).fit(model, loaders if kind == "list" else dict(zip("ab", loaders, strict=True)))
+    assert torch.equal(before, model.net[0].weight)
+
+
+def test_fit_now_takes_one_of_several_training_loaders(tmp_path: Path) -> None:
+    class Both(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    model, callback, loaders = Both(), laplace(tune=None), [train_loader(), train_loader(11)]
+    trainer(tmp_path).fit(model, loaders)
+    callback.fit_now(None, model, loaders[0])
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), X)
+
+
+def test_one_loader_in_a_list_is_one_loader(tmp_path: Path) -> None:
+    class First(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+        def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+            return batch
+
+    model, callback = First(), laplace(tune=None)
+    trainer(tmp_path, callback).fit(model, [train_loader()])
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), X)
+
+
+@pytest.mark.filterwarnings("ignore:.*persistent_workers")
+def test_worker_processes_read_the_same_examples(tmp_path: Path) -> None:
+    check(tmp_path, DataLoader(labelled(37), batch_size=8, shuffle=True, num_workers=1), range(37))
+
+
+class Noisy(Dataset[Any]):
+    """A random transform, as in data augmentation."""
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = labelled(37)[index]
+        return x + 0.1 * torch.randn(4), y
+
+
+def test_a_random_transform_leaves_the_random_state_as_training_left_it(tmp_path: Path) -> None:
+    states = []
+    for callbacks in ([], [laplace(curvature="fisher_mc")]):
+        L.seed_everything(0, verbose=False)
+        trainer(tmp_path, *callbacks).fit(Classifier(), DataLoader(Noisy(), batch_size=8, shuffle=True))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+class Scaled(L.LightningDataModule):
+    """Hooks on the way to the device belong to the data module as well."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return train_loader()
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return held_out()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 1, batch[1]]
+
+
+def test_the_transfer_hooks_of_a_data_module_are_applied(tmp_path: Path) -> None:
+    found, model = posterior_of(tmp_path, Scaled())
+    x, y = labelled(37).tensors
+    same_posterior(found, fit_laplace(model, [(2 * x + 1, y)], curvature="fisher_mc"), X)
+
+
+@pytest.mark.parametrize("with_trainer", [True, False])
+def test_the_transfer_hooks_of_a_module_are_applied_by_fit_now(tmp_path: Path, with_trainer: bool) -> None:
+    class Hooked(Classifier):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] * 2, batch[1]]
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] + 1, batch[1]]
+
+    model, callback = Hooked(), laplace(tune=None)
+    callback.fit_now(trainer(tmp_path) if with_trainer else None, model, train_loader())
+    x, y = labelled(37).tensors
+    same_posterior(callback.posterior, fit_laplace(model, [(2 * x + 1, y)]), X)
+
+
+def test_empty_training_data_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="training data are empty: a posterior needs at least one example"):
+        laplace().fit_now(None, Classifier(), DataLoader(Subset(labelled(3), [])))

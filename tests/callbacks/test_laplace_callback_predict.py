@@ -1,0 +1,203 @@
+"""`trainer.predict` answers with a `Prediction` per batch, and the module's own `predict_step` comes back."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from callback_cases import Classifier, Regressor, fitted, held_out, labelled, laplace, measured, train_loader, trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_bayes import LaplaceCallback, Prediction
+
+
+def batches(n: int = 11) -> tuple[Tensor, ...]:
+    return labelled(n, 5).tensors[0].split(4)
+
+
+def same_predictions(found: list[Any], callback: LaplaceCallback, inputs: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(inputs)
+    for prediction, x in zip(found, inputs, strict=True):
+        expected = callback.predict(x)
+        assert isinstance(prediction, Prediction)
+        for name in ("probs", "epistemic", "aleatoric", "entropy"):
+            torch.testing.assert_close(getattr(prediction, name), getattr(expected, name), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize(("predictive", "link"), [("glm", "probit"), ("glm", "bridge"), ("glm", "mc"), ("bnn", None)])
+def test_each_batch_gives_its_prediction(
+    tmp_path: Path, inference_mode: bool, predictive: str, link: str | None
+) -> None:
+    callback = laplace(predictive=predictive, link=link, samples=6)
+    model, fit = fitted(tmp_path, callback, inference_mode=inference_mode)
+    found = fit.predict(model, held_out())
+    same_predictions(found, callback, batches())
+    assert not found[0].probs.is_inference()
+
+
+def test_a_prediction_is_the_posteriors_own(tmp_path: Path) -> None:
+    callback = laplace(link="mc", samples=6, seed=4)
+    model, fit = fitted(tmp_path, callback)
+    (found,) = fit.predict(model, held_out(batch_size=11))
+    generator = torch.Generator().manual_seed(4)
+    expected = callback.posterior.predict(torch.cat(batches()), link="mc", samples=6, generator=generator)
+    torch.testing.assert_close(found.probs, expected.probs, rtol=1e-6, atol=1e-8)
+
+
+def test_a_regression_predicts_mean_and_variance(tmp_path: Path) -> None:
+    callback = laplace(likelihood="regression")
+    model, fit = fitted(tmp_path, callback, Regressor())
+    (found,) = fit.predict(model, DataLoader(measured(11, 5), batch_size=11))
+    expected = callback.posterior.predict(measured(11, 5).tensors[0])
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.variance, expected.variance, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_inputs_without_labels_are_predicted(tmp_path: Path, wrapped: bool) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+    x = labelled(11, 5).tensors[0]
+    data: Any = [(row,) for row in x] if wrapped else x
+    same_predictions(fit.predict(model, DataLoader(data, batch_size=4)), callback, batches())
+
+
+def test_a_shuffled_drop_last_loader_still_predicts_every_example(tmp_path: Path) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+    found = fit.predict(model, DataLoader(labelled(11, 5), batch_size=4, drop_last=True))
+    same_predictions(found, callback, batches())
+
+
+def test_several_loaders_give_a_list_each(tmp_path: Path) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+    first, second = fit.predict(model, [held_out(), held_out(7)])
+    same_predictions(first, callback, batches())
+    same_predictions(second, callback, batches(7))
+
+
+def test_two_callbacks_give_a_dict_by_name(tmp_path: Path) -> None:
+    kron, diag = laplace(name="kron"), laplace(name="diag", structure="diag", predictive="bnn", samples=3)
+    L.seed_everything(0, verbose=False)
+    model = Classifier()
+    fit = trainer(tmp_path, kron, diag)
+    fit.fit(model, train_loader())
+    found = fit.predict(model, held_out())
+    assert [set(each) for each in found] == [{"kron", "diag"}] * 3
+    same_predictions([each["kron"] for each in found], kron, batches())
+    same_predictions([each["diag"] for each in found], diag, batches())
+
+
+class Own(Classifier):
+    """A module with a `predict_step` of its own."""
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self(batch[0]).argmax(1)
+
+
+def own_answer(model: L.LightningModule) -> bool:
+    return model.predict_step((batches()[0], None)).shape == (4,)
+
+
+def test_a_predict_step_of_the_modules_own_is_replaced_and_comes_back(tmp_path: Path) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback, Own())
+    same_predictions(fit.predict(model, held_out()), callback, batches())
+    assert "predict_step" not in vars(model)
+    assert own_answer(model)
+    plain = trainer(tmp_path).predict(model, held_out())
+    assert [each.shape for each in plain] == [(4,), (4,), (3,)]
+
+
+def test_a_predict_step_set_on_the_instance_comes_back(tmp_path: Path) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+
+    def mine(batch: Any, batch_idx: int = 0) -> str:
+        return "mine"
+
+    model.predict_step = mine
+    same_predictions(fit.predict(model, held_out()), callback, batches())
+    assert model.predict_step is mine
+
+
+class Stop(L.Callback):
+    """An exception in the middle of a run."""
+
+    def on_predict_batch_end(self, *args: Any) -> None:
+        raise ArithmeticError("stop")
+
+    on_train_batch_end = on_predict_batch_end
+
+
+def test_the_modules_own_step_comes_back_after_an_exception(tmp_path: Path) -> None:
+    kron, diag = laplace(name="kron"), laplace(name="diag", structure="diag")
+    model = Own()
+    fit = trainer(tmp_path, kron, diag)
+    fit.fit(model, train_loader())
+    with pytest.raises(ArithmeticError, match="stop"):
+        trainer(tmp_path, kron, diag, Stop()).predict(model, held_out())
+    assert "predict_step" not in vars(model)
+    assert own_answer(model)
+
+
+def test_an_exception_in_training_leaves_a_step_set_on_the_instance(tmp_path: Path) -> None:
+    model = Classifier()
+    model.predict_step = mine = lambda batch: "mine"
+    with pytest.raises(ArithmeticError, match="stop"):
+        trainer(tmp_path, laplace(), Stop()).fit(model, train_loader())
+    assert model.predict_step is mine
+
+
+def test_without_posterior_predict_says_how_to_get_one(tmp_path: Path) -> None:
+    model = Own()
+    with pytest.raises(RuntimeError, match=r"'laplace' has no posterior yet: run trainer\.fit"):
+        trainer(tmp_path, laplace()).predict(model, held_out())
+    assert own_answer(model)
+
+
+def test_a_writer_receives_the_predictions_that_are_not_returned(tmp_path: Path) -> None:
+    class Writer(BasePredictionWriter):
+        def __init__(self) -> None:
+            super().__init__("batch")
+            self.seen: list[Any] = []
+
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *args: Any) -> None:
+            self.seen.append(prediction)
+
+    callback, writer = laplace(), Writer()
+    model, _ = fitted(tmp_path, callback)
+    assert trainer(tmp_path, callback, writer).predict(model, held_out(), return_predictions=False) is None
+    same_predictions(writer.seen, callback, batches())
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_mixed_precision_does_not_round_the_predictive(tmp_path: Path, link: str) -> None:
+    callback = laplace(link=link, samples=50)
+    model, _ = fitted(tmp_path, callback)
+    found = trainer(tmp_path, callback, precision="bf16-mixed").predict(model, held_out())
+    same_predictions(found, callback, batches())
+
+
+def test_double_precision_predicts_in_double(tmp_path: Path) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback, precision="64-true")
+    found = fit.predict(model, held_out())
+    assert found[0].probs.dtype == torch.float64
+    same_predictions(found, callback, tuple(x.double() for x in batches()))
+
+
+def test_a_dict_batch_is_predicted_by_split_batch(tmp_path: Path) -> None:
+    class Named(Classifier):
+        def split_batch(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+            return (batch["x"], batch.get("y")) if isinstance(batch, dict) else batch
+
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback, Named())
+    rows: Any = [{"x": x} for x in labelled(11, 5).tensors[0]]
+    same_predictions(fit.predict(model, DataLoader(rows, batch_size=4)), callback, batches())
