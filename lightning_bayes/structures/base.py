@@ -29,6 +29,20 @@ def positive(eigenvalues: Tensor) -> Tensor:
     return eigenvalues
 
 
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric matrix, also where float32 LAPACK gives up or answers NaN, which it
+    does for some finite PSD matrices of badly scaled layers: float64 then finds them."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+        if values.isfinite().all() or matrix.dtype == torch.float64:
+            return values, vectors
+    except torch.linalg.LinAlgError:
+        if matrix.dtype == torch.float64:
+            raise
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, StructureError, positive
+from lightning_bayes.structures.base import Structure, StructureError, eigh, positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,5 +98,5 @@ class Dense(Structure):
             return self._decompose_eigen()
 
     def _decompose_eigen(self) -> tuple[Tensor, Tensor]:
-        values, Q = torch.linalg.eigh(self.matrix)
+        values, Q = eigh(self.matrix)
         return positive(values), Q

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, StructureError, positive
+from lightning_bayes.structures.base import Structure, StructureError, eigh, positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Factor:
     @staticmethod
     def from_matrix(matrix: Tensor) -> Factor:
         """Decompose `[g, d, d]`. Rounding may leave eigenvalues of a PSD matrix below zero: they are zero."""
-        values, vectors = torch.linalg.eigh(matrix)
+        values, vectors = eigh(matrix)
         return Factor(vectors, values.clamp(min=0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor:

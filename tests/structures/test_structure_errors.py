@@ -91,3 +91,27 @@ def test_singular_block_is_named(operation: str) -> None:
     arguments = () if operation == "inverse_diagonal" else (random(1, M.size, seed=1),)
     with pytest.raises(StructureError, match=r"^head\.weight: .*not positive definite"):
         getattr(M, operation)(*arguments)
+
+
+@pytest.mark.parametrize("failure", ["raises", "answers NaN"])
+def test_an_eigendecomposition_that_fails_in_float32_is_done_in_float64(
+    failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LAPACK's float32 routine fails on some finite PSD matrices, by an error or by NaN, depending on its threads."""
+    A = spd(1, 5, seed=3).float()
+    true = torch.linalg.eigh(A.double())
+    original = torch.linalg.eigh
+
+    def fails_in_float32(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if matrix.dtype == torch.float64:
+            return original(matrix)
+        if failure == "raises":
+            raise torch.linalg.LinAlgError("failed to converge")
+        return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
+    factor = Factor.from_matrix(A)
+    assert factor.values.dtype == torch.float32
+    torch.testing.assert_close(factor.values, true.eigenvalues.float())
+    rebuilt = factor.vectors @ torch.diag_embed(factor.values) @ factor.vectors.mT
+    torch.testing.assert_close(rebuilt, A)
