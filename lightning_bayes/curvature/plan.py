@@ -23,7 +23,7 @@ from lightning_bayes.curvature.errors import CurvatureError, DataError, SubsetEr
 from lightning_bayes.curvature.graph import uses
 from lightning_bayes.curvature.layers import BatchAxis, ChannelNorm, Convolution, Layer, TransposedConvolution
 from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
-from lightning_bayes.curvature.subset import Subset, layer_of
+from lightning_bayes.curvature.subset import Subset
 from lightning_bayes.structures import Layout, Piece
 
 logger = logging.getLogger("lightning_bayes")
@@ -169,8 +169,7 @@ def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
     reached = uses(f)
     for call in reversed(calls):
         if call.layer.kronecker and call.edge.node in reached:
-            layer = layer_of(call.name)
-            return tuple(name for name in parameters if layer_of(name) == layer)
+            return tuple(dict.fromkeys(rows.name for rows in (call.weight, call.bias) if rows is not None))
     raise SubsetError(
         f"found no last layer in {type(network).__name__}: its output depends on no linear, convolution or embedding "
         "layer; name the parameters instead"

@@ -67,8 +67,8 @@ class Subset:
 
 
 def layer_of(name: str) -> str:
-    """The module that owns a parameter; one that the network itself owns is its own layer."""
-    return name.rpartition(".")[0] or name
+    """The module that owns a parameter; those that the network itself owns are one layer, named "network"."""
+    return name.rpartition(".")[0] or "network"
 
 
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:

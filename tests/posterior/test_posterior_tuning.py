@@ -245,3 +245,15 @@ def test_marglik_tunes_a_damped_posterior() -> None:
 def test_unknown_method_names_the_known() -> None:
     with pytest.raises(ValueError, match="'marglik', 'mackay', 'grid'"):
         fitted(case("mlp"), "kron").tune_prior("cross-validation")
+
+
+def test_a_network_that_is_itself_a_layer_has_one_prior_per_layer() -> None:
+    """Weight and bias of a bare Linear are one Kronecker block, and so one layer."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2).double()
+    loader = [(torch.randn(20, 3).double(), torch.randint(2, (20,)))]
+    posterior = fit_laplace(network, loader, subset="last_layer")
+    assert posterior.subset.names == ("weight", "bias")
+    assert posterior.subset.layers == ("network",)
+    per_layer, single = posterior.tune_prior("marglik", per_layer=True), posterior.tune_prior("marglik")
+    torch.testing.assert_close(per_layer.log_marginal_likelihood(), single.log_marginal_likelihood(), **TIGHT)
