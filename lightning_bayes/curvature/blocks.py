@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.gradients import MEMORY
+from lightning_bayes.curvature.gradients import CACHE
 from lightning_bayes.curvature.layers import Embedding
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
@@ -67,7 +67,7 @@ class DiagonalBlock(Block):
             return
         G, B, O = g.shape[1], g.shape[2], g.shape[4]
         I = site.layout.shape[2]
-        chunk = max(1, MEMORY // (g.shape[0] * G * O * I * self._values.element_size()))
+        chunk = max(1, CACHE // (g.shape[0] * G * O * I * self._values.element_size()))
         for start in range(0, B, chunk):
             part = slice(start, start + chunk)
             here = None if a is None else a[:, part].to(self._values.dtype)

@@ -18,7 +18,8 @@ from torch.func import functional_call, vjp, vmap
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.recorder import Call
 
-MEMORY = 2**28  # bytes that the gradients of one chunk may take
+MEMORY = 2**26  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
+CACHE = 2**23  # bytes of a layer's own gradients that are worked on at a time
 
 
 class LayerGradients:

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import JacobianRows
-from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
+from lightning_bayes.curvature.gradients import CACHE, MEMORY, LayerGradients, ParameterGradients
 from lightning_bayes.curvature.plan import Plan, Site, check_output
 from lightning_bayes.curvature.recorder import Call, recording
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker, Structure
 
-CACHE = 2**23  # bytes of a layer's gradient that are worked on at a time
 FORMS = ("example", "joint", "marginal")
 
 
@@ -42,7 +41,7 @@ def output_gaussian(
     """
     parameters = plan.subset.parameters(network)
     B = inputs.batch_size(x)
-    few = max(1, MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
+    few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
     if form in ("example", "marginal") and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [slice(start, start + few) for start in range(0, B, few)]
         pieces = [output_gaussian(network, plan, precisions, inputs.take(x, part), form) for part in parts]
@@ -227,10 +226,12 @@ def _rotated(block: Structure, site: Site, calls: list[Call], g: Tensor) -> tupl
     columns = ([] if a is None else [a.to(g.dtype)]) + ([] if site.bias is None else [ones])
     a = torch.cat(columns, dim=-1)
     if isinstance(block, Kronecker):
+        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
         if block.right.vectors is not None:
-            a = a @ block.right.vectors.unsqueeze(1)
+            a = (a.flatten(1, 2) @ block.right.vectors).reshape(a.shape)
         if block.left.vectors is not None:
-            g = g @ block.left.vectors.unsqueeze(1)
+            rows = g.transpose(0, 1)  # [G, K, B, T, O]
+            g = (rows.flatten(1, 3) @ block.left.vectors).reshape(rows.shape).transpose(0, 1)
     return a, g
 
 
