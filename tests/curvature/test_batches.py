@@ -102,7 +102,7 @@ def test_many_columns_are_back_propagated_in_chunks_that_change_nothing(monkeypa
             expected = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
             with monkeypatch.context() as patch:
                 patch.setattr(gradients, "MEMORY", 1)
-                patch.setattr(blocks, "MEMORY", 1)
+                patch.setattr(blocks, "CACHE", 1)
                 found = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
             torch.testing.assert_close(found, expected, **TIGHT)
 
