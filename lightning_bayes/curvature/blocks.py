@@ -61,17 +61,16 @@ class DiagonalBlock(Block):
         if isinstance(site.layer, Embedding):
             self._values += _embedding_diagonal(site, calls, g.to(self._values.dtype))
             return
-        a = site.inputs(calls)
         if g.shape[3] == 1:
-            self._values += _unshared_diagonal(site, a, g, self._values.dtype)
+            _add_unshared_diagonal(self._values.view(site.layout.shape), site.inputs(calls), g)
             return
-        G, B, O = g.shape[1], g.shape[2], g.shape[4]
+        K, G, B, T, O = g.shape
         I = site.layout.shape[2]
-        chunk = max(1, CACHE // (g.shape[0] * G * O * I * self._values.element_size()))
+        chunk = max(1, CACHE // (G * I * (T + K * O) * self._values.element_size()))
         for start in range(0, B, chunk):
             part = slice(start, start + chunk)
-            here = None if a is None else a[:, part].to(self._values.dtype)
-            parts = site.products(here, g[:, :, part].to(self._values.dtype))
+            a = site.inputs(calls, part)
+            parts = site.products(None if a is None else a.to(self._values.dtype), g[:, :, part].to(self._values.dtype))
             self._values += torch.cat([part.square_().sum((1, 2)) for part in parts], dim=-1).flatten()
 
     def add_jacobian(self, J: Tensor) -> None:
@@ -230,13 +229,18 @@ def symmetric(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).mT
 
 
-def _unshared_diagonal(site: Site, a: Tensor | None, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """One position: `Σₙ (Σ_k g²) (a²)ᵀ`, one matrix product.  # [p]"""
-    g2 = g.squeeze(3).to(dtype).square().sum(0)  # [G, B, O]
-    columns = [] if a is None else [g2.mT @ a.squeeze(2).to(dtype).square()]
-    if site.bias is not None:
-        columns.append(g2.sum(1).unsqueeze(-1))
-    return torch.cat(columns, dim=-1).flatten()
+def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
+    """One position: `Σₙ (Σ_k g²) (a²)ᵀ`, one matrix product, and the bias's column last.  # values [G, O, I + 1]"""
+    g2 = g.squeeze(3).to(values.dtype).square().sum(0)  # [G, B, O]
+    I = 0 if a is None else a.shape[3]
+    if a is not None:
+        a2 = a.squeeze(2).to(values.dtype).square()  # [G, B, I]
+        if len(values) == 1:
+            values[0, :, :I].addmm_(g2[0].mT, a2[0])
+        else:
+            values[..., :I].baddbmm_(g2.mT, a2)
+    if values.shape[2] > I:
+        values[..., I] += g2.sum(1)
 
 
 def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.func import functional_call, vjp, vmap
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.recorder import Call
 
-MEMORY = 2**26  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
-CACHE = 2**23  # bytes of a layer's own gradients that are worked on at a time
+MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
+CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
 
 
 class LayerGradients:
@@ -27,12 +27,13 @@ class LayerGradients:
 
     def __init__(self) -> None:
         self._batched = True
+        self._buffers: list[Tensor] = []
 
     def __call__(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
-        """# columns [k, *f.shape] -> one [k, *z.shape] per call"""
+        """Valid until the next call.  # columns [k, *f.shape] -> one [k, *z.shape] per call"""
         columns = columns.to(f.dtype)
         edges = [call.edge for call in calls]
-        if self._batched and len(columns) > 1:
+        if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
                 with _quiet():
                     found = torch.autograd.grad(
@@ -41,15 +42,26 @@ class LayerGradients:
                 return [_or_zero(g, call, columns) for g, call in zip(found, calls, strict=True)]
             except RuntimeError:
                 self._batched = False
-        each = [torch.autograd.grad(f, edges, c, retain_graph=True, allow_unused=True) for c in columns]
-        if len(each) == 1:
+        if len(columns) == 1:
+            found = torch.autograd.grad(f, edges, columns[0], retain_graph=True, allow_unused=True)
             return [
-                _or_zero(g if g is None else g.unsqueeze(0), c, columns) for g, c in zip(each[0], calls, strict=True)
+                _or_zero(g if g is None else g.unsqueeze(0), call, columns)
+                for g, call in zip(found, calls, strict=True)
             ]
-        return [
-            _or_zero(None if parts[0] is None else torch.stack(parts), call, columns)
-            for parts, call in zip(zip(*each, strict=True), calls, strict=True)
-        ]
+        return self._looped(f, calls, columns)
+
+    def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
+        """An example's columns lie together, as its own gradient needs them, and in memory that the next call reuses:
+        new memory would cost more than the copy."""
+        shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
+        if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
+            self._buffers = [columns.new_empty(shape) for shape in shapes]
+        edges = [call.edge for call in calls]
+        for k, column in enumerate(columns):
+            found = torch.autograd.grad(f, edges, column, retain_graph=True, allow_unused=True)
+            for buffer, g in zip(self._buffers, found, strict=True):
+                buffer[:, k] = 0 if g is None else g
+        return [buffer.movedim(1, 0) for buffer in self._buffers]
 
     @staticmethod
     def chunk_size(calls: list[Call], f: Tensor) -> int:

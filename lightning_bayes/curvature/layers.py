@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -53,10 +53,15 @@ class Layer(ABC):
 
     kind: str  # for messages
     kronecker = True  # whether the curvature block is approximated by a Kronecker product
+    batches = True  # whether one backward pass for many columns beats many passes
 
     @abstractmethod
     def inputs(self, axis: BatchAxis) -> Tensor:
         """# [G, B, T, I]"""
+
+    def inputs_of(self, examples: slice, axis: BatchAxis) -> Tensor:
+        """# [G, b, T, I]"""
+        return self.inputs(axis)[:, examples]
 
     @abstractmethod
     def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
@@ -101,8 +106,20 @@ class LinearLayer(Layer):
 
 
 @dataclass(frozen=True)
-class Convolution(Layer):
+class _Patched(Layer):
+    """A layer that sees its input in overlapping patches, which take many times its memory."""
+
     x: Tensor  # [B, C, *S]
+    batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
+
+    def inputs_of(self, examples: slice, axis: BatchAxis) -> Tensor:
+        if axis.repeats > 1:
+            return super().inputs_of(examples, axis)
+        return replace(self, x=self.x[examples]).inputs(axis)
+
+
+@dataclass(frozen=True)
+class Convolution(_Patched):
     weight_shape: tuple[int, ...]  # (O, C / groups, *kernel)
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -139,8 +156,7 @@ class Convolution(Layer):
 
 
 @dataclass(frozen=True)
-class TransposedConvolution(Layer):
-    x: Tensor  # [B, C, *S]
+class TransposedConvolution(_Patched):
     weight_shape: tuple[int, ...]  # (C, O / groups, *kernel)
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -53,11 +53,11 @@ class Site:
     def name(self) -> str:
         return self.parameters[0].name
 
-    def inputs(self, calls: list[Call]) -> Tensor | None:
+    def inputs(self, calls: list[Call], examples: slice = slice(None)) -> Tensor | None:
         """# [G, B, T, I], or None where only the bias is in the subset"""
         if self.weight is None:
             return None
-        parts = [call.layer.inputs(axis) for call, axis in zip(calls, self.axes, strict=True)]
+        parts = [call.layer.inputs_of(examples, axis) for call, axis in zip(calls, self.axes, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def gradients(self, calls: list[Call], grads: list[Tensor]) -> Tensor:
