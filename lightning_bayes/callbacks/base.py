@@ -6,28 +6,24 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.callbacks.data import batch_size, sampler_of, to_module
 from lightning_bayes.callbacks.module import network_of, split_batch
-from lightning_bayes.callbacks.scores import OODScores, Scores
-from lightning_bayes.curvature.preserve import preserved_rng, unwrap
+from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
+from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.predict import PREDICTIVES
 
 
-class PosteriorCallback(Callback):
+class PosteriorCallback(ScoringCallback):
     """Use a posterior over the weights of any LightningModule."""
 
     def __init__(
@@ -53,8 +49,6 @@ class PosteriorCallback(Callback):
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._module: LightningModule | None = None
-        self._scores: dict[tuple[str, int], Scores] = {}
-        self._ood_scores: dict[int, OODScores] = {}
         self._users_step: Any = None  # while `predict` runs: the module's own `predict_step`, if it was an attribute
         self._swapped = False
 
@@ -106,7 +100,7 @@ class PosteriorCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._module = pl_module
-        names = [callback.name for callback in _posterior_callbacks(trainer)]
+        names = [callback.name for callback in scoring_callbacks(trainer)]
         if names.count(self.name) > 1:
             raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= of its own")
 
@@ -120,134 +114,24 @@ class PosteriorCallback(Callback):
         """Write the posterior's own file, and put it into the last checkpoint; on all processes."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        directory = _directory(trainer)
-        self.posterior_path = directory / f"{self.name}_posterior.pt"
+        folder = directory(trainer)
+        self.posterior_path = folder / f"{self.name}_posterior.pt"
         if trainer.is_global_zero:
-            directory.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self.posterior.save(self.posterior_path)
         for checkpoint in trainer.checkpoint_callbacks:
             for path in _last_paths(checkpoint, trainer.global_step):
                 if trainer.strategy.broadcast(Path(path).exists()):
                     trainer.save_checkpoint(path, checkpoint.save_weights_only)  # type: ignore[attr-defined]
 
-    # -- validate and test -----------------------------------------------------------------------------------------
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(pl_module, _count(trainer.val_dataloaders) - 1 if self.ood else 0)
-        self._warn_without_posterior(trainer)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(pl_module, _count(trainer.test_dataloaders) - 1 if self.ood else 0)
-        self._warn_without_posterior(trainer)
-
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._score_batch(trainer, pl_module, trainer.val_dataloaders, batch, batch_idx, dataloader_idx)
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._score_batch(trainer, pl_module, trainer.test_dataloaders, batch, batch_idx, dataloader_idx)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, pl_module, "test")
-
-    def evaluate(
-        self, module: LightningModule, dataloader: Any, ood_dataloaders: Any = (), trainer: Trainer | None = None
-    ) -> dict[str, float]:
-        """The numbers that `trainer.test` logs, for a module without `test_step`: `nll_map`, `nll_<name>`, …"""
-        self._module = module
-        extra = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
-        self._start_scores(module, len(extra))
-        with preserved_rng(), forward_context(trainer):
-            for index, loader in enumerate([dataloader, *extra]):
-                for batch in loader:
-                    self._score(module, to_module(batch, module, trainer), index, None, first=True)
-        return {key: float(value) for key, value in self._computed().items()}
-
-    def _start_scores(self, module: LightningModule, ood_loaders: int) -> None:
-        self._scores = {}
-        self._ood_scores = {index: OODScores(module.device) for index in range(1, ood_loaders + 1)}
-
-    def _warn_without_posterior(self, trainer: Trainer) -> None:
-        if trainer.state.fn != "fit" and self._find_posterior() is None:
-            rank_zero_warn(f"nothing is scored: {self._missing()}")
-
-    def _score_batch(
-        self, trainer: Trainer, module: LightningModule, loaders: Any, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
-        # While a fit is running there is no posterior of the weights that are being trained.
-        if trainer.state.fn == "fit" or trainer.sanity_checking or self._find_posterior() is None:
-            return
-        real = _unpadded(loaders, batch_idx, dataloader_idx)
-        with torch.inference_mode(False), forward_context(trainer):
-            self._score(module, batch, dataloader_idx, real, first=_posterior_callbacks(trainer)[0] is self)
-
-    def _score(self, module: LightningModule, batch: Any, dataloader_idx: int, real: int | None, first: bool) -> None:
-        """The `first` callback of a Trainer also scores MAP; only `real` examples count, the rest is padding."""
-        is_ood = dataloader_idx in self._ood_scores
-        x, y = split_batch(module, batch, predicting=is_ood)
-        prediction = _part(self.predict(x), real)
-        against = [dataloader_idx] if is_ood else list(self._ood_scores)
-        for index in against:
-            self._ood_scores[index].update(prediction, is_ood)
-        if is_ood:
-            return
-        self._scores_of(self.name, dataloader_idx, module).update(prediction, y[:real])
-        if first:
-            at_mean = _part(self.posterior.predict(x, predictive="map"), real)
-            self._scores_of("map", dataloader_idx, module).update(at_mean, y[:real])
-
-    def _scores_of(self, who: str, dataloader_idx: int, module: LightningModule) -> Scores:
-        ignored = getattr(self.likelihood, "ignore_index", None)
-        return self._scores.setdefault((who, dataloader_idx), Scores(module.device, ignored))
-
-    def _computed(self) -> dict[str, Tensor]:
-        found = {}
-        for (who, index), scores in self._scores.items():
-            suffix = f"/dataloader_idx_{index}" if index else ""
-            found.update({f"{metric}_{who}{suffix}": value for metric, value in scores.compute().items()})
-        for index, ood in self._ood_scores.items():
-            suffix = f"/dataloader_idx_{index}" if len(self._ood_scores) > 1 else ""
-            found.update({f"{metric}_{self.name}{suffix}": value for metric, value in ood.compute().items()})
-        return found
-
-    def _log_scores(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        if not self._scores:
-            return
-        if not trainer.barebones:
-            for key, value in self._computed().items():
-                module.log(f"{stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
-        if self.plots:
-            self._plot(trainer, stage)
-
-    def _plot(self, trainer: Trainer, stage: str) -> None:
-        from lightning_bayes.plots import log_figure
-
-        directory = _directory(trainer) / "figures"
-        for (who, index), scores in self._scores.items():
-            if scores.calibration is None:
-                continue
-            figure, _ = scores.calibration.plot()  # on all processes: it gathers
-            if trainer.is_global_zero:
-                name = f"{stage}_reliability_{who}" + (f"_{index}" if index else "")
-                log_figure(trainer.loggers, name, figure, trainer.global_step, directory)
+    def report(self, trainer: Trainer | None, what: str, numbers: dict[str, float]) -> None:
+        """Say and log what was fitted."""
+        text = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items())
+        rank_zero_info(f"{self.name}: {what}; {text}")
+        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
+                logger.save()
 
     # -- predict ---------------------------------------------------------------------------------------------------
 
@@ -260,7 +144,7 @@ class PosteriorCallback(Callback):
             return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        callbacks = _posterior_callbacks(trainer)
+        callbacks = scoring_callbacks(trainer)
         if callbacks[0] is not self:
             return
 
@@ -287,10 +171,6 @@ class PosteriorCallback(Callback):
             module.predict_step, self._users_step = self._users_step, None  # type: ignore[method-assign]
 
 
-def _posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, PosteriorCallback)]  # type: ignore[attr-defined]
-
-
 def _last_paths(checkpoint: Any, step: int) -> list[str]:
     """The checkpoints of the last weights: `last.ckpt`, and the newest other one if it was written at this step."""
     if not isinstance(checkpoint, ModelCheckpoint):
@@ -299,46 +179,25 @@ def _last_paths(checkpoint: Any, step: int) -> list[str]:
     return [path for path in dict.fromkeys((newest, checkpoint.last_model_path)) if path]
 
 
-def _unpadded(loaders: Any, batch_idx: int, dataloader_idx: int) -> int | None:
-    """How many examples of this batch are not there to fill up a distributed sampler's equal shares."""
-    if isinstance(loaders, dict):
-        loaders = list(loaders.values())
-    loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) else loaders
-    sampler = sampler_of(loader)
-    if not hasattr(sampler, "num_replicas") or not hasattr(sampler, "rank"):
-        return None
-    mine = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))
-    return max(0, mine - batch_idx * (batch_size(loader) or 1))
-
-
-def _part(prediction: Prediction, real: int | None) -> Prediction:
-    return prediction if real is None else prediction.map(lambda t: t[:real])
-
-
-def _count(loaders: Any) -> int:
-    return len(loaders) if isinstance(loaders, (list, tuple, dict)) else 1
-
-
-def _directory(trainer: Trainer) -> Path:
-    """Where files go; on all processes, for Lightning tells them what rank zero says."""
-    return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
-
-
-@contextmanager
-def forward_context(trainer: Trainer | None) -> Iterator[None]:
-    """The Trainer's precision, in which a network may make tensors of its own."""
-    if trainer is None:
-        yield
-        return
-    with trainer.precision_plugin.forward_context():
-        yield
-
-
 def check_word(argument: str, word: Any, known: tuple[Any, ...]) -> None:
     """Refuse an unknown word when the callback is made, not when training has ended."""
     if word not in known:
         raise ValueError(f"unknown {argument} {word!r}: use one of {', '.join(map(repr, known))}")
 
 
-def announce(message: str) -> None:
-    rank_zero_info(message)
+def describe(posterior: LaplacePosterior) -> dict[str, float]:
+    """The numbers that a Laplace posterior is known by."""
+    numbers = {}
+    if posterior.curvature.knows_likelihood:
+        numbers["log_evidence"] = float(posterior.log_marginal_likelihood())
+    numbers["effective_parameters"] = float(posterior.effective_parameters)
+    prior, layers = posterior.prior_precision, posterior.subset.layers
+    if prior.ndim == 0:
+        numbers["prior_precision"] = float(prior)
+    elif len(layers) == len(prior):
+        named = zip(layers, prior.tolist(), strict=True)
+        numbers.update({f"prior_precision/{layer}": value for layer, value in named})
+    noise = getattr(posterior.likelihood, "noise_std", None)
+    if noise is not None and getattr(noise, "ndim", 0) == 0:
+        numbers["noise_std"] = float(noise)
+    return numbers

@@ -28,6 +28,11 @@ from torch.utils.data import (
 from lightning_bayes.callbacks.module import split_batch
 from lightning_bayes.curvature import DataError, Processes
 
+_NO_VALIDATION = (
+    "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "
+    "tune='marglik'"
+)
+
 
 @dataclass
 class ExactPass:
@@ -80,6 +85,50 @@ def exact_pass(
     return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
 
 
+def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPass:
+    """All of the first validation dataloader, on every process, so that all choose the same prior."""
+    loader = None if trainer is None else trainer.val_dataloaders
+    if loader is None:
+        raise RuntimeError(_NO_VALIDATION)
+    first = next(iter(loader.values())) if isinstance(loader, dict) else loader
+    return exact_pass(first[0] if isinstance(first, (list, tuple)) else first, module, trainer)
+
+
+def check_validation(trainer: Trainer) -> None:
+    """Before training: will there be validation data to tune on?"""
+    if not trainer.enable_validation:
+        raise RuntimeError(_NO_VALIDATION)
+
+
+def count_examples(loader: Any, limit: int | float | None = None, replicas: int = 1) -> int:
+    """How many examples training draws its batches from, on `replicas` processes."""
+    loader = single(loader)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise DataError("the training data cannot be counted, because they have no length: pass n_data=")
+    size = batch_size(loader)
+    if size is None:
+        raise DataError("the training data cannot be counted, because the dataset gives whole batches: pass n_data=")
+    n, batches = len(_indices(loader)), drawn_batches(loader, limit, replicas)
+    return n if batches is None else min(n, size * batches)
+
+
+def drawn_batches(loader: Any, limit: int | float | None, replicas: int) -> int | None:
+    """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out."""
+    loader = single(loader)
+    sampler = sampler_of(loader)
+    in_order = isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
+    if limit is None or (limit == 1.0 and isinstance(limit, float)) or not in_order:
+        return None
+    return replicas * (limit if isinstance(limit, int) else int(limit * len(loader)))
+
+
+def is_indexed(loader: Any) -> bool:
+    """Whether the training data can be counted."""
+    loader = single(loader)
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return indexed and batch_size(loader) is not None
+
+
 def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> Any:
     """A batch as the Trainer would hand it to the module: converted, transferred, and through the transfer hooks."""
     if trainer is not None:
@@ -89,18 +138,20 @@ def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> A
     return module._apply_batch_transfer_handler(batch)
 
 
-def single(loader: Any) -> Any:
-    """The one dataloader there is, or an error."""
+_WITH_FIT_NOW = "train without this callback, then call its fit_now(trainer, module, dataloader) with the one to use"
+
+
+def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
+    """The one dataloader there is, or an error that says what to do instead."""
     loaders = list(loader.values()) if isinstance(loader, dict) else loader
     if isinstance(loaders, (list, tuple)):
         if len(loaders) == 1:
             return loaders[0]
         raise DataError(
-            f"there are {len(loaders)} training dataloaders and no telling which holds each example once: train "
-            "without this callback, then call its fit_now(trainer, module, dataloader) with the one to use"
+            f"there are {len(loaders)} training dataloaders and no telling which holds each example once: {instead}"
         )
     if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
-        return single(list(loaders.flattened))
+        return single(list(loaders.flattened), instead)
     return loaders
 
 

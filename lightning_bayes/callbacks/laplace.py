@@ -6,9 +6,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_bayes.callbacks.base import PosteriorCallback, announce, check_word, forward_context
-from lightning_bayes.callbacks.data import exact_pass, single
+from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
 from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.scoring import forward_context
+from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Processes
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
 from lightning_bayes.curvature.preserve import preserved_rng
@@ -17,12 +19,6 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import DAMPINGS
 from lightning_bayes.posterior.tuning import METHODS
-
-_SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
-_NO_VALIDATION = (
-    "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "
-    "tune='marglik'"
-)
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -90,19 +86,14 @@ class LaplaceCallback(PosteriorCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _SHARDED:
-                raise RuntimeError(
-                    f"LaplaceCallback needs every process to hold the whole network, which {kind.__name__} does not: "
-                    "use strategy='ddp' or a single device"
-                )
+        refuse_sharded(trainer, "LaplaceCallback")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # What cannot work is better known before training than after it.
         single(trainer.train_dataloader)
-        if self.tune == "grid" and not trainer.enable_validation:
-            raise RuntimeError(_NO_VALIDATION)
+        if self.tune == "grid":
+            check_validation(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and trainer.current_epoch == 0 and not hasattr(pl_module, "split_batch"):
@@ -144,36 +135,9 @@ class LaplaceCallback(PosteriorCallback):
         )
         if self.tune is None:
             return posterior
-        return posterior.tune_prior(self.tune, loader=self._validation(trainer, module), per_layer=self.per_layer)
-
-    def _validation(self, trainer: Trainer | None, module: LightningModule) -> Any:
-        if self.tune != "grid":
-            return None
-        loader = None if trainer is None else trainer.val_dataloaders
-        if loader is None:
-            raise RuntimeError(_NO_VALIDATION)
-        first = next(iter(loader.values())) if isinstance(loader, dict) else loader
-        first = first[0] if isinstance(first, (list, tuple)) else first
-        # Every process scores all validation data, so that all choose the same prior.
-        return exact_pass(first, module, trainer)
+        validation = validation_pass(trainer, module) if self.tune == "grid" else None
+        return posterior.tune_prior(self.tune, loader=validation, per_layer=self.per_layer)
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior) -> None:
-        evidence = float(posterior.log_marginal_likelihood())
-        γ = float(posterior.effective_parameters)
-        prior = posterior.prior_precision
-        numbers = {"n_data": posterior.n_data, "log_evidence": evidence, "effective_parameters": γ}
-        if prior.ndim == 0:
-            numbers["prior_precision"] = float(prior)
-        else:
-            layers = posterior.subset.layers
-            named = zip(layers, prior.tolist(), strict=True) if len(layers) == len(prior) else []
-            numbers.update({f"prior_precision/{layer}": value for layer, value in named})
-        noise = getattr(posterior.likelihood, "noise_std", None)
-        if noise is not None and getattr(noise, "ndim", 0) == 0:
-            numbers["noise_std"] = float(noise)
-        text = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items())
-        announce(f"{self.name}: {self.structure} posterior over {posterior.subset.size} weights; {text}")
-        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
-                logger.save()
+        what = f"{self.structure} posterior over {posterior.subset.size} weights"
+        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})

@@ -77,12 +77,13 @@ class Scores:
 class OODScores:
     """How well entropy and epistemic variance tell one dataset from another."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._metrics = {name: OODDetection().to(device) for name in ("entropy", "epistemic")}
+    def __init__(self, device: torch.device, scores: tuple[str, ...] = ("entropy", "epistemic")) -> None:
+        self._metrics = {name: OODDetection().to(device) for name in scores}
 
     def update(self, prediction: Prediction, is_ood: bool) -> None:
-        for name, score in (("entropy", prediction.entropy_score), ("epistemic", prediction.epistemic_score)):
-            self._metrics[name].update(score, torch.full((len(score),), is_ood, device=score.device))
+        for name, metric in self._metrics.items():
+            score = prediction.entropy_score if name == "entropy" else prediction.epistemic_score
+            metric.update(score, torch.full((len(score),), is_ood, device=score.device))
 
     def compute(self) -> dict[str, Tensor]:
         return {f"ood_auroc_{name}": metric.compute()["auroc"] for name, metric in self._metrics.items()}

@@ -192,13 +192,16 @@ def far(n: int = 9) -> DataLoader[Any]:
 
 
 def ood_scores(callback: Any, far_x: Tensor) -> dict[str, float]:
-    near, out = callback.predict(labelled(11, 5).tensors[0]), callback.predict(far_x)
+    near_x = labelled(11, 5).tensors[0]
+    near, out = callback.predict(near_x), callback.predict(far_x)
+    map_near, map_out = (callback.posterior.predict(x, "map").entropy for x in (near_x, far_x))
     is_ood = [0] * 11 + [1] * len(far_x)
     return {
-        name: roc_auc_score(is_ood, torch.cat([score(near), score(out)]).numpy())
-        for name, score in {
-            "ood_auroc_entropy_laplace": lambda p: p.entropy,
-            "ood_auroc_epistemic_laplace": lambda p: p.epistemic.sum(1),
+        name: roc_auc_score(is_ood, torch.cat(scores).numpy())
+        for name, scores in {
+            "ood_auroc_entropy_laplace": (near.entropy, out.entropy),
+            "ood_auroc_epistemic_laplace": (near.epistemic.sum(1), out.epistemic.sum(1)),
+            "ood_auroc_entropy_map": (map_near, map_out),
         }.items()
     }
 
