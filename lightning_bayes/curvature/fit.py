@@ -39,7 +39,11 @@ class Curvature:
     kind: str
     n_data: int  # examples seen
     n_outputs: int  # numbers that the network put out for them
-    log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64
+    log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
+
+    @property
+    def knows_likelihood(self) -> bool:
+        return not bool(self.log_likelihood.isnan())
 
 
 def fit_curvature(
@@ -83,13 +87,13 @@ def fit_curvature(
         raise ValueError(f"samples must be at least 1, got {samples}")
     likelihood = resolve(likelihood)
     network = unwrap(network)
-    total: _Sum | None = None
+    total: Sum | None = None
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any) -> _Sum:
+        def begin(x: Any) -> Sum:
             chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
@@ -97,7 +101,7 @@ def fit_curvature(
             dtype = torch.promote_types(first.dtype, torch.float32)
             accumulator = make_accumulator(structure, plan, weight_sharing, dtype, first.device)
             describe(accumulator.blocks())
-            return _Sum(network, plan, accumulator, likelihood, curvature, samples, seed, processes or Processes())
+            return Sum(network, plan, accumulator, likelihood, curvature, samples, seed, processes or Processes())
 
         if probe is not None:
             total = begin(inputs.to_device(probe, _device(network)))
@@ -110,6 +114,24 @@ def fit_curvature(
         return total.finish()
 
 
+def log_likelihood(
+    network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
+) -> dict[str, Any]:
+    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs` and `log_likelihood`."""
+    totals = torch.zeros(3, dtype=torch.float64, device=_device(network))
+    with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
+        for batch in loader:
+            x, y = _prepare(network, batch)
+            f = inputs.call(network, x)
+            likelihood.check(f, y)
+            here = [inputs.batch_size(x), f.numel(), likelihood.log_likelihood(f, y).item()]
+            totals += torch.tensor(here, dtype=torch.float64, device=totals.device)
+    (processes or Processes()).sum_([totals])
+    if totals[0] == 0:
+        raise DataError("the loader is empty: a log-likelihood needs at least one batch")
+    return {"n_data": int(totals[0]), "n_outputs": int(totals[1]), "log_likelihood": totals[2].cpu()}
+
+
 def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
     """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
     last_layer: tuple[str, ...] = ()
@@ -119,7 +141,7 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
     return resolve_subset(network, subset, last_layer)
 
 
-class _Sum:
+class Sum:
     """The running sum: one forward pass per batch, and a few batched backward passes to the layers' outputs."""
 
     def __init__(

@@ -1,7 +1,20 @@
 """The Gaussian over a network's weights: fitted, tuned, sampled, stored."""
 
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.l2m import fit_l2m
 from lightning_bayes.posterior.laplace import LaplacePosterior, fit_laplace, from_curvature
 from lightning_bayes.posterior.prior import PriorError
+from lightning_bayes.posterior.second_moment import OptimizerError
+from lightning_bayes.posterior.sharded import ShardedPosterior
 
-__all__ = ["GaussianPosterior", "LaplacePosterior", "PosteriorError", "PriorError", "fit_laplace", "from_curvature"]
+__all__ = [
+    "GaussianPosterior",
+    "LaplacePosterior",
+    "OptimizerError",
+    "PosteriorError",
+    "PriorError",
+    "ShardedPosterior",
+    "fit_l2m",
+    "fit_laplace",
+    "from_curvature",
+]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import Curvature, fit_curvature
+from lightning_bayes.curvature import Curvature, Processes, fit_curvature
+from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Gaussian, Likelihood
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
@@ -38,7 +39,7 @@ class LaplacePosterior(GaussianPosterior):
     @property
     def noise_power(self) -> int:
         """`H ∝ σ^power`: Fisher and GGN have `1/σ²`, the outer product of gradients has `1/σ⁴`."""
-        return -4 if self.curvature.kind == "empirical_fisher" else -2
+        return -4 if self.curvature.kind in ("empirical_fisher", "second_moment") else -2
 
     @property
     def effective_parameters(self) -> Tensor:
@@ -54,6 +55,11 @@ class LaplacePosterior(GaussianPosterior):
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
     ) -> Tensor:
         """The evidence, a pure and differentiable function of both arguments; `None` is what the posterior has."""
+        if not self.curvature.knows_likelihood:
+            raise PosteriorError(
+                "this posterior was made without a pass over the data and does not know their likelihood: use "
+                "with_log_likelihood(loader), or pass loader= when tuning"
+            )
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
@@ -82,12 +88,25 @@ class LaplacePosterior(GaussianPosterior):
         moved = replace(self, curvature=curvature, likelihood=likelihood)
         return moved.with_prior(self.prior_precision)
 
+    def with_log_likelihood(self, loader: Iterable[Any], processes: Processes | None = None) -> LaplacePosterior:
+        """The same posterior with the log-likelihood of the training data, for one that was made without them: one
+        forward pass over `loader`."""
+        self.check_weights()
+        found = log_likelihood(self.network, loader, self.likelihood, processes)
+        if found["n_data"] != self.n_data:
+            raise PosteriorError(
+                f"the loader holds {found['n_data']} examples, but the posterior is that of {self.n_data}: pass the "
+                "training data, each example once"
+            )
+        return replace(self, curvature=replace(self.curvature, **found))
+
     def tune_prior(self, method: str = "marglik", loader: Any = None, per_layer: bool = False, **options: Any) -> Any:
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
             method: "marglik" (gradients of the evidence), "mackay" (its fixed point) or "grid" (validation data).
-            loader: validation batches `(x, y)`, for "grid".
+            loader: batches `(x, y)`: validation data for "grid"; for a posterior that has seen no data, as L2M's, the
+                training data.
             per_layer: one prior precision per layer in place of one for all.
             options: see `lightning_bayes.posterior.tuning`.
         """

@@ -41,6 +41,13 @@ def tune(
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
     with torch.inference_mode(False):
         if method != "grid":
+            if not posterior.curvature.knows_likelihood:
+                if loader is None:
+                    raise PosteriorError(
+                        f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior "
+                        "has made no pass: pass loader="
+                    )
+                posterior = posterior.with_log_likelihood(loader)
             return _by_evidence(marglik if method == "marglik" else mackay, posterior, per_layer, options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")

@@ -1,0 +1,154 @@
+"""L2M: a diagonal Laplace posterior from the second moment that the optimizer has kept (Perone et al., eqs. (5), (6)).
+
+The buffer `v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without
+replacement from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the
+diagonal of the dataset's centred empirical Fisher. So, for a loss of `c` times the mean negative log-likelihood,
+
+    H = N·B·v̂ · (N − 1)/(N − B) / c²,    P = H + δ        (`scaling="dataset"`)
+    P = v̂ + δ + ε                                          (`scaling="paper"`, eq. (6))
+
+The paper writes the prior's *variance* `1/λ` where a precision is meant; `scaling="paper_literal"` does so too. Where
+no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside it as
+in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import Curvature, Subset
+from lightning_bayes.curvature.preserve import unwrap
+from lightning_bayes.curvature.subset import trainable
+from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
+from lightning_bayes.posterior.second_moment import SecondMoment, second_moments
+from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
+from lightning_bayes.structures import Diagonal
+
+SCALINGS = ("dataset", "paper", "paper_literal")
+KIND = "second_moment"
+
+
+def fit_l2m(
+    network: nn.Module,
+    optimizers: Any,
+    likelihood: str | Likelihood = "classification",
+    *,
+    n_data: int,
+    batch_size: float,
+    scaling: str = "dataset",
+    prior_precision: float | Tensor | Sequence[float] | None = None,
+    loss_scale: float | None = None,
+    n_outputs: int = 1,
+) -> LaplacePosterior | ShardedPosterior:
+    """The posterior around the network's present weights; no pass over data, and nothing of the optimizer changes.
+
+    Args:
+        network: maps x to f(x). Parameters that no optimizer holds stay out of the posterior.
+        optimizers: the optimizer that trained it, or several.
+        likelihood: "classification", "binary", "regression", or a `Likelihood`.
+        n_data: examples in the training data.
+        batch_size: examples whose mean gradient one step has used, over all processes and accumulated batches; of
+            uneven batches the harmonic mean.
+        scaling: "dataset", "paper" or "paper_literal".
+        prior_precision: a number, one per layer, or one per parameter; None takes the optimizer's weight decay for it.
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
+            own losses: `1/n_outputs`, but for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
+        n_outputs: targets of one example, over which the loss averages too; for that default alone.
+    """
+    likelihood, network = resolve(likelihood), unwrap(network)
+    if scaling not in SCALINGS:
+        raise ValueError(f"unknown scaling {scaling!r}: use one of {', '.join(map(repr, SCALINGS))}")
+    every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    reshard(network)
+    parameters = trainable(network)
+    moments = second_moments(every, parameters)
+    shapes = tuple(parameters[name].shape for name in moments)
+    factor = c = 1.0
+    if scaling == "dataset":
+        c = loss_scale if loss_scale is not None else default_loss_scale(likelihood, n_outputs)
+        factor = fisher_factor(n_data, batch_size) / c**2
+    with torch.inference_mode(False), torch.no_grad():
+        H = _curvature(moments, scaling, factor)
+        δ = _from_weight_decay(moments, scaling, n_data / c) if prior_precision is None else prior_precision
+    found = Curvature(
+        structure=Diagonal(H),
+        subset=Subset(tuple(moments), shapes),
+        likelihood=likelihood,
+        kind=KIND,
+        n_data=n_data,
+        n_outputs=0,
+        log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
+    )
+    if is_sharded(network):
+        return ShardedPosterior.from_curvature(network, found, δ)
+    return from_curvature(network, found, δ)
+
+
+def fisher_factor(n_data: int, batch_size: float) -> float:
+    """`N·B·(N − 1)/(N − B)`: from the variance of a minibatch's mean gradient to the sum over the dataset."""
+    N, B = n_data, batch_size
+    if B >= N:
+        raise PosteriorError(
+            f"a batch of all {N} examples has always the same gradient, zero at the optimum, so that its second moment "
+            "says nothing of the curvature: train with smaller batches, or use scaling='paper'"
+        )
+    return N * B * (N - 1) / (N - B)
+
+
+def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
+    """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
+    if not isinstance(likelihood, Gaussian):
+        return 1 / n_outputs
+    σ = torch.as_tensor(likelihood.noise_std)
+    if σ.numel() > 1:
+        raise PosteriorError(
+            "no mean squared error corresponds to a noise_std per output: pass loss_scale= (1 if the loss is the mean "
+            "negative log-likelihood)"
+        )
+    return 2 * float(σ) ** 2 / n_outputs
+
+
+def _curvature(moments: dict[str, SecondMoment], scaling: str, factor: float) -> Tensor:
+    """`factor · v̂`, in the paper's form with `ε`.  # [P]"""
+    parts = [m.scaled(factor) for m in moments.values()]
+    if scaling != "dataset":
+        parts = [part + m.eps for part, m in zip(parts, moments.values(), strict=True)]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _from_weight_decay(moments: dict[str, SecondMoment], scaling: str, scale: float) -> Tensor | float:
+    """The prior precision that weight decay stands for; one where there is none.  # a number or [P]"""
+    without = [name for name, m in moments.items() if m.weight_decay == 0]
+    if without:
+        names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        warnings.warn(
+            f"the optimizer has no weight decay for {names}, which gets a prior precision of 1: give prior_precision=, "
+            "or tune it",
+            stacklevel=3,
+        )
+
+    def one(m: SecondMoment) -> Tensor | float:
+        if m.weight_decay == 0:
+            return 1.0
+        if scaling == "paper":
+            return m.weight_decay
+        if scaling == "paper_literal":
+            return 1 / m.weight_decay
+        return scale * m.weight_decay * (m.denominator if m.decoupled else 1.0)
+
+    found = [one(m) for m in moments.values()]
+    first = found[0]
+    if not isinstance(first, Tensor) and all(not isinstance(δ, Tensor) and δ == first for δ in found):
+        return first
+    wide = torch.promote_types(moments[next(iter(moments))].buffer.dtype, torch.float32)
+    parts = zip(found, moments.values(), strict=True)
+    full = [δ if isinstance(δ, Tensor) else torch.full_like(m.buffer, δ, dtype=wide) for δ, m in parts]
+    return torch.cat([δ.reshape(-1) for δ in full])
