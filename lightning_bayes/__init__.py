@@ -1,6 +1,6 @@
 """Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
 
-from lightning_bayes.callbacks import LaplaceCallback
+from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.predictive import Prediction
@@ -11,8 +11,10 @@ __all__ = [
     "Gaussian",
     "GaussianPosterior",
     "HeteroscedasticGaussian",
+    "L2MCallback",
     "LaplaceCallback",
     "LaplacePosterior",
+    "OnlineLaplaceCallback",
     "Prediction",
     "fit_laplace",
 ]

@@ -1,7 +1,9 @@
 """Callbacks that add a posterior to an existing Trainer."""
 
 from lightning_bayes.callbacks.base import PosteriorCallback
+from lightning_bayes.callbacks.l2m import L2MCallback
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.module import ModuleError
+from lightning_bayes.callbacks.online import OnlineLaplaceCallback
 
-__all__ = ["LaplaceCallback", "ModuleError", "PosteriorCallback"]
+__all__ = ["L2MCallback", "LaplaceCallback", "ModuleError", "OnlineLaplaceCallback", "PosteriorCallback"]

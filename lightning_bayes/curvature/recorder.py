@@ -165,6 +165,17 @@ class Recorder(TorchFunctionMode):
         return None if whole is None else ParameterRows(whole.name, rows.start, rows.stop)
 
 
+def layer_of_call(func: Any, args: Any, kwargs: Any) -> Layer | None:
+    """The layer that one function call is, if it is one."""
+    if func in _BUILTINS:
+        name, parts, defaults = _BUILTINS[func]
+        return from_call(name, {**defaults, **dict(zip(parts, args, strict=False)), **kwargs}, None)
+    if func in _PYTHON:
+        arguments = _bind(func, args, kwargs)
+        return from_call(_PYTHON[func], arguments, without_affine(func, arguments))
+    return None
+
+
 @contextmanager
 def recording(parameters: Mapping[str, Tensor]) -> Iterator[list[Call]]:
     """`with recording(parameters) as calls: f = network(x)`."""

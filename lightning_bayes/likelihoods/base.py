@@ -96,6 +96,10 @@ class Likelihood(ABC):
         `y` serves only to find the positions without a target (`ignore_index`): their columns are zero.
         """
 
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """`diag Λ` in the shape of `f`."""
+        return self.fisher_root(f, y).square().sum(0)
+
     @abstractmethod
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1) of the shape of `f`.

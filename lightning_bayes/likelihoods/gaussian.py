@@ -79,6 +79,12 @@ class Gaussian(Likelihood):
         f = widen(f)
         return diagonal_root((1 / self._noise(f)).expand_as(f))  # [C, B, C, *positions]
 
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Without the root, whose memory would grow with the square of the outputs."""
+        check_floating("Gaussian", f)
+        f = widen(f)
+        return self._noise(f).square().reciprocal().expand_as(f).clone()
+
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         check_floating("Gaussian", f)
         check_uniform("Gaussian", f, uniform)
