@@ -1,7 +1,7 @@
 """The layers of the package, enforced by reading every import.
 
     likelihoods ─┐
-    structures ──┴─ curvature ── posterior ── predictive ── callbacks · mixins
+    structures ──┴─ curvature ── posterior ── predictive ── callbacks ── mixins
     metrics ── plots
 
 Module-level imports point left. A function-level (or type-checking) import may point right in two places only: a
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "posterior": {"likelihoods", "structures", "curvature", "metrics"},
     "predictive": {"likelihoods", "structures", "curvature", "posterior", "metrics"},
     "callbacks": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots"},
-    "mixins": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots"},
+    "mixins": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots", "callbacks"},
     "metrics": set(),
     "plots": {"metrics"},
 }
