@@ -12,11 +12,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, distributed, peers, predictive
+from benchmarks import curvature, distributed, l2m, peers, predictive, variational
 from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
 from benchmarks.report import memory, number
 
-TOPICS = {"curvature": curvature, "predictive": predictive, "distributed": distributed}
+TOPICS = {
+    "curvature": curvature,
+    "predictive": predictive,
+    "distributed": distributed,
+    "variational": variational,
+    "l2m": l2m,
+}
 
 
 def main() -> int:

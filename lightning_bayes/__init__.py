@@ -2,19 +2,24 @@
 
 from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lightning_bayes.mixins import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_laplace
-from lightning_bayes.predictive import Prediction
+from lightning_bayes.predictive import DeepEnsemble, Prediction
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "DeepEnsemble",
     "Gaussian",
     "GaussianPosterior",
     "HeteroscedasticGaussian",
     "L2MCallback",
     "LaplaceCallback",
     "LaplacePosterior",
+    "LogSigmaMultiplierMixin",
     "OnlineLaplaceCallback",
     "Prediction",
+    "VariationalInferenceMixin",
+    "VariationalLaplaceMixin",
     "fit_laplace",
 ]

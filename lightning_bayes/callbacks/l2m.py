@@ -148,7 +148,13 @@ class L2MCallback(PosteriorCallback):
         self._count_step(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fit_now(trainer, pl_module)
+        posterior = self.fit_now(trainer, pl_module)
+        numbers: dict[str, float] = {}
+        if self._counts:
+            numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
+        if isinstance(posterior, LaplacePosterior):
+            numbers.update(describe(posterior))
+        self.report(trainer, f"second-moment posterior over {posterior.subset.size} weights", numbers)
         self.store(trainer)
 
     @property
@@ -207,14 +213,9 @@ class L2MCallback(PosteriorCallback):
             loss_scale=self.loss_scale,
             n_outputs=self._batches.n_targets or 1,
         )
-        numbers: dict[str, float] = {}
-        if self._counts:
-            numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
         if isinstance(posterior, LaplacePosterior):
             posterior = self._tuned(trainer, module, posterior)
-            numbers.update(describe(posterior))
         self._posterior = posterior  # type: ignore[assignment]
-        self.report(trainer, f"second-moment posterior over {posterior.subset.size} weights", numbers)
         return posterior
 
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:

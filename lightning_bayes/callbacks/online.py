@@ -9,6 +9,11 @@ optimizer step (eq. (65)),
 with the batch of all processes, `b` examples of `N`. The prior `δ` stays outside of the recursion, in which the paper's
 `H₀` decays away. In this form, a leaky sum, the steady state of `C` is about `1/α` times the dataset's curvature;
 `average=True` multiplies the new term by `α`, and the steady state is the curvature itself.
+
+A checkpoint holds `C` and the number of samples drawn, from which the noise of the next one follows: a resumed run
+equals an uninterrupted one where the data come in the same order. (In the middle of an accumulation it does not, for
+Lightning's checkpoints hold no gradients.) It also holds the posterior of its own weights, ready for `test` and
+`predict`.
 """
 
 from __future__ import annotations
@@ -18,18 +23,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import nn
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
-from lightning_bayes.callbacks.data import count_examples
-from lightning_bayes.callbacks.memory import CurvatureMemory
+from lightning_bayes.callbacks.data import count_examples, is_indexed, single
+from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
 from lightning_bayes.callbacks.strategy import refuse_sharded
-from lightning_bayes.curvature import Curvature, Processes, choose_subset, inputs
+from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
 from lightning_bayes.curvature.backprop import MODES, BatchDiagonal, choose_mode
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
-from lightning_bayes.curvature.preserve import unwrap
+from lightning_bayes.curvature.preserve import preserved_rng, unwrap
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
@@ -43,11 +48,12 @@ class OnlineLaplaceCallback(PosteriorCallback):
         memory_factor: `α`, the part of the curvature that is forgotten at every optimizer step.
         hessian: how a batch's diagonal is computed: "exact", "approx" (linear in the number of pixels), "mixed", or
             "auto", which is "exact" for small networks and "mixed" for others.
-        samples: networks drawn per step; their losses are averaged.
+        samples: networks drawn for each batch; their losses are averaged.
         prior_precision: `δ`.
         scale: of the curvature in the precision.
         average: a true moving average in the place of the leaky sum.
-        at: where the curvature is taken: at the "mean", or at the "sample" as in the paper's code.
+        at: where the curvature is taken: at the "mean", or at the "sample" as in the paper's code (at several, the
+            average).
         same_sample: whether all processes draw the same network; by default each draws its own.
         initial_curvature: `C₀`; the paper's code starts at the number of examples.
         scaling: "dataset" has the factor `N/b` above, "batch" has none.
@@ -55,7 +61,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             a prior alone would throw too far.
         threshold: features per example up to which "mixed" is exact.
         n_data: examples in the training data; None counts them.
-        subset: "all", "last_layer", or a list of parameter or module names.
+        subset: "all" that train at the first step, "last_layer", or a list of parameter or module names.
         predictive: "bnn", "glm" or "map".
         link: "probit", "bridge" or "mc"; by default the likelihood's first.
         predictive_samples: drawn where a prediction draws.
@@ -98,23 +104,31 @@ class OnlineLaplaceCallback(PosteriorCallback):
         check_word("scaling", scaling, ("dataset", "batch"))
         if not 0 <= memory_factor <= 1:
             raise ValueError(f"memory_factor must be between 0 and 1, got {memory_factor}")
-        for argument, value in (("prior_precision", prior_precision), ("scale", scale), ("samples", samples)):
+        positive = {"prior_precision": prior_precision, "scale": scale, "samples": samples}
+        positive.update({"max_std": 1 if max_std is None else max_std, "n_data": 1 if n_data is None else n_data})
+        for argument, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{argument} must be positive, got {value}")
+        if not initial_curvature >= 0:
+            raise ValueError(f"initial_curvature must not be negative, got {initial_curvature}")
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling
         self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, subset
         self._memory: CurvatureMemory | None = None
-        self._remembered: dict[str, Any] | None = None  # of a checkpoint
+        self._remembered: dict[str, Any] | None = None  # of a checkpoint, until training starts
         self._diagonal: BatchDiagonal | None = None
+        self._names: list[str] = []  # of the sampled parameters in the whole module
         self._step: SampledStep | None = None
+        self._trainer: Trainer | None = None  # that is training
+        self._n_data = 0
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "OnlineLaplaceCallback")
+        self._remembered = self._trainer = None  # what a checkpoint holds comes after this
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -123,121 +137,184 @@ class OnlineLaplaceCallback(PosteriorCallback):
                 f"{type(pl_module).__name__} optimizes manually, so that there is no telling when its weights may be "
                 "those of a sample: OnlineLaplaceCallback needs automatic optimization"
             )
+        if sum(isinstance(callback, OnlineLaplaceCallback) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("a network trains at samples of one posterior: give the Trainer one OnlineLaplaceCallback")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        n_data = self.n_data or count_examples(trainer.train_dataloader, trainer.limit_train_batches)
-        stored, self._remembered, self._memory = self._remembered, None, None
-        if stored is not None and stored["global_step"] != trainer.global_step:
-            stored = None  # another training
+        self._trainer, self._n_data, self._memory, self._diagonal = trainer, self._count(trainer), None, None
+        stored, self._remembered = self._remembered, None
+        if stored is not None:
+            self._memory = self._remember(pl_module, stored_subset(self._network_of(pl_module), stored))
+            self._memory.C, self._memory.draws = stored["C"].to(self._memory.C), stored["draws"]
 
         def before(batch: Any) -> None:
-            if self._memory is None:
-                self._memory = self._begin(pl_module, batch, n_data, stored, trainer.global_step)
+            memory = self._begin(pl_module, batch) if self._diagonal is None else self._held()
+            memory.draws += self.train_samples
             if self.at == "mean":
                 self._measure(pl_module, batch)
 
         def after(batch: Any) -> None:
-            if self.at == "sample":
-                self._measure(pl_module, batch)
+            self._measure(pl_module, batch)
 
-        self._step = SampledStep(pl_module, before, self._draw, after, self.train_samples)
+        at_samples = after if self.at == "sample" else None
+        self._step = SampledStep(pl_module, before, self._draw, at_samples, self.train_samples)
         self._step.install()
 
-    def _begin(
-        self, module: LightningModule, batch: Any, n_data: int, stored: dict[str, Any] | None, global_step: int
-    ) -> CurvatureMemory:
+    def _count(self, trainer: Trainer) -> int:
+        """`N`; 0 where it is neither needed nor to be known."""
+        if self.n_data is not None:
+            return self.n_data
+        loader = single(trainer.train_dataloader, "pass n_data=")
+        if self.scaling == "batch" and not is_indexed(loader):
+            return 0
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        # In a run of one batch, that batch would be all the data.
+        limit = None if trainer.fast_dev_run else trainer.limit_train_batches  # type: ignore[attr-defined]
+        return count_examples(loader, limit, replicas)
+
+    def _network_of(self, module: LightningModule) -> nn.Module:
+        return unwrap(network_of(module, self.network))
+
+    def _remember(self, module: LightningModule, subset: Subset) -> CurvatureMemory:
+        assert self._trainer is not None
+        weights = subset.flatten(self._network_of(module))
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        return CurvatureMemory(
+            torch.full_like(weights, self.initial_curvature, dtype=dtype),
+            subset,
+            self._n_data,
+            self.memory_factor,
+            self.average,
+            self.scaling,
+            self._trainer.global_step,
+        )
+
+    def _begin(self, module: LightningModule, batch: Any) -> CurvatureMemory:
         """With the first batch the network can be traced, and what cannot work is known before a weight has moved."""
-        network = unwrap(network_of(module, self.network))
-        x, _ = split_batch(module, batch)
+        network = self._network_of(module)
+        x, _ = self._split(module, batch)
         subset = choose_subset(network, x, self.subset)
+        if self._memory is None:
+            self._memory = self._remember(module, subset)
+        elif self._memory.subset.names != subset.names:
+            raise CurvatureError(
+                f"the checkpoint holds the curvature of {', '.join(self._memory.subset.names)}, but now these are to "
+                f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
+            )
         mode = self.hessian
         if mode != "exact":
             found = choose_mode(network, subset, self.likelihood, x, 0.0 if mode == "approx" else self.threshold)
             mode = found if mode == "auto" else mode
         self._diagonal = BatchDiagonal(network, subset, self.likelihood, mode, self.threshold)
-        weights = subset.flatten(network)
-        C = torch.full_like(weights, self.initial_curvature, dtype=torch.promote_types(weights.dtype, torch.float32))
-        memory = CurvatureMemory(C, n_data, self.memory_factor, self.average, self.scaling, global_step=global_step)
-        if stored is not None:
-            memory.load(stored)
-        return memory
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._names = [names[id(p)] for p in subset.parameters(network).values()]
+        return self._memory
 
     def _measure(self, module: LightningModule, batch: Any) -> None:
         assert self._diagonal is not None
-        assert self._memory is not None
-        x, y = split_batch(module, batch)
-        self._memory.add(self._diagonal(x, y), inputs.batch_size(x))
+        x, y = self._split(module, batch)
+        self._held().measure(self._diagonal(x, y), inputs.batch_size(x))
 
-    def _draw(self) -> Moves:
-        assert self._diagonal is not None
-        assert self._memory is not None
-        assert self._module is not None
+    def _split(self, module: LightningModule, batch: Any) -> tuple[Any, Any]:
+        with preserved_rng(), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
+            return split_batch(module, batch)
+
+    def _draw(self, number: int) -> Moves:
+        memory = self._held()
         rank = 0 if self.same_sample else Processes.current().rank
-        move = self._memory.draw(self._precision(), self.seed, rank, self.max_std)
-        subset = self._diagonal.subset
-        prefix = f"{self.network}." if self.network else ""
-        parts = move.split([shape.numel() for shape in subset.shapes])
-        return {f"{prefix}{n}": t.view(s) for n, t, s in zip(subset.names, parts, subset.shapes, strict=True)}
+        precision = (self.scale * memory.C).add_(self.prior_precision)
+        move = memory.draw(memory.draws - number, precision, self.seed, rank, self.max_std)
+        shapes = memory.subset.shapes
+        parts = move.split([shape.numel() for shape in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 
-    def _precision(self) -> Tensor:
-        assert self._memory is not None
-        return self.scale * self._memory.C + self.prior_precision
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._memory is not None:
+            self._memory.forget()
+        if self._step is not None:
+            self._step.begin_batch()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._put_back()
+        self._held().keep()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._put_back()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._put_back()
-        if self._memory is not None:
-            self._memory.end_step(trainer.global_step, Processes.current())
+        self._end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        self.fit_now(trainer, pl_module)
-        self.store(trainer)
+        if self._memory is not None:  # there has been a batch
+            self.fit_now(trainer, pl_module)
+            self.store(trainer)
+        self._trainer = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
+        self._remove()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._remove()
 
     def _put_back(self) -> None:
         if self._step is not None:
             self._step.put_back()
 
+    def _end_step(self) -> None:
+        """Whoever asks first after a step, as a checkpoint may, before it is this callback's turn."""
+        if self._memory is not None and self._trainer is not None:
+            self._memory.end_step(self._trainer.global_step, Processes.current())
+
     def _remove(self) -> None:
         if self._step is not None:
             self._step.remove()
             self._step = None
 
+    def _held(self) -> CurvatureMemory:
+        if self._memory is None:
+            raise RuntimeError(self._missing())
+        return self._memory
+
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule) -> LaplacePosterior:
         """The posterior of the present weights and the curvature so far; no pass over data."""
-        if self._memory is None or self._diagonal is None:
-            raise RuntimeError(self._missing())
         self._module = module
+        self._end_step()
+        self._posterior = posterior = self._around(module, self._held())
+        hessian = self.hessian if self._diagonal is None else self._diagonal.mode
+        what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
+        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
+        return posterior
+
+    def _around(self, module: LightningModule, memory: CurvatureMemory) -> LaplacePosterior:
         found = Curvature(
-            structure=Diagonal(self._memory.C * self.scale),
-            subset=self._diagonal.subset,
+            structure=Diagonal(memory.C if self.scale == 1 else memory.C * self.scale),
+            subset=memory.subset,
             likelihood=self.likelihood,
             kind="ggn",
-            n_data=self._memory.n_data,
+            n_data=memory.n_data,
             n_outputs=0,
             log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
         )
-        self._posterior = posterior = from_curvature(self._diagonal.network, found, self.prior_precision)
-        what = f"online posterior over {posterior.subset.size} weights ({self._diagonal.mode} Hessian)"
-        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
-        return posterior
+        return from_curvature(self._network_of(module), found, self.prior_precision)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        memory = self._remembered if self._memory is None else self._memory.state()
-        return {**super().state_dict(), "memory": memory}
+        if self._memory is None:
+            return {**super().state_dict(), "memory": self._remembered}
+        self._end_step()
+        state = super().state_dict()
+        if self._trainer is not None and self._module is not None:  # in training the posterior is that of the moment
+            state["posterior"] = self._around(self._module, self._memory).state_dict()
+        return {**state, "memory": self._memory.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

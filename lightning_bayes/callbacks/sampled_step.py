@@ -1,13 +1,14 @@
 """A module's own `training_step`, run at weights drawn around the mean.
 
 One sample is copied into the parameters and stays until the backward pass is over: a backward pass reads weights, too.
-Several samples run through functional calls, in which the mean gets the average of their gradients.
+Several samples run through functional calls, in which the mean gets the average of their gradients; batch norm's
+statistics move once, by the first of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,26 +25,30 @@ Moves = dict[str, Tensor]  # by the parameter's name in the module
 class SampledStep:
     """In the place of `module.training_step` from `install` to `remove`.
 
+    An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
+    a batch's samples have the same noise, and `before` and `after` are called in the first evaluation only.
+
     Args:
         module: whose step it is.
-        before: called with the batch while the weights are the mean.
-        draw: the moves from the mean to a sample.
-        after: called with the batch while the weights are the sample.
-        samples: drawn for one step.
+        before: called with a new batch while the weights are the mean.
+        draw: the moves from the mean to a batch's sample of the given number.
+        after: called with a new batch while the weights are a sample; None for nothing.
+        samples: drawn for one batch.
     """
 
     def __init__(
         self,
         module: LightningModule,
         before: Callable[[Any], None],
-        draw: Callable[[], Moves],
-        after: Callable[[Any], None],
+        draw: Callable[[int], Moves],
+        after: Callable[[Any], None] | None,
         samples: int,
     ) -> None:
         self._module, self._before, self._draw, self._after, self._samples = module, before, draw, after, samples
         self._own = module.__dict__.get("training_step")  # if the user had set one on the instance
         self._users = module.training_step
         self._mean: Moves = {}
+        self._new = True
 
     def install(self) -> None:
         @functools.wraps(self._users)  # whose arguments Lightning looks at
@@ -58,6 +63,9 @@ class SampledStep:
         if self._own is not None:
             self._module.training_step = self._own  # type: ignore[method-assign]
 
+    def begin_batch(self) -> None:
+        self._new = True
+
     @torch.no_grad()
     def put_back(self) -> None:
         """The mean, if a sample is in its place."""
@@ -66,14 +74,13 @@ class SampledStep:
             self._module.get_parameter(name).copy_(value)
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self.put_back()  # an optimizer may ask for several steps before it moves
-        self._before(batch)
-        if self._samples > 1:
-            return self._at_several(batch, *args, **kwargs)
-        self._move(self._draw())
+        self.put_back()
+        new, self._new = self._new, False
         try:
-            self._after(batch)
-            returned = self._users(batch, *args, **kwargs)
+            if new:
+                self._before(batch)
+            run = self._at_one if self._samples == 1 else self._at_several
+            returned = run(new, batch, *args, **kwargs)
         except BaseException:
             self.put_back()
             raise
@@ -81,26 +88,39 @@ class SampledStep:
             self.put_back()
         return returned
 
+    def _at_one(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._move(self._draw(0))
+        if new and self._after is not None:
+            self._after(batch)
+        return self._users(batch, *args, **kwargs)
+
+    def _at_several(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drawn = [self._draw(number) for number in range(self._samples)]
+        if new and self._after is not None:
+            for moves in drawn:
+                self._move(moves)
+                self._after(batch)
+                self.put_back()
+        step = _Step(self._module, self._users)
+        losses, returned = [], None
+        with _no_checkpointing():
+            for number, moves in enumerate(drawn):
+                state = {name: self._module.get_parameter(name) + d for name, d in moves.items()}
+                if number:
+                    state.update({name: t.clone() for name, t in self._module.named_buffers()})
+                returned = functional_call(step, {f"module.{n}": t for n, t in state.items()}, (batch, *args), kwargs)
+                if returned is None:
+                    return None
+                losses.append(returned["loss"] if isinstance(returned, Mapping) else returned)
+        loss = torch.stack(losses).mean()
+        return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
+
     @torch.no_grad()
     def _move(self, moves: Moves) -> None:
         parameters = {name: self._module.get_parameter(name) for name in moves}
         self._mean = {name: p.detach().clone() for name, p in parameters.items()}
         for name, p in parameters.items():
-            p.add_(moves[name].to(p.dtype))
-
-    def _at_several(self, *args: Any, **kwargs: Any) -> Any:
-        step = _Step(self._module, self._users)
-        losses, returned = [], None
-        with _no_checkpointing():
-            for _ in range(self._samples):
-                moves = self._draw()
-                sampled = {f"module.{n}": self._module.get_parameter(n) + d for n, d in moves.items()}
-                returned = functional_call(step, sampled, args, kwargs)
-                if returned is None:
-                    return None
-                losses.append(returned["loss"] if isinstance(returned, dict) else returned)
-        loss = torch.stack(losses).mean()
-        return {**returned, "loss": loss} if isinstance(returned, dict) else loss
+            p.add_(moves[name])
 
 
 class _Step(nn.Module):
@@ -126,6 +146,6 @@ def _no_checkpointing() -> Iterator[None]:
 
     with (
         patch.object(checkpoint.CheckpointFunction, "apply", refuse),
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", refuse),
+        patch.object(checkpoint, "_checkpoint_hook", refuse),  # of the form that is not reentrant
     ):
         yield

@@ -25,6 +25,10 @@ from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
+    from lightning_bayes.predictive.autoencoder import Reconstruction
+
+
+_CACHED = 2**16  # numbers in float64, half a megabyte
 
 
 class PosteriorError(RuntimeError):
@@ -108,6 +112,22 @@ class GaussianPosterior:
 
         return predict(self, x, predictive, link, samples, generator)
 
+    def encode(
+        self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
+    ) -> Reconstruction:
+        """Mean and variance in latent space, for a network that names its `encoder` and `decoder`."""
+        from lightning_bayes.predictive.autoencoder import encode
+
+        return encode(self, x, samples, generator, keep_samples)
+
+    def reconstruct(
+        self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
+    ) -> Reconstruction:
+        """Mean and variance in latent and output space, for a network that names its `encoder` and `decoder`."""
+        from lightning_bayes.predictive.autoencoder import reconstruct
+
+        return reconstruct(self, x, samples, generator, keep_samples)
+
     def check_weights(self) -> None:
         """Raise if the network's weights are not the ones this posterior was fitted to."""
         now = fingerprint(self.network)
@@ -162,10 +182,27 @@ class GaussianPosterior:
 def fingerprint(network: nn.Module) -> Tensor:
     """Three sums over every floating-point weight and buffer, in float64: of the values, of their squares, and of the
     rows weighted by their numbers, because hidden units may have changed places.  # [n, 3]"""
-    state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point()]
-    sums = []
+    state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
+    state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
+    lengths = torch.tensor([len(t) for t in state], dtype=torch.float64)
+    number = torch.arange(1, int(lengths.max()) + 1, dtype=torch.float64, device=state[0].device)
+    weights = torch.stack((torch.ones_like(number), number), dim=1)  # [rows, 2]
+    linear, squares = [], []
     for t in state:
-        rows = t.reshape(len(t) if t.ndim else 1, -1).sum(1, dtype=torch.float64)
-        number = torch.arange(1, len(rows) + 1, dtype=torch.float64, device=t.device) / max(len(rows), 1)
-        sums.append(torch.stack((rows.sum(), t.double().square().sum(), rows @ number)))
-    return torch.stack(sums).cpu()
+        rows, square = _row_sums(t)
+        linear.append(rows @ weights[: len(rows)].to(t.device))
+        squares.append(square)
+    value, numbered = torch.stack(linear).cpu().unbind(1)
+    return torch.stack((value, torch.stack(squares).cpu(), numbered / lengths), dim=1)
+
+
+def _row_sums(t: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of the rows and of all squares, a few rows at a time, so that their float64 copies stay in the cache.
+    # [rows, columns] -> [rows], []"""
+    columns = t.shape[1]
+    if t.numel() > _CACHED and len(t) > 1:
+        parts = [_row_sums(part) for part in t.split(max(1, _CACHED // columns))]
+        return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
+    wide = t.double()
+    flat = wide.view(-1)
+    return flat if columns == 1 else wide.sum(1), flat @ flat

@@ -107,7 +107,7 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
     if not isinstance(likelihood, Gaussian):
         return 1 / n_outputs
-    σ = torch.as_tensor(likelihood.noise_std)
+    σ = torch.as_tensor(likelihood.noise_std, dtype=torch.float64)
     if σ.numel() > 1:
         raise PosteriorError(
             "no mean squared error corresponds to a noise_std per output: pass loss_scale= (1 if the loss is the mean "
@@ -118,10 +118,13 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
 
 def _curvature(moments: dict[str, SecondMoment], scaling: str, factor: float) -> Tensor:
     """`factor · v̂`, in the paper's form with `ε`.  # [P]"""
-    parts = [m.scaled(factor) for m in moments.values()]
-    if scaling != "dataset":
-        parts = [part + m.eps for part, m in zip(parts, moments.values(), strict=True)]
-    return torch.cat([part.reshape(-1) for part in parts])
+    H, parts = _vector(moments)
+    for m, part in zip(moments.values(), parts, strict=True):
+        v = m.buffer.reshape(-1).to(H.dtype)
+        torch.mul(v - m.offset if m.offset else v, m.correction * factor, out=part)
+        if scaling != "dataset":
+            part.add_(m.eps)
+    return H
 
 
 def _from_weight_decay(moments: dict[str, SecondMoment], scaling: str, scale: float) -> Tensor | float:
@@ -135,20 +138,27 @@ def _from_weight_decay(moments: dict[str, SecondMoment], scaling: str, scale: fl
             stacklevel=3,
         )
 
-    def one(m: SecondMoment) -> Tensor | float:
+    def number(m: SecondMoment) -> float:
         if m.weight_decay == 0:
             return 1.0
-        if scaling == "paper":
-            return m.weight_decay
-        if scaling == "paper_literal":
-            return 1 / m.weight_decay
-        return scale * m.weight_decay * (m.denominator if m.decoupled else 1.0)
+        return {"paper": m.weight_decay, "paper_literal": 1 / m.weight_decay}.get(scaling, scale * m.weight_decay)
 
-    found = [one(m) for m in moments.values()]
-    first = found[0]
-    if not isinstance(first, Tensor) and all(not isinstance(δ, Tensor) and δ == first for δ in found):
-        return first
-    wide = torch.promote_types(moments[next(iter(moments))].buffer.dtype, torch.float32)
-    parts = zip(found, moments.values(), strict=True)
-    full = [δ if isinstance(δ, Tensor) else torch.full_like(m.buffer, δ, dtype=wide) for δ, m in parts]
-    return torch.cat([δ.reshape(-1) for δ in full])
+    numbers = [number(m) for m in moments.values()]
+    varying = [scaling == "dataset" and m.decoupled and m.weight_decay > 0 for m in moments.values()]
+    if not any(varying) and len(set(numbers)) == 1:
+        return numbers[0]
+    δ, parts = _vector(moments)
+    for m, part, value, varies in zip(moments.values(), parts, numbers, varying, strict=True):
+        if varies:
+            m.denominator_into(part.view(m.buffer.shape)).mul_(value)
+        else:
+            part.fill_(value)
+    return δ
+
+
+def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """An empty vector over all parameters, and its parts.  # [P]"""
+    buffers = [m.buffer for m in moments.values()]
+    dtype = torch.promote_types(buffers[0].dtype, torch.float32)
+    whole = torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
+    return whole, whole.split([b.numel() for b in buffers])

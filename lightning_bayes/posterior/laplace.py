@@ -72,7 +72,7 @@ class LaplacePosterior(GaussianPosterior):
         """The same curvature with another prior."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
-            return replace(self, prior_precision=δ, precision=self._precision(δ, torch.ones_like(self.mean[0])))
+            return replace(self, prior_precision=δ, precision=self._precision(δ))
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
@@ -114,8 +114,10 @@ class LaplacePosterior(GaussianPosterior):
 
         return tune(self, method, loader, per_layer, **options)
 
-    def _precision(self, δ: Tensor, ρ: Tensor) -> Structure:
-        H = self._scaled_curvature(ρ).scale(1 / self.temperature)
+    def _precision(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
+        """At noise `ρσ`, or at `σ`."""
+        H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)
+        H = H if self.temperature == 1 else H.scale(1 / self.temperature)
         if self.damping is None:
             return H.add_prior(per_parameter(δ, self.subset))
         return _damped(H, δ, self.damping, self.n_data)

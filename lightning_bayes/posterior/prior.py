@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature import Subset
+from lightning_bayes.curvature.subset import layer_of
 
 
 class PriorError(ValueError):
@@ -27,8 +29,9 @@ def as_precision(prior: float | Tensor | list[float] | tuple[float, ...], subset
             f"{len(subset.layers)} layers ({', '.join(subset.layers[:4])}{', …' if len(subset.layers) > 4 else ''}), "
             f"nor one for each of the {subset.size} parameters"
         )
-    if not (precision.detach() > 0).all() or not precision.detach().isfinite().all():
-        raise PriorError(f"a prior precision must be positive and finite, got {precision.detach().min().item():g}")
+    least, most = precision.detach().aminmax()
+    if not (least > 0 and most < math.inf):  # nor NaN
+        raise PriorError(f"a prior precision must be positive and finite, got {least.item():g}")
     return precision
 
 
@@ -42,7 +45,11 @@ def per_parameter(precision: Tensor, subset: Subset) -> Tensor:
 def per_layer_sums(values: Tensor, subset: Subset) -> Tensor:
     """# [P] -> [layers]"""
     sums = values.new_zeros(len(subset.layers))
-    return sums.index_add_(0, subset.layer_index.to(values.device), values)
+    if subset.mask is not None:
+        return sums.index_add_(0, subset.layer_index.to(values.device), values)
+    parts = values.split([shape.numel() for shape in subset.shapes])
+    owners = [subset.layers.index(layer_of(name)) for name in subset.names]
+    return sums.index_add_(0, torch.tensor(owners, device=sums.device), torch.stack([part.sum() for part in parts]))
 
 
 def plain(precision: Tensor) -> Any:

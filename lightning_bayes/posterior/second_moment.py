@@ -61,7 +61,11 @@ class SecondMoment:
     @property
     def denominator(self) -> Tensor:
         """`√v̂ + ε`, by which Adam and its kin divide a step."""
-        return (_wide(self.largest) * self.correction).sqrt_() + self.eps
+        return self.denominator_into(torch.empty_like(_wide(self.largest)))
+
+    def denominator_into(self, out: Tensor) -> Tensor:
+        """The same, written into a tensor in at least float32."""
+        return torch.mul(_wide(self.largest), self.correction, out=out).sqrt_().add_(self.eps)
 
 
 def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, SecondMoment]:

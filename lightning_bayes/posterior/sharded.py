@@ -26,7 +26,7 @@ from lightning_bayes.curvature.subset import layer_of
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import standard_normal
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.prior import as_precision
+from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.posterior.second_moment import local
 
 if TYPE_CHECKING:
@@ -88,16 +88,18 @@ class ShardedPosterior:
         """The same curvature with another prior: one number, one per layer, or this process's shard of one per
         parameter."""
         δ = torch.as_tensor(prior_precision, dtype=self.mean.dtype, device=self.device)
-        if δ.shape != self.mean.shape or not δ.ndim:
+        if δ.shape != self.mean.shape:
             δ = as_precision(prior_precision, self.subset, self.mean)
-            if δ.ndim:
-                if len(δ) != len(self.subset.layers):
-                    raise PosteriorError(
-                        "a posterior that is sharded over processes takes one prior precision for all layers, one for "
-                        "each layer, or one for each weight of the shard"
-                    )
+            if δ.shape == (len(self.subset.layers),):
                 layers = [self.subset.layers.index(layer_of(name)) for name in self.subset.names]
                 δ = torch.cat([δ[i].expand(p.numel()) for i, p in zip(layers, self._shards().values(), strict=True)])
+            elif δ.ndim:
+                raise PosteriorError(
+                    "a posterior that is sharded over processes takes one prior precision for all layers, one for each "
+                    "layer, or one for each weight of the process's own shard"
+                )
+        elif not (δ > 0).all():
+            raise PriorError(f"a prior precision must be positive, got {δ.min().item():g}")
         return replace(self, prior_precision=δ.detach().clone())
 
     def sample(self, n: int = 1, seed: int = 0) -> Tensor:

@@ -1,6 +1,17 @@
 """Posterior and x to a prediction with its uncertainty."""
 
+from lightning_bayes.predictive.autoencoder import Reconstruction, encode, reconstruct
+from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.predict import outputs, predict, sample_functions
 from lightning_bayes.predictive.prediction import Prediction
 
-__all__ = ["Prediction", "outputs", "predict", "sample_functions"]
+__all__ = [
+    "DeepEnsemble",
+    "Prediction",
+    "Reconstruction",
+    "encode",
+    "outputs",
+    "predict",
+    "reconstruct",
+    "sample_functions",
+]

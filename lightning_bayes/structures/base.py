@@ -120,7 +120,8 @@ class Structure(ABC):
         return J @ self.solve(J).mT
 
     def _check_same_form(self, other: Structure) -> None:
-        if type(self) is not type(other) or self.size != other.size:
+        same = isinstance(other, type(self)) or isinstance(self, type(other))
+        if not same or self.size != other.size:
             raise StructureError(
                 f"cannot add {type(other).__name__} of size {other.size} to {type(self).__name__} of size {self.size}: "
                 "both must have the same form and size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,7 +49,10 @@ class Diagonal(Structure):
         return Diagonal(self.values * factor)
 
     def add_prior(self, precision: float | Tensor) -> Diagonal:
-        return Diagonal(self.values + self._check_prior(precision))
+        precision = self._check_prior(precision)
+        if self.values.requires_grad or precision.requires_grad:
+            return Diagonal(self.values + precision)
+        return _Shifted(self.values, precision)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return vectors * self.values
@@ -61,3 +65,31 @@ class Diagonal(Structure):
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()
+
+
+class _Shifted(Diagonal):
+    """`diag(values + δ)`, added up when it is first looked at: until then a posterior costs no vector beside its mean
+    and its curvature, and no time."""
+
+    _terms: tuple[Tensor, Tensor]
+
+    def __init__(self, values: Tensor, precision: Tensor) -> None:
+        object.__setattr__(self, "_terms", (values, precision))
+
+    @cached_property
+    def values(self) -> Tensor:
+        values, precision = self._terms
+        with torch.inference_mode(False):  # which could never again be used with gradients
+            return values + precision
+
+    @property
+    def size(self) -> int:
+        return self._terms[0].numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._terms[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._terms[0].device

@@ -125,7 +125,7 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     loader = Data().loader()
     x, network = next(iter(loader))[0], nn.Linear(4, 3)
-    names = run_page(page, model=Model(), dm=Data(), network=network, loader=loader, x=x)
+    names = run_page(page, model=Model(), dm=Data(), network=network, loader=loader, x=x, LitNet=Model)
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "laplace")}
     assert said <= set(names["model"].tested)
     assert [tuple(p.probs.shape) for p in names["out"]] == [(10, 3), (10, 3), (4, 3)]
@@ -133,6 +133,34 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if "prediction" in names:
         torch.testing.assert_close(names["prediction"].probs.sum(1), torch.ones(10))
         assert names["posterior"].n_data == 24
+    if "net" in names:
+        weights = [name for name, _ in names["LitNet"]().named_parameters()]
+        assert list(names["net"].log_sigma.keys()) == weights
+
+
+class Autoencoder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(x), x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def test_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    loader = DataLoader(torch.randn(24, 4), batch_size=10)
+    names = run_page(DOCS / "online.md", autoencoder=Autoencoder(), train_loader=loader, test_loader=loader)
+    assert [tuple(p.mean.shape) for p in names["out"]] == [(10, 4), (10, 4), (4, 4)]
+    assert all((p.epistemic > 0).all() for p in names["out"])
+    assert names["online"].posterior.n_data == 24
 
 
 def test_an_error_points_at_the_page(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def test_at_the_optimum_it_converges_to_the_centred_empirical_fisher(kind: str, 
     # Adagrad averages all steps alike; a learning rate of zero stays at the optimum.
     optimizer = Adagrad(net.parameters(), lr=0.0, weight_decay=wd)
     run(net, optimizer, x, y, loss, batch, epochs=200 * batch)
-    posterior = fit_l2m(net, optimizer, likelihood, n_data=N, batch_size=batch, n_outputs=C)
+    targets = 1 if kind == "classification" else C
+    posterior = fit_l2m(net, optimizer, likelihood, n_data=N, batch_size=batch, n_outputs=targets)
     H = posterior.curvature.structure.diagonal()
     expected = centred_fisher(net, x, y, likelihood)
     # The mean of 200·N squared Gaussians, of which an epoch's are not independent.

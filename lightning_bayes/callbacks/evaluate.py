@@ -1,0 +1,57 @@
+"""`evaluate`: the numbers that callbacks log, for a posterior or an ensemble of them, without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_bayes.callbacks.scores import OODScores, Scores
+from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.preserve import preserved_rng
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.predictive import Prediction
+from lightning_bayes.predictive.ensemble import DeepEnsemble
+
+
+def evaluate(
+    predictor: GaussianPosterior | DeepEnsemble,
+    loader: Iterable[Any],
+    ood_loaders: Sequence[Iterable[Any]] = (),
+    *,
+    predictive: str = "glm",
+    link: str | None = None,
+    samples: int = 100,
+    seed: int = 0,
+) -> dict[str, float]:
+    """How good the predictions are on the `(x, y)` batches of `loader`.
+
+    Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
+    the Gaussian with the prediction's mean and variance. With `ood_loaders`, whose targets are not looked at, also how
+    well two scores tell their inputs from the others: "ood_auroc_entropy" and "ood_auroc_epistemic", with "/0", "/1", …
+    where there are several. The other arguments are those of `predict`; the seed is the same for every batch.
+    """
+
+    def predict(x: Any) -> Prediction:
+        generator = torch.Generator().manual_seed(seed)
+        return predictor.predict(x, predictive, link, samples, generator)
+
+    device = predictor.device
+    scores = Scores(device, getattr(predictor.likelihood, "ignore_index", None))
+    unknown = [OODScores(device) for _ in ood_loaders]
+    with preserved_rng():  # a shuffling loader draws from the global generator
+        for batch in loader:
+            x, y = inputs.split_pair(batch)
+            prediction = predict(x)
+            scores.update(prediction, y.to(device))
+            for ood in unknown:
+                ood.update(prediction, is_ood=False)
+        for ood, others in zip(unknown, ood_loaders, strict=True):
+            for batch in others:
+                ood.update(predict(batch[0] if isinstance(batch, (tuple, list)) else batch), is_ood=True)
+    found = {name: float(value) for name, value in scores.compute().items()}
+    for number, ood in enumerate(unknown):
+        suffix = f"/{number}" if len(unknown) > 1 else ""
+        found.update({f"{name}{suffix}": float(value) for name, value in ood.compute().items()})
+    return found

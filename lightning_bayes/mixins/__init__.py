@@ -1,0 +1,27 @@
+"""Mixins that make an existing LightningModule variational: a Gaussian for every weight, trained with it."""
+
+from lightning_bayes.mixins.activations import replace_activations, warn_piecewise_linear
+from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
+from lightning_bayes.mixins.options import OptionError, VariationalOptions
+from lightning_bayes.mixins.patterns import PatternError
+from lightning_bayes.mixins.prior import PriorStdError
+from lightning_bayes.mixins.users_step import StepError
+from lightning_bayes.mixins.variational import VariationalError, VariationalMixin
+from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin
+from lightning_bayes.mixins.variational_laplace import VariationalLaplaceMixin
+
+__all__ = [
+    "LogSigmaMultiplierMixin",
+    "MultiplierError",
+    "OptionError",
+    "PatternError",
+    "PriorStdError",
+    "StepError",
+    "VariationalError",
+    "VariationalInferenceMixin",
+    "VariationalLaplaceMixin",
+    "VariationalMixin",
+    "VariationalOptions",
+    "replace_activations",
+    "warn_piecewise_linear",
+]

@@ -1,0 +1,175 @@
+"""Activations with a kink, and what to use instead.
+
+The Variational Laplace objective has a gradient in it, so that its own gradient holds second derivatives of the
+network. For `φ(x) = max(x, 0)` that is a spike, `φ''(x) = δ(x)` (Variational Laplace paper, eq. (31)), which automatic
+differentiation takes for zero. Anything with a continuous first derivative will do; the paper uses softplus.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.preserve import borrowed
+
+# Not here, because their first derivative is continuous: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
+_ACTIVATIONS = (
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Hardtanh,  # and ReLU6
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Threshold,
+    nn.SELU,
+)
+_POOLING = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
+_NAMES = (
+    *("relu", "relu6", "leaky_relu", "prelu", "rrelu", "hardtanh", "hardsigmoid", "hardswish", "hardshrink"),
+    *("softshrink", "threshold", "selu", "max_pool1d", "max_pool2d", "max_pool3d"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+)
+_SHOWN = 4  # layers of a kind that are named
+
+
+def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] = nn.Softplus) -> nn.Module:
+    """Put a smooth activation in the place of every activation module with a kink, and return the module.
+
+    Replaced are ReLU, LeakyReLU, PReLU, RReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, Hardshrink, Softshrink,
+    Threshold, SELU, and ELU with an alpha other than 1. One that is used in several places is replaced by one that is
+    used in the same places. A PReLU's parameter and the hooks of a replaced layer vanish, so do this before training,
+    and before a variational module makes its log σ: in the `__init__` of your own module.
+
+    Not replaced are max-pooling (take average pooling or a stride), the activation functions that `nn.RNN` and
+    `nn.TransformerEncoderLayer` take by name, and functions called in a `forward`, such as `F.relu(x)`.
+
+    Args:
+        module: changed in place; if it is itself such an activation, the replacement is returned.
+        replacement: a module class or a function that makes a module.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+
+    def instead_of(old: nn.Module) -> nn.Module:
+        if old not in made:
+            made[old] = replacement().train(old.training)
+        return made[old]
+
+    if _has_kink(module):
+        return instead_of(module)
+    for parent in list(module.modules()):
+        # Not named_children, which shows a layer that is used twice only once.
+        for name, child in list(parent._modules.items()):
+            if child is not None and _has_kink(child):
+                setattr(parent, name, instead_of(child))
+    return module
+
+
+def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, str]:
+    """Warn, once for all, of the layers whose first derivative jumps; return their names and what they are.
+
+    Activation and max-pooling modules are found, and functions that a layer holds (`nn.RNN(nonlinearity="relu")`,
+    `nn.TransformerEncoderLayer`, `self.act = F.relu`). Functions that are only called in a `forward` are seen if an
+    `example` input is there to call it with (in eval mode; nothing is left changed).
+    """
+    found = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
+    if example is not None:
+        found = {**_called(module, example), **found}
+    if found:
+        rank_zero_warn(_message(found), stacklevel=2)
+    return found
+
+
+def _has_kink(module: nn.Module) -> bool:
+    return isinstance(module, _ACTIVATIONS) or (isinstance(module, nn.ELU) and module.alpha != 1.0)
+
+
+def _kink(module: nn.Module) -> str | None:
+    """What is wrong with a layer, if anything."""
+    if _has_kink(module) or isinstance(module, _POOLING):
+        return type(module).__name__
+    if isinstance(module, nn.RNN) and module.nonlinearity == "relu":
+        return "RNN with relu"
+    functions = [value for value in vars(module).values() if inspect.isroutine(value)]
+    held = [_NAMES_OF[value] for value in functions if value in _NAMES_OF]
+    return f"{type(module).__name__} with {held[0]}" if held else None
+
+
+def _routines(name: str) -> Iterator[Any]:
+    for place in (F, torch, torch.Tensor):
+        for variant in (name, f"{name}_", f"{name}_with_indices"):
+            if hasattr(place, variant):
+                yield getattr(place, variant)
+
+
+_NAMES_OF: dict[Any, str] = {routine: name for name in _NAMES for routine in _routines(name)}
+
+
+class _Watch(TorchFunctionMode):
+    """Note which layer calls a function with a kink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[str] = []  # the names of the modules whose forward is running
+        self.found: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NAMES_OF:
+            where = self.inside[-1] if self.inside else ""
+            self.found.setdefault(where or "the module itself", f"{_NAMES_OF[func]} in forward")
+        return func(*args, **(kwargs or {}))
+
+
+def _called(module: nn.Module, example: Any) -> dict[str, str]:
+    with borrowed(module, ()), torch.no_grad(), _watched(module) as watch:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        inputs.call(module, inputs.to_device(example, device))
+    return watch.found
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[_Watch]:
+    watch, handles = _Watch(), []
+
+    def leave(*_: Any) -> None:  # what a hook returns would replace the output
+        watch.inside.pop()
+
+    for name, layer in module.named_modules():
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name)))
+        handles.append(layer.register_forward_hook(leave, always_call=True))
+    try:
+        with watch:
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _message(found: dict[str, str]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for name, kind in found.items():
+        kinds.setdefault(kind, []).append(name)
+    parts = [
+        f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} ({kind})"
+        for kind, names in kinds.items()
+    ]
+    return (
+        f"the first derivative of some layers jumps, and the squared-gradient term's gradient misses that: "
+        f"{'; '.join(parts)}. Use a smooth activation, replace_activations(module, nn.Softplus) for instance, and "
+        "average pooling or strides for max-pooling"
+    )

@@ -1,0 +1,153 @@
+"""What a variational module is told in its `variational` argument: plain words and numbers, in one dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
+
+from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
+
+CURVATURES = ("fisher", "empirical", "hessian")
+METHODS = ("auto", "exact", "finite_difference")
+LOSSES = ("returned", "likelihood")
+PREDICTIVES = {"mean": "map", "map": "map", "bnn": "bnn", "glm": "glm"}
+_LIKELIHOODS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
+}
+
+
+class OptionError(ValueError):
+    """An unknown key or word in `variational`."""
+
+
+class VariationalOptions(TypedDict, total=False):
+    """The keys of `variational`; each has a default.
+
+    likelihood: "classification" (default), "binary", "regression", or a `Likelihood`.
+    beta: tempers the posterior: weight of the KL divergence, 1 by default.
+    prior_std: of the weights, 1 by default: a number, "he" (√(2/fan-in)), "weight_decay" (the optimizer's, which is
+        then set to zero), or one of these for each name pattern, as in {"head": 0.1, "*": "he"}.
+    n_data: examples in the training data of all processes together; by default they are counted.
+    network: the submodule that maps x to f; by default the module's own `forward`.
+    deterministic: name patterns of parameters without a distribution, such as ["*.bias", "net.1"].
+    loss: "returned" (default: `training_step` returns the mean negative log-likelihood, which is checked) or
+        "likelihood" (whatever it returns, the likelihood's own is trained on).
+    seed: of everything that is drawn, in training and in prediction.
+    curvature: of Variational Laplace: "fisher" (default), or for study "empirical" or "hessian".
+    method: how Variational Laplace computes its step: "auto", "exact" or "finite_difference".
+    train_samples: weight samples per training step of variational inference, 1 by default.
+    local_reparameterization: sample the outputs of linear and convolutional layers in the place of their weights.
+    name: suffix of the logged numbers, "vl" or "vi" by default.
+    predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples; default
+        of variational inference) or "glm" (the linearised network; default of Variational Laplace).
+    link: how "glm" integrates over a classifier's outputs: "probit", "bridge" or "mc".
+    samples: drawn where a prediction draws, 10 by default.
+    ood: dataloaders after the first hold out-of-distribution data.
+    plots: write reliability diagrams to the logger, or as PNG files.
+    """
+
+    likelihood: str | Likelihood | dict[str, Any]
+    beta: float
+    prior_std: float | str | dict[str, float | str]
+    n_data: int | None
+    network: str | None
+    deterministic: list[str]
+    loss: str
+    seed: int
+    curvature: str
+    method: str
+    train_samples: int
+    local_reparameterization: bool
+    name: str
+    predictive: str
+    link: str | None
+    samples: int
+    ood: bool
+    plots: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`VariationalOptions` with every default filled in and every word checked."""
+
+    name: str
+    predictive: str
+    likelihood: Likelihood = field(default_factory=Categorical)
+    beta: float = 1.0
+    prior_std: Any = 1.0
+    n_data: int | None = None
+    network: str | None = None
+    deterministic: tuple[str, ...] = ()
+    loss: str = "returned"
+    seed: int = 0
+    curvature: str = "fisher"
+    method: str = "auto"
+    train_samples: int = 1
+    local_reparameterization: bool = False
+    link: str | None = None
+    samples: int = 10
+    ood: bool = False
+    plots: bool = False
+
+    def __post_init__(self) -> None:
+        _check_word("predictive", self.predictive, tuple(PREDICTIVES))
+        _check_word("loss", self.loss, LOSSES)
+        _check_word("curvature", self.curvature, CURVATURES)
+        _check_word("method", self.method, METHODS)
+        if self.curvature == "hessian" and self.method == "finite_difference":
+            raise OptionError("curvature='hessian' has no finite-difference form: use method='exact'")
+        if not self.beta > 0:
+            raise OptionError(f"beta must be positive, got {self.beta!r}; for maximum a posteriori leave the mixin out")
+        for key in ("train_samples", "samples", "n_data"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"{key} must be a whole number of at least 1, got {value!r}")
+
+
+def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:
+    """`defaults` are those that differ from one mixin to the next; `unused` among them names keys it has no use for."""
+    unused = set(defaults.pop("unused", ()))
+    options: dict[str, Any] = dict(given or {})
+    known = [f.name for f in fields(Settings) if f.name not in unused]
+    for key in options:
+        if key not in known:
+            raise OptionError(f"variational has no key {key!r}: use {', '.join(map(repr, known))}")
+    if "likelihood" in options:
+        options["likelihood"] = likelihood_from(options["likelihood"])
+    if isinstance(options.get("deterministic"), str):
+        options["deterministic"] = (options["deterministic"],)
+    options["deterministic"] = tuple(options.get("deterministic") or ())
+    return Settings(**{**defaults, **options})
+
+
+def plain(given: VariationalOptions | None) -> dict[str, Any]:
+    """The same options as tensors, numbers and strings only, which any checkpoint can hold."""
+    options: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in (given or {}).items()}
+    likelihood = options.get("likelihood")
+    if isinstance(likelihood, Likelihood):
+        name = type(likelihood).__name__
+        known = _LIKELIHOODS.get(name) is type(likelihood)
+        values = {f.name: getattr(likelihood, f.name) for f in fields(likelihood)} if known else {}  # type: ignore[arg-type]
+        own = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
+        options["likelihood"] = {"name": name if known else own, **values}
+    return options
+
+
+def likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
+    """A likelihood, the one that a word means, or the one that `plain` described."""
+    if not isinstance(given, Mapping):
+        return resolve(given)
+    arguments = dict(given)
+    name = arguments.pop("name", None)
+    if name not in _LIKELIHOODS:
+        raise OptionError(
+            f"the likelihood {name!r} cannot be made from a file: pass variational={{'likelihood': …}} again"
+        )
+    found: Likelihood = _LIKELIHOODS[name](**arguments)
+    return found
+
+
+def _check_word(key: str, word: Any, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise OptionError(f"unknown {key} {word!r}: use one of {', '.join(map(repr, known))}")

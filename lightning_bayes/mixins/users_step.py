@@ -1,0 +1,195 @@
+"""The user's `training_step`, run as it is, while the one call of the network in it is noted down.
+
+The loss that the step returns must be the mean negative log-likelihood of the output that was seen, so that what is
+added to it (a squared gradient, a KL divergence) has the right scale. The call can be repeated at other weights: with
+the same inputs, the same random numbers and the same buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import inputs
+
+
+class StepError(RuntimeError):
+    """A `training_step` that cannot be made variational as it is; the message says what to change."""
+
+
+@dataclass
+class ForwardCall:
+    """One call of the network: what went in and came out, and the state that it started from."""
+
+    network: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]  # of the input tensors
+    rng: list[tuple[torch.device, Tensor]]
+    buffers: list[Tensor]  # values before the call
+    output: Any = None
+
+    @property
+    def input_requires_grad(self) -> bool:
+        return any(t.requires_grad for t in inputs.tensors((self.args, self.kwargs)))
+
+    @contextmanager
+    def repeated(self) -> Iterator[Any]:
+        """The output of the same call now; random state and buffers are as they were when the context is left, which
+        must be after the backward pass, because that may look at buffers."""
+        if self.versions != _versions(self.args, self.kwargs):
+            raise StepError(
+                f"{type(self.network).__name__} overwrites its input in place, so that its forward pass cannot be "
+                "repeated: set variational={'method': 'exact'}"
+            )
+        after = [b.detach().clone() for b in self.network.buffers()]
+        devices = [device for device, _ in self.rng if device.type == "cuda"]
+        with torch.random.fork_rng(devices=devices):
+            _set_rng(self.rng)
+            _write(self.network, self.buffers)
+            try:
+                yield self.network(*self.args, **self.kwargs)
+            finally:
+                _write(self.network, after)
+
+
+@dataclass
+class Step:
+    """What the user's step did: what it returned, and the one call of the network in it."""
+
+    returned: Any
+    loss: Tensor  # the mean NLL of the true labels
+    call: ForwardCall
+    y: Tensor
+
+    @property
+    def f(self) -> Tensor:
+        found: Tensor = self.call.output
+        return found
+
+    @property
+    def size(self) -> int:
+        """`S`."""
+        return len(self.f)
+
+
+@contextmanager
+def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
+    """Note every call of `network`."""
+    calls: list[ForwardCall] = []
+    started: list[ForwardCall] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        started.append(_started(network, args, kwargs))
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = started.pop()
+        call.output = output
+        calls.append(call)
+
+    # First in, last out: the user's own hooks belong to the network.
+    handles = [
+        network.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        network.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+    """The user's step with the arguments that it takes: `(batch)` or `(batch, batch_idx)`."""
+    parameters = inspect.signature(step).parameters
+    if "dataloader_iter" in parameters:
+        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_more = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    if takes_more:
+        return step(batch, batch_idx)
+    return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
+
+
+def loss_of(returned: Any) -> Tensor | None:
+    """The loss among what a step returns; None if it skips the batch."""
+    if returned is None:
+        return None
+    loss = returned.get("loss") if isinstance(returned, dict) else returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise StepError(f"training_step must return the loss, a number, or a dict with it as 'loss', got {kind}")
+    return loss.reshape(())
+
+
+def with_loss(returned: Any, loss: Tensor) -> Any:
+    """What the step returned, with another loss."""
+    return {**returned, "loss": loss} if isinstance(returned, dict) else loss
+
+
+def one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
+    """The call of the network, if there was exactly one."""
+    if len(calls) == 1:
+        if not isinstance(calls[0].output, Tensor):
+            raise StepError(
+                f"the network must return one tensor of outputs, but it returned {type(calls[0].output).__name__}: "
+                "name the submodule that does with variational={'network': …}"
+            )
+        return calls[0]
+    children = ", ".join(name for name, _ in module.named_children() if name != "log_sigma") or "none"
+    what = f"the network {path!r}" if path else f"{type(module).__name__}.forward (the network, by default)"
+    raise StepError(
+        f"training_step called {what} {len(calls)} times, not once: {'' if path else 'call self(x) once in it, or '}"
+        f"name the submodule that maps x to f with variational={{'network': …}} ({children}){_explicitly(module)}"
+    )
+
+
+def check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
+    """The returned loss must be the mean NLL, up to rounding."""
+    a, b = float(loss.detach()), float(nll.detach())
+    tolerance = torch.finfo(f.dtype).eps ** 0.5
+    if a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(1.0, abs(b)):
+        return
+    raise StepError(
+        f"training_step returned {a:.6g}, but the mean negative log-likelihood of the network's outputs is {b:.6g}: "
+        "return that mean (over examples, constants included); or check variational's 'likelihood' (a regression's "
+        "noise too) and 'network'; or set variational={'loss': 'likelihood'} to train on the likelihood whatever the "
+        f"step returns (a mean squared error, a mean over outputs){_explicitly(module)}"
+    )
+
+
+def _explicitly(module: nn.Module) -> str:
+    return "; a step of another form can return self.vl_loss(f, y)" if hasattr(module, "vl_loss") else ""
+
+
+def _started(network: nn.Module, args: Any, kwargs: Any) -> ForwardCall:
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    rng = [(torch.device("cpu"), torch.get_rng_state())]
+    if device.type == "cuda":
+        rng.append((device, torch.cuda.get_rng_state(device)))
+    buffers = [b.detach().clone() for b in network.buffers()]
+    return ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, buffers)
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
+
+
+def _set_rng(states: list[tuple[torch.device, Tensor]]) -> None:
+    for device, state in states:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
+@torch.no_grad()
+def _write(network: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(network.buffers(), values, strict=True):
+        buffer.copy_(value)

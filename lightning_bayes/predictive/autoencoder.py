@@ -1,0 +1,171 @@
+"""Mean and variance in the latent and in the output space of an autoencoder, from sampled networks (Laplacian
+autoencoders, figure 2).
+
+For any module that names two of its parts `encoder` and `decoder`: each weight sample `θ_s = (ψ_s, φ_s)` of the
+posterior is an encoder `e_ψ` and the decoder `d_φ` that belongs to it,
+
+    z_s = e_ψ_s(x),    f_s = d_φ_s(z_s),    mean = Σ_s f_s / S,    variance = Σ_s (f_s − mean)² / S,
+
+and alike in `z`. These are the moments of what was drawn, so that the squared error of a sampled network, averaged over
+the samples, is that of the mean plus the variance. `x` is handed to `encoder`, and what comes out of it to `decoder`;
+the module's own `forward` is not called. Weights that the posterior does not cover are as the network has them: with a
+posterior of the decoder alone, the latent variance is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_bayes.curvature import inputs
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.predictive.predict import _at_mean, _unflatten
+
+PARTS = ("encoder", "decoder")
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """Moments over sampled networks. `encode` fills the latent ones, `decode` the others, `reconstruct` all of them;
+    the samples themselves are kept on request."""
+
+    mean: Tensor | None = None  # [B, ...]
+    variance: Tensor | None = None  # [B, ...]
+    latent_mean: Tensor | None = None  # [B, ...]
+    latent_variance: Tensor | None = None  # [B, ...]
+    samples: Tensor | None = None  # [S, B, ...]
+    latent_samples: Tensor | None = None  # [S, B, ...]
+
+    def to(self, *args: Any, **kwargs: Any) -> Reconstruction:
+        """On another device or in another dtype, with the arguments of `Tensor.to`."""
+        return self.map(lambda t: t.to(*args, **kwargs))
+
+    def cpu(self) -> Reconstruction:
+        return self.to(torch.device("cpu"))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Reconstruction:
+        """`change` applied to every tensor."""
+        present = {f.name: t for f in fields(self) if (t := getattr(self, f.name)) is not None}
+        return replace(self, **{name: change(t) for name, t in present.items()})
+
+
+def encode(
+    posterior: GaussianPosterior,
+    x: Any,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+    keep_samples: bool = False,
+) -> Reconstruction:
+    """The latent space: `x` through sampled encoders."""
+    (z,) = _moments(posterior, x, ("encoder",), samples, generator, keep_samples)
+    return Reconstruction(latent_mean=z.mean, latent_variance=z.variance, latent_samples=z.samples)
+
+
+def decode(
+    posterior: GaussianPosterior,
+    z: Any,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+    keep_samples: bool = False,
+) -> Reconstruction:
+    """The output space: given latent points through sampled decoders."""
+    (f,) = _moments(posterior, z, ("decoder",), samples, generator, keep_samples)
+    return Reconstruction(mean=f.mean, variance=f.variance, samples=f.samples)
+
+
+def reconstruct(
+    posterior: GaussianPosterior,
+    x: Any,
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+    keep_samples: bool = False,
+) -> Reconstruction:
+    """Both spaces: every sampled decoder reads what the encoder of the same sample wrote. The same generator draws the
+    same networks for `encode`, `decode` and `reconstruct`, and for every batch."""
+    z, f = _moments(posterior, x, PARTS, samples, generator, keep_samples)
+    return Reconstruction(f.mean, f.variance, z.mean, z.variance, f.samples, z.samples)
+
+
+def _moments(
+    posterior: GaussianPosterior,
+    x: Any,
+    parts: tuple[str, ...],
+    samples: int,
+    generator: torch.Generator | None,
+    keep_samples: bool,
+) -> list[_Moments]:
+    """Of what comes out of each of the parts, which are run one after the other."""
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    _check_parts(posterior.network)
+    found = [_Moments(part, keep_samples) for part in parts]
+    with _at_mean(posterior, x) as x:
+        chain = _Chain(posterior.network, parts)
+        mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
+        for _ in range(samples):
+            moves = _unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
+            for each, value in zip(found, functional_call(chain, weights, (x,)), strict=True):
+                each.add(value)
+    return found
+
+
+def _check_parts(network: nn.Module) -> None:
+    for name in PARTS:
+        if not isinstance(getattr(network, name, None), nn.Module):
+            children = ", ".join(child for child, _ in network.named_children()) or "none"
+            raise PosteriorError(
+                f"{type(network).__name__} has no submodule {name!r} (its submodules are: {children}): name the two "
+                "parts of an autoencoder `encoder` and `decoder`, or use predict, which needs no names"
+            )
+
+
+class _Chain(nn.Module):
+    """Parts of a network in a row, as one `forward` that a functional call can run at other weights."""
+
+    def __init__(self, network: nn.Module, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.network, self._names = network, parts
+        self.training = network.training
+
+    def forward(self, x: Any) -> list[Any]:
+        values = []
+        for name in self._names:
+            x = inputs.call(getattr(self.network, name), x)
+            values.append(x)
+        return values
+
+
+class _Moments:
+    """Welford's running mean and variance: as many samples as one likes in the memory of two."""
+
+    def __init__(self, part: str, keep_samples: bool) -> None:
+        self._part, self._n = part, 0
+        self._kept: list[Tensor] | None = [] if keep_samples else None
+
+    def add(self, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise PosteriorError(f"the {self._part} must return one tensor, but it returned a {type(value).__name__}")
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        self._n += 1
+        if self._n == 1:
+            self.mean, self._squares = wide.clone(), torch.zeros_like(wide)
+        else:
+            d = wide - self.mean
+            self.mean += d / self._n
+            self._squares += d * (wide - self.mean)
+        if self._kept is not None:
+            self._kept.append(value)
+
+    @property
+    def variance(self) -> Tensor:
+        return self._squares / self._n
+
+    @property
+    def samples(self) -> Tensor | None:
+        return None if self._kept is None else torch.stack(self._kept)  # [S, B, ...]

@@ -1,0 +1,293 @@
+"""`DeepEnsemble`: one predictive from several posteriors, each of a network of its own.
+
+It is the mixture of the members' predictives, `p(y | x) = Σₘ wₘ pₘ(y | x)`. Its moments follow from theirs by the law
+of total variance, with the member as one more thing that is not known:
+
+    μ         = Σₘ wₘ μₘ                                  (for classes, the probabilities)
+    epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
+    aleatoric = Σₘ wₘ aleatoricₘ
+
+so that for classes `epistemic + aleatoric = μ(1 − μ)` wherever the members have it (the "probit" link has its
+probabilities and its decomposition from two approximations, and has it nearly). The entropy of classes is the
+mixture's own. A regression's mixture is reported, and scored, as the Gaussian with its mean and variance, whose entropy
+is the largest at that variance; `log_prob` is the density of the mixture itself.
+
+At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
+and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.
+With a posterior for each member it also knows what is uncertain around each of them (L2M paper, section 4.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.predictive.prediction import Prediction
+
+
+@dataclass(frozen=True, eq=False)
+class DeepEnsemble:
+    """The mixture of several posteriors' predictives.
+
+    Args:
+        posteriors: one for each trained network, of any method; all with the same kind of likelihood. Each keeps its
+            own noise.
+        weights: of the members, relative to each other; by default all count the same.
+    """
+
+    posteriors: Sequence[GaussianPosterior] = field(repr=False)
+    weights: Sequence[float] | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "posteriors", tuple(self.posteriors))
+        _check_members(self.posteriors)
+        object.__setattr__(self, "weights", _normalised(self.weights, len(self.posteriors)))
+
+    @staticmethod
+    def load(
+        paths: Sequence[str | PathLike[str]],
+        networks: Sequence[nn.Module],
+        likelihood: Likelihood | None = None,
+        weights: Sequence[float] | Tensor | None = None,
+    ) -> DeepEnsemble:
+        """From the files that posteriors and callbacks write, and the trained network of each."""
+        if len(paths) != len(networks):
+            raise PosteriorError(
+                f"there are {len(paths)} posterior files and {len(networks)} networks: every member needs one of each"
+            )
+        members = []
+        for path, network in zip(paths, networks, strict=True):
+            with _naming(fspath(path)):
+                members.append(GaussianPosterior.load(path, network, likelihood))
+                members[-1].check_weights()
+        return DeepEnsemble(members, weights)
+
+    @staticmethod
+    def from_checkpoints(
+        paths: Sequence[str | PathLike[str]],
+        module: Callable[..., nn.Module],
+        name: str | None = None,
+        network: str | None = None,
+        likelihood: Likelihood | None = None,
+        weights: Sequence[float] | Tensor | None = None,
+        device: str | torch.device = "cpu",
+    ) -> DeepEnsemble:
+        """From the last checkpoints of several Trainers with a posterior callback.
+
+        Args:
+            paths: one checkpoint for each member.
+            module: the LightningModule's class, which is restored with the arguments that it saved, or a function that
+                makes an untrained one, such as `lambda: LitNet(width=50)`.
+            name: of the callback whose posterior is meant; needed where there were several.
+            network: the submodule that maps x to f, as in the callback; by default the module itself.
+            likelihood: one of your own, which no file can hold.
+            weights: of the members.
+            device: where the networks go.
+        """
+        members = []
+        for path in paths:
+            with _naming(fspath(path)):
+                checkpoint = _read(path)
+                state = _stored_posterior(checkpoint, name)
+                restored = _restore(module, path, checkpoint).to(device)
+                found = restored if network is None else restored.get_submodule(network)
+                members.append(GaussianPosterior.from_state_dict(found, state, likelihood))
+                members[-1].check_weights()
+        return DeepEnsemble(members, weights)
+
+    def __len__(self) -> int:
+        return len(self.posteriors)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Of the first member; the others' may differ in their noise."""
+        return self.posteriors[0].likelihood
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first member, where predictions are put together."""
+        return self.posteriors[0].device
+
+    def predict(
+        self,
+        x: Any,
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """The mixture of the members' predictions at `x`, in the words of `GaussianPosterior.predict`; `samples` are of
+        each member, independent of the others'."""
+        members = self.predict_each(x, predictive, link, samples, generator)
+        means = torch.stack([_mean(member) for member in members])  # [M, B, …]
+        w = torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
+        mean = (w * means).sum(0)
+        within = (w * torch.stack([member.epistemic for member in members])).sum(0)
+        between = (w * (means - mean).square()).sum(0)
+        aleatoric = (w * torch.stack([member.aleatoric for member in members])).sum(0)
+        return Prediction.from_predictive(self.likelihood.predictive(mean, within + between, aleatoric))
+
+    def predict_each(
+        self,
+        x: Any,
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> list[Prediction]:
+        """Every member's own prediction at `x`, on one device."""
+        # A member gives the global generator back as it was: all would draw the same numbers from it.
+        generator = _copy_of_global_generator() if generator is None else generator
+        found = []
+        for number, posterior in enumerate(self.posteriors):
+            with _naming(f"member {number}"):
+                found.append(posterior.predict(x, predictive, link, samples, generator).to(self.device))
+        first = _mean(found[0])
+        for number, member in enumerate(found):
+            if _mean(member).shape != first.shape:
+                raise PosteriorError(
+                    f"members must agree in their outputs, but member 0 has shape {list(first.shape)} and member "
+                    f"{number} has shape {list(_mean(member).shape)}: make all networks with the same outputs"
+                )
+        return found
+
+    def log_prob(
+        self,
+        x: Any,
+        y: Tensor,
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`log Σₘ wₘ N(y; μₘ, varianceₘ)` of every real target.  # the shape of y"""
+        members = self.predict_each(x, predictive, link, samples, generator)
+        if members[0].probs is not None:
+            raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
+        y = y.to(self.device)
+        terms = []
+        for w, member in zip(self.weights or (), members, strict=True):
+            μ, v = _mean(member), member.variance
+            assert v is not None
+            if y.shape != μ.shape:
+                raise PosteriorError(
+                    f"log_prob needs targets of shape {list(μ.shape)}, as the predictions have, got {list(y.shape)}"
+                )
+            log_w = math.log(w) if w > 0 else -math.inf
+            terms.append(log_w - 0.5 * ((2 * math.pi * v).log() + (y - μ).square() / v))
+        return torch.stack(terms).logsumexp(0)
+
+
+def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
+    if not posteriors:
+        raise PosteriorError("an ensemble needs at least one posterior, got none")
+    first = posteriors[0]
+    for number, member in enumerate(posteriors):
+        if not isinstance(member, GaussianPosterior):
+            raise PosteriorError(
+                f"member {number} is a {type(member).__name__}: an ensemble takes GaussianPosteriors, as fit_laplace "
+                "gives, or a callback's .posterior where the network is not sharded"
+            )
+        if _kind(member.likelihood) != _kind(first.likelihood):
+            raise PosteriorError(
+                f"members must share one kind of likelihood, but member 0 has {first.likelihood} and member {number} "
+                f"has {member.likelihood}"
+            )
+        for other in range(number):
+            # Compared as `check_weights` does, which at least one of the two would fail.
+            one, two = member.fingerprint, posteriors[other].fingerprint
+            same = one.shape == two.shape and torch.allclose(one, two, rtol=1e-6, atol=1e-12)
+            if member.network is posteriors[other].network and not same:
+                raise PosteriorError(
+                    f"members {other} and {number} share one network, but belong to different weights of it: give each "
+                    "member a network of its own"
+                )
+
+
+def _kind(likelihood: Likelihood) -> tuple[Any, ...]:
+    """What members must agree in. Noise is not among it: each member may have tuned its own."""
+    return type(likelihood), getattr(likelihood, "ignore_index", None)
+
+
+def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple[float, ...]:
+    if weights is None:
+        return (1 / members,) * members
+    found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if found.shape != (members,):
+        raise PosteriorError(
+            f"there are {members} members, but weights of shape {list(found.shape)}: give one for each"
+        )
+    if not (found >= 0).all() or not found.isfinite().all() or not found.sum() > 0:
+        raise PosteriorError(f"weights must be finite, not negative, and not all zero, got {found.tolist()}")
+    return tuple((found / found.sum()).tolist())
+
+
+def _mean(prediction: Prediction) -> Tensor:
+    found = prediction.mean if prediction.probs is None else prediction.probs
+    assert found is not None
+    return found
+
+
+def _copy_of_global_generator() -> torch.Generator:
+    return torch.Generator().set_state(torch.get_rng_state())
+
+
+@contextmanager
+def _naming(which: str) -> Iterator[None]:
+    """An error of one member says which one."""
+    try:
+        yield
+    except PosteriorError as error:
+        raise PosteriorError(f"{which}: {error}") from error
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    if Path(path).is_dir():
+        raise PosteriorError(
+            "this is a folder, as sharded training writes it: use DeepEnsemble.load with the posteriors' own files"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Callbacks keep theirs under "Class[name]"."""
+    callbacks = checkpoint.get("callbacks") or {}
+    states = {key: state["posterior"] for key, state in callbacks.items() if _has_posterior(state)}
+    if not states:
+        raise PosteriorError(
+            "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
+            "checkpoint, or DeepEnsemble.load with the posteriors' own files"
+        )
+    found = [state for key, state in states.items() if name is None or key.endswith(f"[{name}]")]
+    if len(found) != 1:
+        wanted = "several posteriors, but no name= to choose by" if name is None else f"no posterior named {name!r}"
+        names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
+        raise PosteriorError(f"this checkpoint holds {wanted}; it has {names}")
+    return found[0]
+
+
+def _has_posterior(state: Any) -> bool:
+    return isinstance(state, dict) and isinstance(state.get("posterior"), dict)
+
+
+def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:
+    if isinstance(module, nn.Module):
+        raise PosteriorError(
+            f"module= is one {type(module).__name__}, but every member needs one of its own: pass the class, or a "
+            "function that makes one"
+        )
+    if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class, which knows its saved arguments
+        return module.load_from_checkpoint(path, map_location="cpu")
+    made = module()
+    made.load_state_dict(checkpoint["state_dict"])
+    return made

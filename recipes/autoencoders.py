@@ -1,0 +1,285 @@
+"""Autoencoders and the ways to be unsure about them that the Laplacian autoencoder is compared with (Miani et al.,
+"Laplacian autoencoders for learning stochastic representations", section 5 and appendix A).
+
+Every method is a `Method`: it draws networks, and has the moments of their latent points and reconstructions. All train
+with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior has. Where the authors'
+code does otherwise than the paper says, this does as the paper says: the loss is that of the Hessian (theirs is a mean
+over pixels), the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor
+½, and the prior does not decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lae_common import Data, Settings
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback
+from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+
+METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
+DROPOUT, MEMBERS, KL_WEIGHT, LATENT = 0.2, 5, 1e-3, 2
+BATCH = 500  # images at a time where nothing is trained
+PATIENCE = 8  # epochs without a better validation loss
+NOISE = Gaussian(noise_std=1.0)
+
+
+# -- networks ----------------------------------------------------------------------------------------------------------
+
+
+def linear_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    h = (pixels**2, width, width // 2, LATENT)
+    return nn.Sequential(nn.Flatten(), *_stack([nn.Linear(a, b) for a, b in pairwise(h)], dropout))
+
+
+def linear_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    h = (LATENT, width // 2, width, pixels**2)
+    layers = _stack([nn.Linear(a, b) for a, b in pairwise(h)], dropout)
+    return nn.Sequential(*_dropout(dropout), *layers, nn.Unflatten(1, (1, pixels, pixels)))
+
+
+def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    """With 64 channels: Conv64 – pool – Conv64 – pool – 2048 – 1024 – 2."""
+    c, side = width // 8, pixels // 4
+    linear = [nn.Linear(c * side**2, 32 * c), nn.Linear(32 * c, 16 * c), nn.Linear(16 * c, LATENT)]
+    first = [nn.Conv2d(1, c, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *_dropout(dropout)]
+    second = [nn.Conv2d(c, c, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *_dropout(dropout)]
+    return nn.Sequential(*first, *second, nn.Flatten(), *_stack(linear, dropout))
+
+
+def conv_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    c, side = width // 8, pixels // 4
+    linear = [nn.Linear(LATENT, 16 * c), nn.Linear(16 * c, 32 * c), nn.Linear(32 * c, c * side**2)]
+    first = [nn.Tanh(), nn.Unflatten(1, (c, side, side)), nn.Upsample(scale_factor=2), *_dropout(dropout)]
+    second = [nn.Conv2d(c, c, 3, padding=1), nn.Tanh(), nn.Upsample(scale_factor=2), *_dropout(dropout)]
+    return nn.Sequential(*_dropout(dropout), *_stack(linear, dropout), *first, *second, nn.Conv2d(c, 1, 3, padding=1))
+
+
+def _stack(layers: Sequence[nn.Module], dropout: float) -> list[nn.Module]:
+    between = [part for layer in layers[:-1] for part in (layer, nn.Tanh(), *_dropout(dropout))]
+    return [*between, layers[-1]]
+
+
+def _dropout(p: float) -> list[nn.Module]:
+    return [nn.Dropout(p)] if p else []
+
+
+class LitAutoencoder(L.LightningModule):
+    """An ordinary LightningModule that names its encoder and decoder; nothing in it is Bayesian."""
+
+    def __init__(self, settings: Settings, conv: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        encoder, decoder = (conv_encoder, conv_decoder) if conv else (linear_encoder, linear_decoder)
+        self.encoder = encoder(settings.pixels, settings.width, dropout)
+        self.decoder = decoder(settings.pixels, settings.width, dropout)
+        self.lr = settings.lr
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+    def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[0]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return 0.5 * (x - self(x)).square().sum() / len(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch[0]), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class LitVAE(LitAutoencoder):
+    """Two encoders and two decoders: means, and logarithms of variances."""
+
+    def __init__(self, settings: Settings, conv: bool = False) -> None:
+        super().__init__(settings, conv)
+        other = LitAutoencoder(settings, conv)
+        self.encoder_log_variance, self.decoder_log_variance = other.encoder, other.decoder
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encoder(x), self.encoder_log_variance(x).clamp(-16, 4)
+
+    def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """A pixel that is always black would have no variance: its standard deviation is at least 0.05."""
+        return self.decoder(z), F.softplus(self.decoder_log_variance(z) + 6) - 6
+
+    def loss(self, x: Tensor) -> Tensor:
+        μ, log_σ2 = self.encode(x)
+        f, log_s2 = self.decode(μ + (0.5 * log_σ2).exp() * torch.randn_like(μ))
+        fit = 0.5 * ((x - f).square() * (-log_s2).exp() + log_s2).sum()
+        kl = 0.5 * (log_σ2.exp() + μ.square() - 1 - log_σ2).sum()
+        return (fit + KL_WEIGHT * kl) / len(x)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def fit(module: L.LightningModule, data: Data, settings: Settings, output: Path, *callbacks: L.Callback) -> Any:
+    """Until the validation loss has not fallen for `PATIENCE` epochs, or `settings.epochs` are over."""
+    trainer = L.Trainer(
+        max_epochs=settings.epochs,
+        callbacks=[EarlyStopping("val_loss", patience=PATIENCE), *callbacks],
+        default_root_dir=output,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, data.loader("train", settings.batch), data.loader("valid", BATCH))
+    return module
+
+
+def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> LaplacePosterior:
+    """Trained at samples of its posterior, whose curvature is learned on the way. The memory starts at the number of
+    examples, as in the authors' code, and the prior stays where it is."""
+    seed(settings.seed)
+    callback = OnlineLaplaceCallback(
+        NOISE,
+        settings.memory_factor,
+        settings.hessian,
+        average=settings.average,
+        initial_curvature=float(len(data.train)),
+        name=f"online_{settings.hessian}",
+        seed=settings.seed,
+    )
+    fit(LitAutoencoder(settings, conv), data, settings, output, callback)
+    return callback.posterior  # type: ignore[return-value]
+
+
+def post_hoc(module: LitAutoencoder, data: Data, settings: Settings, output: Path, hessian: str) -> LaplacePosterior:
+    """The Hessian of a trained autoencoder, summed over the data by a training that neither moves nor forgets, and the
+    prior precision with the largest evidence."""
+    callback = OnlineLaplaceCallback(
+        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed
+    )
+    lr, module.lr = module.lr, 0.0
+    fit(module, data, replace(settings, epochs=1), output, callback)
+    module.lr = lr
+    x, _ = data.train.tensors
+    pairs = DataLoader(TensorDataset(x, x), BATCH)
+    return callback.posterior.tune_prior("marglik", loader=pairs, noise=False)  # type: ignore[return-value, call-arg]
+
+
+def seed(number: int) -> None:
+    L.seed_everything(number, verbose=False)
+
+
+# -- methods -----------------------------------------------------------------------------------------------------------
+
+
+class Method:
+    """A trained autoencoder and what it is unsure of."""
+
+    stochastic = True
+
+    def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
+        """`n` networks at a batch, samples kept; the same seed draws the same networks where networks are drawn."""
+        raise NotImplementedError
+
+    def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
+        """Variance of the reconstruction of latent points.  # [B, 1, H, W]"""
+        raise NotImplementedError
+
+    def moments(self, x: Tensor, n: int, seed: int) -> Reconstruction:
+        """Of any number of images; samples are not kept."""
+        parts = [replace(self.draw(part, n, seed), samples=None, latent_samples=None) for part in x.split(BATCH)]
+        names = ("mean", "variance", "latent_mean", "latent_variance")
+        return Reconstruction(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+@dataclass(frozen=True)
+class Several(Method):
+    """One network, with or without dropout, or one after the other of an ensemble."""
+
+    modules: Sequence[LitAutoencoder]
+    dropout: bool = False
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]
+        return self.dropout or len(self.modules) > 1
+
+    @torch.no_grad()
+    def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
+        chosen = [self.modules[0].train()] * n if self.dropout else [module.eval() for module in self.modules]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            z = torch.stack([module.encoder(x) for module in chosen])  # [n, B, 2]
+            f = torch.stack([module.decoder(each) for module, each in zip(chosen, z, strict=True)])  # [n, B, 1, H, W]
+        return _with_moments(z, f)
+
+
+@dataclass(frozen=True)
+class Variational(Method):
+    """Latent points are drawn; a pixel's variance is the decoder's own, and that of its mean over the draws."""
+
+    module: LitVAE
+
+    @torch.no_grad()
+    def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
+        μ, log_σ2 = self.module.encode(x)
+        noise = torch.randn(n, *μ.shape, generator=torch.Generator().manual_seed(seed))
+        z = μ + (0.5 * log_σ2).exp() * noise  # [n, B, 2]
+        f, log_s2 = (t.unflatten(0, (n, len(x))) for t in self.module.decode(z.flatten(0, 1)))
+        found = _with_moments(z, f)
+        return replace(found, variance=found.variance + log_s2.exp().mean(0), latent_variance=log_σ2.exp())
+
+    @torch.no_grad()
+    def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
+        return self.module.decode(z)[1].exp()
+
+
+@dataclass(frozen=True)
+class Laplacian(Method):
+    posterior: LaplacePosterior
+
+    def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
+        return self.posterior.reconstruct(x, n, torch.Generator().manual_seed(seed), keep_samples=True)
+
+    def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
+        found = decode(self.posterior, z, n, torch.Generator().manual_seed(seed)).variance
+        assert found is not None
+        return found
+
+
+def _with_moments(z: Tensor, f: Tensor) -> Reconstruction:
+    return Reconstruction(f.mean(0), f.var(0, correction=0), z.mean(0), z.var(0, correction=0), f, z)
+
+
+def train_all(
+    data: Data, settings: Settings, output: Path, conv: bool = False, say: Callable[[str], None] = print
+) -> dict[str, Method]:
+    """All methods of the paper's comparisons; the autoencoder is the ensemble's first member."""
+    members = []
+    for number in range(MEMBERS):
+        seed(settings.seed + number)
+        members.append(fit(LitAutoencoder(settings, conv), data, settings, output))
+    say(f"trained {MEMBERS} autoencoders")
+    posterior = post_hoc(members[0], data, settings, output, settings.hessian)
+    say("fitted the post-hoc LAE")
+    seed(settings.seed)
+    vae = fit(LitVAE(settings, conv), data, settings, output).eval()
+    seed(settings.seed)
+    dropout = fit(LitAutoencoder(settings, conv, DROPOUT), data, settings, output)
+    say("trained the VAE and the MC-AE")
+    lae = online(data, settings, output, conv)
+    say("trained the online LAE")
+    found = (Several(members[:1]), Variational(vae), Several([dropout], dropout=True), Several(members))
+    return dict(zip(METHODS, (*found, Laplacian(posterior), Laplacian(lae)), strict=True))

@@ -1,0 +1,352 @@
+"""What comes after the fit: test, predict, checkpoints, resumed runs, LightningCLI."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
+from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_bayes import Gaussian, GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior
+from lightning_bayes.posterior import fit_l2m
+
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+X = draw(5, 4, seed=9).double()
+HELD_OUT = DataLoader(wide(labelled(11, 5)), batch_size=4)
+
+
+def nll(probs: Tensor) -> float:
+    return float(F.nll_loss(probs.log(), labelled(11, 5).tensors[1]))
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.n_data == expected.n_data
+    for mine, other in (
+        (found.mean, expected.mean),
+        (found.prior_precision, expected.prior_precision),
+        (found.precision.diagonal(), expected.precision.diagonal()),
+    ):
+        assert torch.equal(mine, other)
+
+
+# -- scores and predictions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
+def test_map_and_posterior_are_scored_side_by_side(tmp_path: Path, predictive: str) -> None:
+    callback = l2m(predictive=predictive, samples=7, seed=3)
+    model, fit = fitted(tmp_path, callback)
+    (logged,) = fit.test(model, HELD_OUT, verbose=False)
+    assert logged.keys() == {f"test_{m}_{w}" for m in ("nll", "acc", "ece", "brier") for w in ("map", "l2m")}
+    x = HELD_OUT.dataset.tensors[0]  # type: ignore[attr-defined]
+    probs = callback.posterior.predict(x, predictive, samples=7, generator=torch.Generator().manual_seed(3)).probs
+    assert logged["test_nll_l2m"] == pytest.approx(nll(probs), rel=1e-6)
+    assert logged["test_nll_map"] == pytest.approx(nll(model(x).detach().softmax(1)), rel=1e-6)
+
+
+def test_predict_gives_predictions_and_gives_the_step_back(tmp_path: Path) -> None:
+    callback = l2m()
+    model, fit = fitted(tmp_path, callback)
+    found = fit.predict(model, HELD_OUT)
+    x = HELD_OUT.dataset.tensors[0]  # type: ignore[attr-defined]
+    assert torch.equal(torch.cat([each.probs for each in found]), callback.posterior.predict(x).probs)
+    assert "predict_step" not in model.__dict__
+
+
+def test_a_laplace_callback_beside_it_scores_as_alone(tmp_path: Path) -> None:
+    alone: dict[str, float] = {}
+    for callback in (laplace(structure="diag", tune=None), l2m()):
+        model, fit = fitted(tmp_path, callback)  # type: ignore[arg-type]
+        alone |= fit.test(model, HELD_OUT, verbose=False)[0]
+    both = [laplace(structure="diag", tune=None), l2m()]
+    model, fit = fitted(tmp_path, both[1], callbacks=both)  # type: ignore[arg-type]
+    (together,) = fit.test(model, HELD_OUT, verbose=False)
+    assert together == pytest.approx(alone, rel=1e-9)
+    assert {"test_nll_map", "test_nll_laplace", "test_nll_l2m"} <= together.keys()
+    assert fit.predict(model, HELD_OUT)[0].keys() == {"laplace", "l2m"}
+
+
+def test_after_an_exception_everything_is_as_it_was(tmp_path: Path) -> None:
+    class Fails(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fail:
+                raise RuntimeError("no forward")
+            return super().forward(x)
+
+        fail = False
+
+    callback = l2m()
+    model, fit = fitted(tmp_path, callback, Fails(torch.optim.Adam, weight_decay=0.1))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    model.train()
+    model.fail = True
+    for call in (fit.predict, fit.test):
+        with pytest.raises(RuntimeError, match="no forward"):
+            call(model, HELD_OUT)
+        assert "predict_step" not in model.__dict__
+        assert all(p.requires_grad for p in model.parameters())
+        assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    model.fail = False
+    assert callback.posterior.predict(X).probs is not None
+
+
+def test_an_exception_in_training_leaves_no_posterior_of_an_earlier_one(tmp_path: Path) -> None:
+    class Breaks(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    callback = l2m()
+    fitted(tmp_path, callback)
+    model = Breaks(torch.optim.Adam, weight_decay=0.1)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fitted(tmp_path, callback, model)
+    with pytest.raises(RuntimeError, match="has no posterior yet"):
+        _ = callback.posterior
+    fitted(tmp_path, callback)
+    assert callback._batches.global_step == 10
+
+
+def test_stale_weights_are_refused(tmp_path: Path) -> None:
+    callback = l2m()
+    model, fit = fitted(tmp_path, callback)
+    with torch.no_grad():
+        model.net[0].weight[0, 0] += 0.1
+    with pytest.raises(RuntimeError, match="not those the posterior was fitted to: load the matching weights, or fit"):
+        fit.test(model, HELD_OUT, verbose=False)
+    assert isinstance(callback.fit_now(fit, model), LaplacePosterior)
+    fit.test(model, HELD_OUT, verbose=False)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(folder: Path, callback: L2MCallback, model: Any = None, **arguments: Any) -> tuple[Any, Any, str]:
+    checkpoint = ModelCheckpoint(folder / "kept", save_last=True)
+    both = [callback, checkpoint]
+    model, fit = fitted(folder, callback, model, callbacks=both, enable_checkpointing=True, **arguments)
+    return model, fit, str(checkpoint.last_model_path)
+
+
+def test_the_last_checkpoint_and_a_file_hold_the_posterior(tmp_path: Path) -> None:
+    callback = l2m()
+    model, _, path = checkpointed(tmp_path, callback)
+    state = torch.load(path, weights_only=True)["callbacks"]["L2MCallback[l2m]"]
+    same(GaussianPosterior.from_state_dict(model, state["posterior"]), callback.posterior)
+    assert callback.posterior_path == tmp_path / "l2m_posterior.pt"
+    loaded = GaussianPosterior.load(callback.posterior_path, model)
+    same(loaded, callback.posterior)
+    assert torch.equal(loaded.predict(X).probs, callback.posterior.predict(X).probs)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path, own: bool) -> None:
+    likelihood: Any = Temperate() if own else "classification"  # a likelihood of the user's own is in no file
+    callback = l2m(likelihood=likelihood)
+    model, fit, path = checkpointed(tmp_path, callback)
+    (expected,) = fit.test(model, HELD_OUT, verbose=False)
+    fresh = l2m(likelihood=likelihood)
+    again = trainer(tmp_path, fresh, precision="64-true")
+    (logged,) = again.test(new(), HELD_OUT, ckpt_path=path, verbose=False)
+    assert logged == pytest.approx(expected, rel=1e-9)
+    found = again.predict(new(), HELD_OUT, ckpt_path=path)
+    assert torch.equal(found[0].probs, fit.predict(model, HELD_OUT)[0].probs)
+
+
+PROGRAM = """
+import sys
+import torch
+from callback_cases import trainer
+from l2m_cases import l2m
+from test_l2m_callback_use import HELD_OUT, new
+
+if __name__ == "__main__":
+    fit = trainer(sys.argv[1], l2m(), precision="64-true")
+    print(repr(fit.test(new(), HELD_OUT, ckpt_path=sys.argv[2], verbose=False)[0]["test_nll_l2m"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_reads_the_checkpoint(tmp_path: Path) -> None:
+    model, fit, path = checkpointed(tmp_path, l2m())
+    expected = fit.test(model, HELD_OUT, verbose=False)[0]["test_nll_l2m"]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(program), str(tmp_path), path]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert said.returncode == 0, said.stderr
+    assert float(said.stdout.split()[-1]) == pytest.approx(expected, rel=1e-9)
+
+
+def new() -> Net:
+    """As a program that starts again makes it; in float64, because Lightning loads weights before it converts them."""
+    return adam().double()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_run_resumed_between_epochs_is_one_that_never_stopped(tmp_path: Path, accumulate: int) -> None:
+    whole, checkpoint = l2m(), ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 3}
+    fitted(tmp_path, whole, callbacks=[whole, checkpoint], enable_checkpointing=True, **options)
+    paths = sorted((tmp_path / "kept").iterdir(), key=lambda path: path.name)
+    assert len(paths) == 3
+    for path in paths[:-1]:
+        stored = torch.load(path, weights_only=True)["callbacks"]["L2MCallback[l2m]"]
+        assert stored["posterior"] is None
+        callback = l2m()
+        trainer(tmp_path, callback, precision="64-true", **options).fit(new(), loader(), ckpt_path=path)
+        same(callback.posterior, whole.posterior)
+        assert callback._batches == whole._batches
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_counters_of_a_run_resumed_within_an_epoch(tmp_path: Path, before: bool, accumulate: int) -> None:
+    """Lightning then sees other batches, but as many; also where the checkpoint is written before this callback's turn
+    to count the step."""
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "seven.ckpt", weights_only=False)
+
+    whole, callback = l2m(), l2m()
+    both: list[Any] = [Save(), whole] if before else [whole, Save()]
+    fitted(tmp_path, whole, data=loader(40), callbacks=both, max_epochs=3, accumulate_grad_batches=accumulate)
+    resume = trainer(tmp_path, callback, precision="64-true", max_epochs=3, accumulate_grad_batches=accumulate)
+    resume.fit(new(), loader(40), ckpt_path=tmp_path / "seven.ckpt")
+    assert callback._batches.global_step == (15 if accumulate == 1 else 9)
+    assert callback._batches == whole._batches
+
+
+def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
+    callback = l2m()
+    _, _, path = checkpointed(tmp_path, callback)
+    fresh = l2m()
+    trainer(tmp_path, fresh, precision="64-true").fit(new(), loader(), ckpt_path=path)
+    same(fresh.posterior, callback.posterior)
+
+
+def test_a_fit_after_a_test_from_a_checkpoint_does_not_count_its_batches(tmp_path: Path) -> None:
+    _, _, path = checkpointed(tmp_path, l2m(), accumulate_grad_batches=4)
+    callback, expected = l2m(), l2m()
+    fit = trainer(tmp_path, callback, precision="64-true")
+    fit.test(new(), HELD_OUT, ckpt_path=path, verbose=False)
+    fit.fit(adam(), loader())
+    fitted(tmp_path, expected)
+    same(callback.posterior, expected.posterior)
+
+
+def test_a_tuned_posterior_is_stored_with_its_evidence(tmp_path: Path) -> None:
+    callback = l2m(tune="marglik")
+    model, _, _ = checkpointed(tmp_path, callback)
+    loaded = GaussianPosterior.load(callback.posterior_path, model)
+    assert torch.equal(loaded.log_marginal_likelihood(), callback.posterior.log_marginal_likelihood())
+
+
+def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: Path) -> None:
+    callback, checkpoint = l2m(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    model, fit = fitted(tmp_path, callback, callbacks=[callback, checkpoint], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="not those the posterior was fitted to"):
+        fit.test(model, HELD_OUT, ckpt_path="best", verbose=False)
+
+
+# -- kinds of Trainer --------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_of_the_first_kind_is_refused_in_setup() -> None:
+    import types
+
+    callback = l2m()
+    stand_in: Any = types.SimpleNamespace(strategy=FSDPStrategy(), callbacks=[callback])
+    with pytest.raises(RuntimeError, match=r"cannot read the optimizer's state under FSDPStrategy: use strategy='ddp'"):
+        callback.setup(stand_in, adam(), "fit")
+
+
+@pytest.mark.filterwarnings("ignore:.*barebones")
+def test_a_barebones_trainer(tmp_path: Path) -> None:
+    callback = l2m(prior_precision=1.0)
+    model = Classifier()
+    fit = L.Trainer(accelerator="cpu", max_epochs=1, barebones=True, callbacks=[callback], default_root_dir=tmp_path)
+    fit.fit(model, train_loader())
+    expected = fit_l2m(model, fit.optimizers, n_data=N, batch_size=callback._batches.size, prior_precision=1.0)
+    same(callback.posterior, expected)
+    found = fit.predict(model, held_out(batch_size=11))
+    assert torch.equal(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
+
+
+def test_a_compiled_module(tmp_path: Path) -> None:
+    callback, plain = l2m(), l2m()
+    model = adam()
+    fitted(tmp_path, callback, torch.compile(model, backend="eager"))
+    fitted(tmp_path, plain)
+    assert torch.equal(callback.posterior.precision.diagonal(), plain.posterior.precision.diagonal())
+    assert callback.posterior.subset.names == plain.posterior.subset.names
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  enable_checkpointing: false
+  default_root_dir: {folder}
+  callbacks:
+    - class_path: lightning_bayes.L2MCallback
+      init_args: {words}
+"""
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return train_loader()
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
+    words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, per_layer: false,
+        loss_scale: 2.0, n_data: 100, predictive: bnn, link: mc, samples: 7, name: mine, ood: false, plots: false,
+        seed: 3}"""
+    path = tmp_path / "config.yaml"
+    path.write_text(YAML.format(folder=tmp_path, words=words))
+    arguments: Any = {"save_config_callback": None, "seed_everything_default": 0}
+    cli = LightningCLI(Classifier, Data, args=["fit", "--config", str(path)], **arguments)
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
+    expected = fit_l2m(
+        cli.model, cli.trainer.optimizers, n_data=100, batch_size=callback._batches.size, loss_scale=2.0,
+        prior_precision=2.5,
+    )  # fmt: skip
+    same(callback.posterior, expected)
+    assert (callback.predictive, callback.link, callback.samples, callback.seed) == ("bnn", "mc", 7, 3)
+    assert callback.posterior_path == tmp_path / "mine_posterior.pt"
+
+    words = """{likelihood: {class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}, scaling: paper,
+        prior_precision: [1.0, 2.0], tune: marglik}"""
+    path.write_text(YAML.format(folder=tmp_path, words=words))
+    cli = LightningCLI(Classifier, Data, args=["--config", str(path)], run=False, **arguments)
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
+    assert isinstance(callback.likelihood, Gaussian)
+    assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], "marglik")
+
+
+def test_the_two_kinds_of_callback_have_keys_of_their_own() -> None:
+    assert l2m().state_key == "L2MCallback[l2m]"
+    assert LaplaceCallback(name="l2m").state_key != l2m().state_key

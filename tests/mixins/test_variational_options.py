@@ -1,0 +1,332 @@
+"""log σ, the prior, the number of examples, and everything that can be said in `variational`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
+from variational_cases import VI, VL, Lit, dataset, images, loader, options, targets, trainer, vl, weighted_kl
+
+from lightning_bayes import Gaussian
+from lightning_bayes.mixins import (
+    LogSigmaMultiplierMixin,
+    OptionError,
+    PatternError,
+    PriorStdError,
+    VariationalError,
+    VariationalLaplaceMixin,
+    VariationalMixin,
+)
+
+
+class Decayed(Lit):
+    decay: float = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr, weight_decay=self.decay)
+
+
+class DecayedVL(VariationalLaplaceMixin, Decayed):
+    pass
+
+
+@pytest.mark.parametrize("kind", [VL, VI])
+def test_log_sigma_is_a_mapping_by_the_weights_names(kind: type) -> None:
+    module = kind(variational={"prior_std": 0.5})
+    assert isinstance(module, VariationalMixin)
+    weights = {n: p for n, p in module.named_parameters() if not n.startswith("log_sigma.")}
+    assert list(module.log_sigma) == list(module.log_sigma.keys()) == list(weights)
+    assert len(module.log_sigma) == len(weights) == 6
+    assert "net.1.weight" in module.log_sigma
+    assert "net.9.weight" not in module.log_sigma
+    for name, log_σ in module.log_sigma.items():
+        assert isinstance(log_σ, nn.Parameter)
+        assert log_σ.shape == weights[name].shape
+        torch.testing.assert_close(log_σ, torch.full_like(log_σ, math.log(0.5) - 3))
+    mine = {id(p) for n, p in module.named_parameters() if n.startswith("log_sigma.")}
+    assert mine == {id(p) for p in module.log_sigma.values()}
+    with pytest.raises(KeyError, match=r"no log σ for 'net.9.weight'"):
+        module.log_sigma["net.9.weight"]
+
+
+class Bare(L.LightningModule):
+    """Parameters of the module itself, with names that mean something else to a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(2))
+        self.training_rate = nn.Parameter(torch.zeros(3))
+
+
+class BareVL(VariationalLaplaceMixin, Bare):
+    pass
+
+
+def test_a_parameter_may_have_any_name() -> None:
+    module = BareVL(variational={})
+    assert list(module.log_sigma.keys()) == ["values", "training_rate"]
+    assert module.log_sigma["values"].shape == (2,)
+    again = BareVL(variational={})
+    again.load_state_dict(module.state_dict())
+
+
+def test_deterministic_frozen_and_tied_parameters() -> None:
+    assert list(vl("residual", deterministic=["*.bias", "net.1.norm", "net.2"]).log_sigma) == [
+        "net.0.weight",
+        "net.1.conv.weight",
+        "net.6.weight",
+    ]
+    assert "net.1.weight" not in vl("frozen").log_sigma
+    assert list(vl("tied").log_sigma) == [
+        "net.first.weight",
+        "net.first.bias",
+        "net.second.bias",
+        "net.out.weight",
+        "net.out.bias",
+    ]
+
+
+def test_he_scales_with_the_fan_in() -> None:
+    module = vl("residual", prior_std="he")
+    prior = module._variational.prior
+    assert prior["net.0.weight"] == prior["net.0.bias"] == pytest.approx(math.sqrt(2 / 18))
+    assert prior["net.1.conv.weight"] == pytest.approx(math.sqrt(2 / 27))
+    assert prior["net.6.weight"] == pytest.approx(math.sqrt(2 / 3))
+    assert prior["net.1.norm.weight"] == prior["net.2.bias"] == 1.0
+    assert VL(variational={"prior_std": "he"}).log_sigma["net.1.bias"][0].item() == pytest.approx(
+        math.log(math.sqrt(2 / 32)) - 3
+    )
+
+
+def test_a_prior_for_each_name_pattern() -> None:
+    module = vl(prior_std={"*": 2.0, "net.1": "he", "net.1.bias": 0.1})
+    prior = module._variational.prior
+    assert prior["net.1.bias"] == 0.1
+    assert prior["net.1.weight"] == pytest.approx(math.sqrt(2 / 32))
+    assert prior["net.5.weight"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("prior", "message"),
+    [
+        (0.0, "must be a positive number or one of 'he', 'weight_decay', got 0.0"),
+        ("hee", "must be a positive number or one of 'he', 'weight_decay', got 'hee'"),
+        (True, "got True"),
+        ({"net.1": 1.0}, r"says nothing of net.3.weight, net.3.bias, net.5.weight, …: add a pattern"),
+    ],
+)
+def test_a_wrong_prior_is_an_error(prior: Any, message: str) -> None:
+    with pytest.raises(PriorStdError, match=message):
+        vl(prior_std=prior)
+
+
+def test_a_pattern_without_a_parameter_is_an_error() -> None:
+    with pytest.raises(PatternError, match="no parameter matches the pattern 'nett' of deterministic; their names are"):
+        vl(deterministic=["nett"])
+    with pytest.raises(PatternError, match="no parameter matches the pattern 'head' of prior_std"):
+        vl(prior_std={"head": 1.0, "*": 1.0})
+
+
+def test_weight_decay_becomes_the_prior(tmp_path: Path) -> None:
+    """`s² = 1/(N·wd)`; log σ starts three below it, and the optimizer's own decay is gone."""
+    module = DecayedVL(lr=0.0, variational=options(prior_std="weight_decay", n_data=None)).double()
+    with pytest.raises(PriorStdError, match=r"is known when training starts: run trainer.fit, or give a number"):
+        module._variational_kl()
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, loader(n=11))
+    s = 1 / math.sqrt(11 * 0.01)
+    assert list(module._variational.prior.values()) == pytest.approx([s] * 6)
+    assert [group["weight_decay"] for group in fit.optimizers[0].param_groups] == [0.0]
+    torch.testing.assert_close(module.log_sigma["net.1.bias"].detach(), torch.full((4,), math.log(s) - 3).double())
+
+
+def test_the_prior_from_weight_decay_pulls_as_the_decay_did() -> None:
+    """The gradient of the KL divergence in μ at β = 1 is `wd·μ`."""
+    module = DecayedVL(variational=options(prior_std=1 / math.sqrt(11 * 0.01), beta=1.0)).double()
+    weight = module.net[1].weight
+    (found,) = torch.autograd.grad(weighted_kl(module), weight)
+    torch.testing.assert_close(found, 0.01 * weight.detach())
+
+
+def test_weight_decay_as_a_prior_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        PriorStdError, match=r"no optimizer has a weight decay for net.1.weight, net.1.bias, net.3.weight, …"
+    ):
+        trainer(tmp_path).fit(VL(variational=options(prior_std="weight_decay")), loader())
+    mixed = DecayedVL(variational=options(prior_std="weight_decay", deterministic=["*.bias"]))
+    with pytest.raises(PriorStdError, match="put those into a param group of their own"):
+        trainer(tmp_path).fit(mixed, loader())
+
+
+def test_a_weight_decay_beside_the_kl_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="has a weight decay for net.1.weight, net.1.bias, net.3.weight, … or its log σ"
+    ):
+        trainer(tmp_path, max_epochs=1).fit(DecayedVL(variational=options()), loader())
+
+
+class NetOnly(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), self.lr)
+
+
+def test_log_sigma_in_no_optimizer_is_warned_of(tmp_path: Path) -> None:
+    kind = type("Bayes", (VariationalLaplaceMixin, NetOnly), {})
+    with pytest.warns(UserWarning, match=r"no optimizer has log σ of net.1.weight.*LogSigmaMultiplierMixin"):
+        trainer(tmp_path, max_epochs=1).fit(kind(variational=options()), loader())
+
+
+def test_the_multiplier_adds_them(tmp_path: Path) -> None:
+    kind = type("Bayes", (LogSigmaMultiplierMixin, VariationalLaplaceMixin, NetOnly), {})
+    module = kind(log_sigma_multiplier=10.0, variational=options())
+    before = module.log_sigma["net.1.weight"].detach().clone()
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, loader())
+    assert not torch.equal(module.log_sigma["net.1.weight"], before)
+    assert [group["lr"] for group in fit.optimizers[0].param_groups] == [0.05, 0.5]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(dataset())
+
+
+def n_data(folder: Path, data: Any, **arguments: Any) -> int:
+    module = VL(lr=0.0, variational=options(n_data=None))
+    trainer(folder, max_epochs=1, **arguments).fit(module, data)
+    return module.posterior.n_data
+
+
+def test_the_training_examples_are_counted(tmp_path: Path) -> None:
+    """Never batches times their size."""
+    assert n_data(tmp_path, loader(n=11, batch_size=4)) == 11
+    assert n_data(tmp_path, loader(n=11, batch_size=4, drop_last=True, shuffle=True)) == 11
+    assert n_data(tmp_path, DataLoader(Subset(dataset(), range(7)), 4)) == 7
+    assert n_data(tmp_path, DataLoader(dataset(), 4, sampler=SubsetRandomSampler(range(9)))) == 9
+    assert n_data(tmp_path, loader(n=11, batch_size=4), limit_train_batches=2) == 8
+
+
+def test_what_cannot_be_counted_has_to_be_given(tmp_path: Path) -> None:
+    stream = DataLoader(Stream(), batch_size=4)
+    with pytest.raises(ValueError, match=r"cannot be counted .*: set variational={'n_data': …}"):
+        n_data(tmp_path, stream)
+    module = VL(variational=options(n_data=11))
+    trainer(tmp_path, max_epochs=1).fit(module, stream)
+    assert module.posterior.n_data == 11
+
+
+def test_a_given_number_is_used(tmp_path: Path) -> None:
+    module = VL(lr=0.0, variational=options(n_data=500))
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, loader())
+    logged = fit.callback_metrics
+    assert float(logged["train_ell"] - logged["train_elbo"]) == pytest.approx(0.7 / 500 * float(logged["train_kl"]))
+
+
+def test_without_a_number_the_loss_is_an_error() -> None:
+    module = VL(variational={"prior_std": 1.0})
+    with pytest.raises(VariationalError, match=r"is not known before training starts: set variational={'n_data': …}"):
+        module.vl_loss(module(images(3).float()), targets("classification", 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"betta": 1.0}, "variational has no key 'betta': use 'name', 'predictive', 'likelihood'"),
+        ({"train_samples": 2}, "variational has no key 'train_samples'"),
+        ({"curvature": "ggn"}, "unknown curvature 'ggn': use one of 'fisher', 'empirical', 'hessian'"),
+        ({"method": "fast"}, "unknown method 'fast'"),
+        ({"beta": 0.0}, "beta must be positive, got 0.0"),
+        ({"samples": 0}, "samples must be a whole number of at least 1, got 0"),
+        ({"predictive": "gp"}, "unknown predictive 'gp'"),
+        ({"curvature": "hessian", "method": "finite_difference"}, "has no finite-difference form: use method='exact'"),
+    ],
+)
+def test_a_wrong_option_is_an_error(given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        VL(variational=given)
+
+
+def test_the_order_of_the_classes_matters_and_says_so() -> None:
+    with pytest.raises(
+        TypeError, match=r"name the mixin before your module, as in class Bayes\(.*class Backwards has it"
+    ):
+        type("Backwards", (Lit, VariationalLaplaceMixin), {})
+
+
+def test_a_module_without_weights_is_an_error() -> None:
+    class Empty(L.LightningModule):
+        pass
+
+    with pytest.raises(
+        VariationalError, match="no trainable weights when the mixin looks for them: make the layers in"
+    ):
+        type("Bayes", (VariationalLaplaceMixin, Empty), {})()
+
+
+def test_a_module_with_a_log_sigma_of_its_own_is_an_error() -> None:
+    class Own(Lit):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.log_sigma = nn.Parameter(torch.zeros(2))
+
+    with pytest.raises(VariationalError, match="already has an attribute log_sigma"):
+        type("Bayes", (VariationalLaplaceMixin, Own), {})()
+
+
+def test_lazy_layers_have_to_be_run_first() -> None:
+    class Lazy(Lit):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+
+    with pytest.raises(VariationalError, match=r"net.1.weight has no shape before the first batch"):
+        type("Bayes", (VariationalLaplaceMixin, Lazy), {})()
+
+
+def test_a_layer_frozen_later_is_deterministic_while_it_is() -> None:
+    module = vl()
+    module.net[1].requires_grad_(False)
+    assert list(module.weights_and_log_sigma()) == ["net.3.weight", "net.3.bias", "net.5.weight", "net.5.bias"]
+    assert module.posterior.subset.names == ("net.3.weight", "net.3.bias", "net.5.weight", "net.5.bias")
+    loss = module.training_step((images(4), targets("classification", 4)), 0)
+    loss.backward()
+    assert module.net[1].weight.grad is None
+    assert module.log_sigma["net.1.weight"].grad is None
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's own
+def test_lightning_cli_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["program"])
+    cli = LightningCLI(
+        CliVL,
+        run=False,
+        seed_everything_default=False,
+        save_config_callback=None,
+        trainer_defaults={"logger": False, "accelerator": "cpu", "enable_checkpointing": False},
+        args=[
+            "--model.kind=conv",
+            "--model.log_sigma_multiplier=3",
+            '--model.variational={"likelihood": "classification", "beta": 0.25, "prior_std": {"*": 2, "net.3": "he"}}',
+        ],
+    )
+    settings = cli.model._variational.settings
+    assert settings.beta == 0.25
+    assert settings.prior_std == {"*": 2, "net.3": "he"}
+    assert cli.model.log_sigma_multiplier == 3
+    assert cli.model.log_sigma["net.0.weight"].shape == (3, 2, 2, 2)
+
+
+class CliVL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
+    pass
+
+
+def test_a_likelihood_object_is_taken() -> None:
+    assert float(VL(variational={"likelihood": Gaussian(0.3)})._variational.settings.likelihood.noise_std) == 0.3  # type: ignore[attr-defined]
