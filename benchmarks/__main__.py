@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, distributed, l2m, peers, predictive, variational
+from benchmarks import curvature, distributed, l2m, online_step, peers, predictive, variational
 from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
 from benchmarks.report import memory, number
 
@@ -22,6 +22,7 @@ TOPICS = {
     "distributed": distributed,
     "variational": variational,
     "l2m": l2m,
+    "online_step": online_step,
 }
 
 

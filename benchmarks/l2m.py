@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -95,8 +96,16 @@ def _train(net: nn.Module, contender: str, data: Batches, epochs: int) -> float:
     clock = Clock()
     callbacks = [clock, L2MCallback(n_data=len(data.dataset))] if contender == OURS else [clock]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, enable_model_summary=False, **quiet)
-    trainer.fit(Module(), data)
+    with TemporaryDirectory() as folder:  # where the callback leaves the posterior
+        trainer = L.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            callbacks=callbacks,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            **quiet,
+        )
+        trainer.fit(Module(), data)
     return float(torch.tensor(clock.times, dtype=torch.float64).diff().quantile(0.25))
 
 

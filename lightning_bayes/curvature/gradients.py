@@ -35,7 +35,7 @@ class LayerGradients:
         edges = [call.edge for call in calls]
         if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
-                with _quiet():
+                with quiet():
                     found = torch.autograd.grad(
                         f, edges, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
                     )
@@ -88,7 +88,7 @@ class ParameterGradients:
     def _some(self, x: Any, columns: Tensor) -> dict[str, Tensor]:
         if self._vectorised:
             try:
-                with _quiet():
+                with quiet():
                     return self._vmapped(x, columns)
             except (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError):
                 self._vectorised = False
@@ -138,7 +138,7 @@ class NetworkCall(nn.Module):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without PyTorch's note on operators that have no batching rule of their own: it is right, only slower."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")

@@ -129,7 +129,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
         f = inputs.call(network, pair)
     check_output(f, 2)
     check_finite(f, pair, 0)
-    _check_examples_apart(network, f, f_three)
+    check_examples_apart(network, f, f_three)
     for call in calls:
         call.check_input()
     probes = [_gradients_of_example(n, f, calls, parameters) for n in range(2)]
@@ -207,7 +207,7 @@ def describe(sites: list[tuple[str, str]]) -> None:
     logger.info("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in blocks.items()))
 
 
-def _check_examples_apart(network: nn.Module, f: Tensor, f_three: Tensor) -> None:
+def check_examples_apart(network: nn.Module, f: Tensor, f_three: Tensor) -> None:
     """Two examples must give what they give beside a third."""
     apart = torch.linalg.vector_norm((f - f_three[:2]).detach())
     if apart > _TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:

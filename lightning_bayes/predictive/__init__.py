@@ -1,6 +1,6 @@
 """Posterior and x to a prediction with its uncertainty."""
 
-from lightning_bayes.predictive.autoencoder import Reconstruction, encode, reconstruct
+from lightning_bayes.predictive.autoencoder import Reconstruction, decode, encode, reconstruct
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.predict import outputs, predict, sample_functions
 from lightning_bayes.predictive.prediction import Prediction
@@ -9,6 +9,7 @@ __all__ = [
     "DeepEnsemble",
     "Prediction",
     "Reconstruction",
+    "decode",
     "encode",
     "outputs",
     "predict",

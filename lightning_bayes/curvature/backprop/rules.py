@@ -3,11 +3,11 @@
 Keeping the diagonal alone supposes that an operation's outputs are uncorrelated (Laplacian autoencoders, section 3).
 The squared Jacobian `J ∘ J` is never built:
 
-- elementwise (activations, batch norm in eval mode): `φ′(x)² d`;
-- selection (reshapes, slices, padding, max pooling, nearest up-sampling, sums): `Jᵀ d`, for all entries are 0 or ±1;
-- bilinear in input and weight (linear, convolution): `Jᵀ d` of the same operation with the other operand squared, which
+- selection (reshapes, slices, padding, ReLU, max pooling, nearest up-sampling, sums): `Jᵀd`, its entries being 0 or 1;
+- elementwise (activations): `φ′(x)² d`, summed where an input was broadcast;
+- bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared, which
   for a convolution is the transposed convolution with the squared kernel;
-- separable averages (average pooling, linear up-sampling): `((A∘A) ⊗ (B∘B))ᵀ d`, one matrix per dimension.
+- averages and interpolations: see `averages`.
 
 Where a tensor is used twice, as in a residual sum, the parts are added, and their cross terms dropped.
 """
@@ -20,204 +20,246 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.backprop.tape import Op
-from lightning_bayes.curvature.errors import CurvatureError
+from lightning_bayes.curvature.backprop.averages import average_pool, interpolate, mean
+from lightning_bayes.curvature.backprop.op import Op, RuleError
+
+Inputs = Sequence[Tensor]
+Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one for each of some tracked inputs
 
 ELEMENTWISE = frozenset(
     """
-    tanh relu relu6 sigmoid softplus gelu elu selu celu silu mish leaky_relu prelu rrelu hardtanh hardswish hardsigmoid
-    logsigmoid softsign tanhshrink softshrink hardshrink threshold dropout alpha_dropout feature_dropout
-    exp log log1p expm1 sqrt rsqrt square pow __pow__ sin cos sinh cosh atan asinh erf abs neg __neg__ reciprocal clamp
-    add __add__ __radd__ sub __sub__ __rsub__ rsub mul __mul__ __rmul__ div true_divide __truediv__ __rtruediv__
+    tanh sigmoid special_expit softplus gelu elu selu celu silu mish leaky_relu rrelu hardswish hardsigmoid
+    log_sigmoid logsigmoid softsign tanhshrink dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout
+    exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square pow __rpow__ float_power reciprocal sin cos tan asin acos atan
+    sinh cosh asinh acosh atanh erf erfc erfinv logit sinc abs neg positive nan_to_num maximum minimum lerp where
+    mul div __rdiv__ __rtruediv__ true_divide divide multiply atan2 hypot xlogy logaddexp addcmul addcdiv
     """.split()  # noqa: SIM905
 )
+SUMS = frozenset({"add", "sub", "__rsub__", "rsub", "subtract"})
+GATES = frozenset({"glu"})
 SELECTION = frozenset(
     """
-    view reshape flatten unflatten permute transpose t T mT movedim swapaxes squeeze unsqueeze contiguous clone expand
-    expand_as broadcast_to view_as reshape_as repeat cat concat stack chunk split tensor_split unbind select narrow
-    __getitem__ index_select flip roll pad sum to float double pixel_shuffle pixel_unshuffle channel_shuffle
-    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    view reshape flatten unflatten ravel permute transpose t T mT H mH adjoint movedim moveaxis swapaxes swapdims
+    squeeze unsqueeze contiguous clone expand expand_as broadcast_to broadcast_tensors view_as reshape_as repeat
+    repeat_interleave tile cat concat concatenate stack hstack vstack dstack column_stack chunk split split_with_sizes
+    tensor_split hsplit vsplit unbind select narrow __getitem__ index_select gather take_along_dim masked_select
+    masked_fill flip fliplr flipud roll rot90 diagonal tril triu pad sum cumsum to type type_as float double half
+    bfloat16 pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle unfold fold
+    relu relu6 hardtanh threshold _threshold hardshrink softshrink clamp clamp_min clamp_max clip
+    max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool1d_with_indices
+    adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d
     """.split()  # noqa: SIM905
 )
-SEPARABLE = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3))
+POOLS = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3))
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
 CONVOLUTIONS = {f"conv{t}{n}d": (t != "", n) for t in ("", "_transpose") for n in (1, 2, 3)}
 
 
-class RuleError(CurvatureError):
-    """An operation without a rule, by name."""
+def squared_backward(op: Op, d: Sequence[Tensor | None], inputs: Inputs) -> list[Tensor]:
+    """`(J ∘ J)ᵀ d` for some of the tracked inputs, from one `d` per output."""
+    rule = find_rule(op)
+    return rule(op, [torch.zeros_like(o) if t is None else t for o, t in zip(op.outputs, d, strict=True)], inputs)
 
 
-def squared_backward(op: Op, d: Sequence[Tensor | None]) -> list[Tensor]:
-    """`(J ∘ J)ᵀ d` for each tracked input, from one `d` per output."""
-    return _rule(op)(op, [torch.zeros_like(o) if t is None else t for o, t in zip(op.outputs, d, strict=True)])
-
-
-def check_rule(op: Op) -> None:
-    """Raise, by name, for an operation without a rule."""
-    _rule(op)
-
-
-def backward(op: Op, columns: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """`Jᵀ c` for many columns at once, by autograd, for the given inputs.  # [K, *output] -> [K, *input]"""
-    K = next(len(c) for c in columns if c is not None)
-    full = [o.new_zeros(K, *o.shape) if c is None else c for o, c in zip(op.outputs, columns, strict=True)]
-    with torch.enable_grad():
-        leaves = {id(t): t.detach().requires_grad_() for t in inputs}
-        outputs = op.run(leaves)
-        outputs = [o for o in outputs if o.is_floating_point()]
-        found = torch.autograd.grad(outputs, list(leaves.values()), full, is_grads_batched=True, allow_unused=True)
-    return [t.new_zeros(K, *t.shape) if g is None else g for t, g in zip(inputs, found, strict=True)]
-
-
-def _rule(op: Op) -> Callable[[Op, list[Tensor]], list[Tensor]]:
-    name = op.name
-    if name == "linear":
-        return _linear
-    if name in CONVOLUTIONS:
-        return _convolution
-    if name in ("matmul", "__matmul__", "mm", "bmm"):
-        return _bilinear
-    if name in ("mean",):
-        return _mean
-    if name == "interpolate":
-        return _separable if _argument(op, "mode", 3, "nearest") not in ("nearest", "nearest-exact") else _selection
-    if name in SEPARABLE:
-        return _separable
-    if name == "batch_norm":
-        return _batch_norm
-    if name in ELEMENTWISE:
-        return _elementwise
-    if name in SELECTION:
-        return _selection
-    shapes = ", ".join(str(tuple(t.shape)) for t in op.tracked)
-    raise RuleError(
-        f"there is no rule to back-propagate a diagonal through {name} (of shape {shapes}): use hessian='exact', which "
-        "works for every network"
-    )
-
-
-def _elementwise(op: Op, d: list[Tensor]) -> list[Tensor]:
-    """Every output depends on one entry of each input, after broadcasting: `(∂y/∂x)² d`, summed back."""
-    (out,) = op.outputs
-    with torch.enable_grad():
-        leaves = [t.detach().expand(_like(t, out)).clone().requires_grad_() for t in op.tracked]
-        (y,) = op.run({id(t): leaf for t, leaf in zip(op.tracked, leaves, strict=True)})
-        slopes = torch.autograd.grad(y, leaves, torch.ones_like(y))
-    return [(slope.square() * d[0]).sum_to_size(t.shape) for slope, t in zip(slopes, op.tracked, strict=True)]
-
-
-def _like(t: Tensor, out: Tensor) -> torch.Size:
-    """The shape to broadcast to; a PReLU's slopes are laid out by channel, which it does itself."""
-    try:
-        return torch.broadcast_shapes(t.shape, out.shape)
-    except RuntimeError:
-        raise RuleError(f"shapes {tuple(t.shape)} and {tuple(out.shape)} do not broadcast") from None
-
-
-def _selection(op: Op, d: list[Tensor]) -> list[Tensor]:
-    return [g.abs()[0] for g in backward(op, [t.unsqueeze(0) for t in d], op.tracked)]
-
-
-def _mean(op: Op, d: list[Tensor]) -> list[Tensor]:
-    (x,) = op.tracked
-    return [_selection(op, d)[0] * (d[0].numel() / x.numel())]
-
-
-def _linear(op: Op, d: list[Tensor]) -> list[Tensor]:
-    x, W, b = (_argument(op, name, i) for i, name in enumerate(("input", "weight", "bias")))
-    rows = d[0].flatten(0, -2)  # [N, O]
-    found = {id(x): lambda: d[0] @ W.square(), id(W): lambda: rows.mT @ x.flatten(0, -2).square()}
-    found[id(b)] = lambda: rows.sum(0)
-    return [found[id(t)]() for t in op.tracked]
-
-
-def _convolution(op: Op, d: list[Tensor]) -> list[Tensor]:
-    """The transposed convolution with the squared kernel, and the weight's gradient with the squared input."""
-    transposed, n = CONVOLUTIONS[op.name]
-    order = ["input", "weight", "bias", "stride", "padding"]
-    order += ["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]
-    defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-    a = {name: _argument(op, name, i, defaults.get(name)) for i, name in enumerate(order)}
-    x, W, b = a["input"], a["weight"], a["bias"]
-    if isinstance(a["padding"], str):
-        return _bilinear(op, d)
-    stride, padding, dilation = (_tuple(a[name], n) for name in ("stride", "padding", "dilation"))
-    spread = _tuple(a.get("output_padding", 0), n)
-    wanted = [any(t is part for t in op.tracked) for part in (x, W, b)]
-
-    def run(first: Tensor, second: Tensor, mask: list[bool]) -> Any:
-        size = None if b is None else [len(b)]
-        return torch.ops.aten.convolution_backward(
-            d[0], first, second, size, stride, padding, dilation, transposed, spread, a["groups"], mask
+def find_rule(op: Op) -> Rule:
+    """The rule of an operation, or an error with its name."""
+    name, rule = op.name, _RULES.get(op.name)
+    if name == "interpolate" and op.argument("mode", 3, "nearest") in ("nearest", "nearest-exact"):
+        return selection
+    if name == "batch_norm" and (op.argument("training", 5, False) or op.argument("running_mean", 1) is None):
+        raise RuleError(
+            f"batch norm{op.where} has no running statistics, so that the examples of a batch see each other: use one "
+            "that tracks them"
         )
+    if name in ("max", "min"):  # of two tensors, or along a dimension
+        other = op.argument("other" if "other" in op.kwargs else "dim", 1)
+        rule = elementwise if isinstance(other, Tensor) else None if other is None else selection
+    if name in PRODUCTS and len(_operands(op)) < 2:
+        rule = None  # of a tensor with itself
+    if name == "embedding" and any(op.argument(o) for o in ("max_norm", "scale_grad_by_freq", "sparse")):
+        rule = None
+    if rule is None:
+        shapes = ", ".join(str(tuple(t.shape)) for t in op.tracked)
+        raise RuleError(
+            f"there is no rule to back-propagate a diagonal through {name}{op.where}, of shape {shapes}: use "
+            "hessian='exact', which works for every network"
+        )
+    return rule
 
+
+def selection(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    return [g.to(d[0].dtype) for g in op.pull(d, inputs)]
+
+
+def elementwise(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    found = zip(slopes(op, inputs), inputs, strict=True)
+    return [slope.to(d[0].dtype).square().mul_(d[0]).sum_to_size(t.shape) for slope, t in found]
+
+
+def slopes(op: Op, inputs: Inputs) -> list[Tensor]:
+    """`∂y/∂x` at every entry of the output."""
+    (out,) = op.outputs
+    one = out.new_ones(()).expand_as(out)
+    if len(op.tracked) == 1 and op.tracked[0].shape == out.shape:
+        return op.pull([one], inputs)
+    with torch.enable_grad():
+        leaves = [t.detach().expand(out.shape).clone().requires_grad_() for t in inputs]
+        outputs = op.run({id(t): leaf for t, leaf in zip(inputs, leaves, strict=True)})
+    return list(torch.autograd.grad(outputs, leaves, [one]))
+
+
+def _sum(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """`x ± αy`."""
+    operands = (*op.args, *op.kwargs.values())
+    twice = any(sum(t is operand for operand in operands) > 1 for t in inputs)  # x + x is 2x
+    if twice or op.kwargs.get("alpha", 1) != 1:
+        return elementwise(op, d, inputs)
+    return [d[0].sum_to_size(t.shape) for t in inputs]
+
+
+def _gate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """Every input has a part in one output only: `(Jᵀ1) ∘ (Jᵀd)`."""
+    ones = op.pull([torch.ones_like(o) for o in op.outputs], inputs)
+    return [one * g for one, g in zip(ones, op.pull(d, inputs), strict=True)]
+
+
+def _prelu(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    found = zip(prelu_slopes(op, inputs), inputs, strict=True)
+    return [(slope.square() * d[0]).sum_to_size(shape).reshape(t.shape) for (slope, shape), t in found]
+
+
+def prelu_slopes(op: Op, inputs: Inputs) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """`∂y/∂x` or `∂y/∂a` at every entry, and the shape in which `x` or `a` broadcasts: slopes belong to channels."""
+    x, a = op.args
+    laid = a.view(1, -1, *[1] * (x.ndim - 2)) if x.ndim > 1 else a
+    found = {
+        id(x): lambda: (torch.where(x > 0, torch.ones_like(x), laid), tuple(x.shape)),
+        id(a): lambda: (x.clamp_max(0), tuple(laid.shape)),
+    }
+    return [found[id(t)]() for t in inputs]
+
+
+def _linear(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    x, W, b = (op.argument(name, i) for i, name in enumerate(("input", "weight", "bias")))
+    wide = d[0].dtype
+    rows = d[0].reshape(-1, d[0].shape[-1])  # [N, O]
+    found = {
+        id(x): lambda: d[0] @ W.to(wide).square(),
+        id(W): lambda: rows.mT @ x.reshape(-1, x.shape[-1]).to(wide).square(),
+        id(b): lambda: rows.sum(0),
+    }
+    return [found[id(t)]() for t in inputs]
+
+
+def _convolution(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """The transposed convolution with the squared kernel, and the weight's gradient with the squared input."""
+    a = Kernel.of(op)
+    if a is None:
+        return _product(op, d, inputs)
+    x, W, b = a.x, a.W, a.b
     found: dict[int, Tensor] = {}
+    wide = d[0].dtype
+    wanted = [any(t is part for t in inputs) for part in (x, W, b)]
     if wanted[0]:
-        found[id(x)] = run(x, W.square(), [True, False, False])[0]
+        found[id(x)] = a.backward(d[0], x.to(wide), W.to(wide).square(), [True, False, False])[0]
     if wanted[1] or wanted[2]:
-        _, of_weight, of_bias = run(x.square(), W, [False, wanted[1], wanted[2]])
-        found[id(W)], found[id(b)] = of_weight, of_bias
-    return [found[id(t)] for t in op.tracked]
+        found[id(W)], found[id(b)] = a.backward(d[0], x.to(wide).square(), W.to(wide), [False, *wanted[1:]])[1:]
+    return [found[id(t)] for t in inputs]
 
 
-def _bilinear(op: Op, d: list[Tensor]) -> list[Tensor]:
-    """Each entry of one operand's Jacobian is an entry of the other operand."""
-    operands = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)][:2]
-    found = []
-    for t in op.tracked:
-        others = [o for o in operands if o is not t]
-        squared = Op(op.func, op.args, op.kwargs, op.outputs, op.tracked)
+class Kernel:
+    """The arguments of a convolution in the form that its backward pass takes."""
+
+    def __init__(self, op: Op) -> None:
+        self.transposed, n = CONVOLUTIONS[op.name]
+        order = ["input", "weight", "bias", "stride", "padding"]
+        order += ["output_padding", "groups", "dilation"] if self.transposed else ["dilation", "groups"]
+        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        a = {name: op.argument(name, i, defaults.get(name)) for i, name in enumerate(order)}
+        self.x, self.W, self.b, self.groups = a["input"], a["weight"], a["bias"], a["groups"]
+        self.stride, self.dilation = _tuple(a["stride"], n), _tuple(a["dilation"], n)
+        self.output_padding = _tuple(a.get("output_padding", 0), n)
+        reach = [step * (k - 1) for step, k in zip(self.dilation, self.W.shape[2:], strict=True)]
+        named = {"valid": [0] * n, "same": [r // 2 for r in reach]}
+        self.padding = named[a["padding"]] if isinstance(a["padding"], str) else _tuple(a["padding"], n)
+        self.uneven = a["padding"] == "same" and any(r % 2 for r in reach)
+
+    @classmethod
+    def of(cls, op: Op) -> Kernel | None:
+        """`None` where the padding is uneven, or the batch dimension is missing."""
+        found = cls(op)
+        return None if found.uneven or found.x.ndim < found.W.ndim else found
+
+    def backward(self, g: Tensor, x: Tensor, W: Tensor, mask: list[bool]) -> Any:
+        """Gradients of input, weight and bias, as far as `mask` asks for them."""
+        size = None if self.b is None else [len(self.b)]
+        options = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
+        return torch.ops.aten.convolution_backward(g, x, W, size, *options, mask)
+
+
+def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """Each entry of one operand's Jacobian is an entry of the other operand, or one for a bias."""
+    found: list[Tensor] = []
+    for t in inputs:
+        others = {id(o): o.detach().square() for o in _operands(op) if o is not t}
         with torch.enable_grad():
             leaf = t.detach().requires_grad_()
-            (y,) = squared.run({**{id(o): o.detach().square() for o in others}, id(t): leaf})
-            found.append(torch.autograd.grad(y, leaf, d[0])[0])
+            outputs = op.run({**others, id(t): leaf})
+        found += torch.autograd.grad(outputs, [leaf], [d[0].to(outputs[0].dtype)])
     return found
 
 
-def _batch_norm(op: Op, d: list[Tensor]) -> list[Tensor]:
+def _operands(op: Op) -> list[Tensor]:
+    """The two that are multiplied; one if they are the same."""
+    given = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)][:2]
+    return list({id(t): t for t in given}.values())
+
+
+def _batch_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """In eval mode, `γ (x − μ)/√(v + ε) + β`: elementwise in `x`, and in scale and shift of each channel."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    a = {name: _argument(op, name, i) for i, name in enumerate(names)}
-    if a["training"] or a["running_mean"] is None:
-        raise RuleError("batch norm without running statistics mixes the examples of a batch: use one that tracks them")
-    x, shape = a["input"], (1, -1, *[1] * (a["input"].ndim - 2))
-    scale = (a["running_var"] + (1e-5 if a["eps"] is None else a["eps"])).rsqrt().view(shape)
-    normalised = (x - a["running_mean"].view(shape)) * scale
-    γ = 1.0 if a["weight"] is None else a["weight"].view(shape)
+    x, γ, β = op.argument("input", 0), op.argument("weight", 3), op.argument("bias", 4)
     dims = [i for i in range(x.ndim) if i != 1]
-    found = {
-        id(x): lambda: (scale * γ).square() * d[0],
-        id(a["weight"]): lambda: (normalised.square() * d[0]).sum(dims),
-    }
-    found[id(a["bias"])] = lambda: d[0].sum(dims)
-    return [found[id(t)]() for t in op.tracked]
+    found = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
+    if γ is not None:
+        found[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
+    if β is not None:
+        found[id(β)] = lambda: d[0].sum(dims)
+    return [found[id(t)]() for t in inputs]
 
 
-def _separable(op: Op, d: list[Tensor]) -> list[Tensor]:
-    """A linear map `J = A₁ ⊗ A₂ ⊗ …` over the spatial dimensions, read off the operation itself: its answer to a
-    plane, one in a single row and constant along the others, is a column of `A` times what the others do to a
-    constant."""
-    (x,), (out,) = op.tracked, op.outputs
-    n = x.ndim - 2
-    centre = [size // 2 for size in out.shape[2:]]
-    s0 = op.run({id(x): torch.ones_like(x[:1, :1])})[0][0, 0][tuple(centre)]  # of J 1
-    found = d[0]
-    for i in range(n):
-        size = x.shape[2 + i]
-        rows = torch.eye(size, dtype=x.dtype, device=x.device).view(size, 1, *[size if k == i else 1 for k in range(n)])
-        answers = op.run({id(x): rows.expand(size, 1, *x.shape[2:]).contiguous()})[0][:, 0]  # [in, *out]
-        here = tuple(slice(None) if k == i else c for k, c in enumerate(centre))
-        A = torch.stack([answer[here] for answer in answers], dim=1)  # [out, in]
-        found = (found.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
-    return [found / s0.square() ** (n - 1)]
+def batch_norm_slope(op: Op) -> Tensor:
+    γ = _laid(op, "weight", 3)
+    return _inverse_std(op) if γ is None else _inverse_std(op) * γ
 
 
-def _argument(op: Op, name: str, position: int, default: Any = None) -> Any:
-    if name in op.kwargs:
-        return op.kwargs[name]
-    return op.args[position] if len(op.args) > position else default
+def _inverse_std(op: Op) -> Tensor:
+    return (_laid(op, "running_var", 2) + op.argument("eps", 7, 1e-5)).rsqrt()
+
+
+def _laid(op: Op, name: str, position: int) -> Any:
+    """A number per channel, laid out along dimension 1."""
+    value = op.argument(name, position)
+    return None if value is None else value.view(1, -1, *[1] * (op.outputs[0].ndim - 2))
 
 
 def _tuple(value: Any, n: int) -> tuple[int, ...]:
     values = (value,) * n if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(SELECTION, selection),
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(SUMS, _sum),
+    **dict.fromkeys(GATES, _gate),
+    **dict.fromkeys(POOLS, average_pool),
+    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    "linear": _linear,
+    "prelu": _prelu,
+    "mean": mean,
+    "interpolate": interpolate,
+    "batch_norm": _batch_norm,
+    "embedding": selection,
+}

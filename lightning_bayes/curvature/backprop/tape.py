@@ -1,77 +1,184 @@
 """The operations of one forward pass, in order, with what went in and came out.
 
 A `TorchFunctionMode` sees each operation as the network's author wrote it: `F.softsign` is one, and not the absolute
-value, sum and quotient that it is made of. No graph is needed, so that the pass runs without gradients.
+value, sum and quotient that it is made of. Autograd's graph is built beside it. It knows what depends on the parameters
+(a detached tensor does not), and has the backward pass of each operation at hand.
+
+The network computes what it always does. Where it overwrites a tensor in place, the tape keeps the old values.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.errors import CurvatureError
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    """One operation. `tracked` are those of its inputs that depend on the chosen parameters, or are such."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[Tensor]
-    tracked: list[Tensor]
-
-    @property
-    def name(self) -> str:
-        name = getattr(self.func, "__name__", str(self.func))
-        # Properties such as `x.mT` come as the getter of a descriptor.
-        owner = getattr(self.func, "__self__", None)
-        return getattr(owner, "__name__", name) if name == "__get__" else name
-
-    def run(self, replacements: dict[int, Tensor]) -> list[Tensor]:
-        """The outputs with other tensors in the place of some inputs, by their `id`."""
-
-        def swap(leaf: Any) -> Any:
-            return replacements.get(id(leaf), leaf)
-
-        args, kwargs = pytree.tree_map(swap, (self.args, self.kwargs))
-        return _tensors(self.func(*args, **kwargs))
+from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
 
 
 class Tape(TorchFunctionMode):
-    """Records every operation that depends on `parameters`."""
+    """Records every operation that depends on `parameters`, which must be all that have gradients."""
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], network: nn.Module | None = None) -> None:
         super().__init__()
-        self.ops: list[Op] = []
-        self._tracked = {id(p): p for p in parameters}  # holding them, because an id is one only while they live
+        self._ops: list[Op] = []
+        self._known = {id(p): p for p in parameters}  # held, because an id means something only while its owner lives
+        self._overwritten: dict[int, tuple[Tensor, str]] = {}  # through another tensor on the same memory, by whom
+        # With the network, each operation is told in which module it was.
+        self._modules = None if network is None else {id(m): name for name, m in network.named_modules()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("inplace") is True:  # an input that is needed later must not be overwritten
-            kwargs["inplace"] = False
-        leaves = [t for t in _tensors((args, kwargs)) if id(t) in self._tracked]
-        versions = [t._version for t in leaves]
+        kwargs = kwargs or {}
+        given = list({id(t): t for t in tensors((args, kwargs))}.values())
+        if not any(t.requires_grad for t in given):
+            return func(*args, **kwargs)
+        tracked = [t for t in given if t.requires_grad]
+        for t in tracked:
+            self._check(t)
+        name = _name(func)
+        target = _target(name, args, kwargs)
+        copies = {} if target is None else self._copies(target)
+        versions = [(t, _version(t)) for t in given]
         found = func(*args, **kwargs)
-        if not leaves:
-            return found
-        if [t._version for t in leaves] != versions:
-            raise CurvatureError(
-                f"{getattr(func, '__name__', func)} overwrites its input in place, which curvature still needs: use "
-                "the form that makes a new tensor"
-            )
-        outputs = [t for t in _tensors(found) if t.is_floating_point() and not any(t is leaf for leaf in leaves)]
-        if outputs:
-            self.ops.append(Op(func, args, kwargs, outputs, list(dict.fromkeys(leaves))))
-            self._tracked.update({id(t): t for t in outputs})
+        written = [t for t, version in versions if _version(t) != version]
+        if written:
+            plain = _out_of_place(func, name) if len(written) == 1 and written[0] is target else None
+            if plain is None or target is None:
+                raise RuleError(
+                    f"{name}{self._where()} writes into a tensor in place: write it so that it makes a new tensor, or "
+                    "use hessian='exact'"
+                )
+            self._replace(copies, target, name)
+            func, name = plain, name.removesuffix("_")
+            args, kwargs = swapped((args, {k: v for k, v in kwargs.items() if k != "inplace"}), copies)
+            tracked = [copies.get(id(t), t) for t in tracked]
+            versions = [(copies.get(id(t), t), version) for t, version in versions]
+            versions = [(t, _version(t)) for t, _ in versions]
+        unchanged = {id(t) for t in given} - {id(t) for t in written}
+        every = tensors(found)
+        places = [i for i, t in enumerate(every) if t.requires_grad and id(t) not in unchanged]
+        if places:
+            outputs = [every[i] for i in places]
+            self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
         return found
 
+    def ops_to(self, f: Tensor) -> list[Op]:
+        """The operations that `f` depends on, in order."""
+        self._check(f)
+        needed, kept = {id(f)}, []
+        for op in reversed(self._ops):
+            if any(id(t) in needed for t in op.outputs):
+                for t, version in op.versions:
+                    if _version(t) != version:
+                        raise RuleError(
+                            f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
+                            "replace the in-place operation on it by one that makes a new tensor"
+                        )
+                needed |= {id(t) for t in op.tracked}
+                kept.append(op)
+        return kept[::-1]
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    def _add(self, op: Op) -> None:
+        self._ops.append(op)
+        self._known.update({id(t): t for t in op.outputs})
+
+    def _check(self, t: Tensor) -> None:
+        """Where a tensor comes from must be known."""
+        if id(t) in self._overwritten:
+            name = self._overwritten[id(t)][1]
+            raise RuleError(
+                f"{name}{self._where()} writes in place into memory that another tensor shares, which is used "
+                "afterwards: write it so that it makes a new tensor, or use hessian='exact'"
+            )
+        if id(t) in self._known:
+            return
+        origin = "a tensor that asks for gradients itself" if t.grad_fn is None else t.grad_fn.name()
+        if origin == "BackwardHookFunctionBackward":  # what a module with a backward hook makes of its inputs
+            node, number = t.grad_fn.next_functions[t.output_nr]  # type: ignore[union-attr]
+            for source in list(self._known.values()):
+                edge = torch.autograd.graph.get_gradient_edge(source)
+                if edge.node is node and edge.output_nr == number:
+                    self._add(Op(_same, (source,), {}, "view_as", [t], [0], [source], [], False, self._where()))
+                    return
+        raise RuleError(
+            f"there is no rule to back-propagate a diagonal through {origin}{self._where()}, of shape "
+            f"{tuple(t.shape)}: use hessian='exact', which works for every network"
+        )
+
+    def _copies(self, target: Tensor) -> dict[int, Tensor]:
+        """Of a tensor that is about to be overwritten, and of those on the same memory that the tape needs."""
+        memory = target.untyped_storage().data_ptr()
+        copies = {id(target): target.detach().clone()}
+        for op in self._ops:
+            for t in [*(t for t, _ in op.versions), *op.outputs]:
+                if id(t) not in copies and t.untyped_storage().data_ptr() == memory:
+                    copies[id(t)] = t.detach().clone()
+        return copies
+
+    def _replace(self, copies: dict[int, Tensor], target: Tensor, name: str) -> None:
+        """From here on the tape has the copies in the place of the tensors."""
+        for op in self._ops:
+            held = [t for t, _ in op.versions] + op.outputs
+            if any(id(t) in copies for t in held):
+                op.args, op.kwargs = swapped((op.args, op.kwargs), copies)
+                op.outputs = [copies.get(id(t), t) for t in op.outputs]
+                op.tracked = [copies.get(id(t), t) for t in op.tracked]
+                op.versions = [
+                    (copies[id(t)], _version(copies[id(t)])) if id(t) in copies else (t, v) for t, v in op.versions
+                ]
+                op.recorded = False
+                for t in held:
+                    if id(t) in copies and t is not target:
+                        self._overwritten[id(t)] = (t, name)
+        for old, copy in copies.items():
+            if self._known.pop(old, None) is not None:
+                self._known[id(copy)] = copy
+
+    def _where(self) -> str:
+        """The innermost module on the stack, by name."""
+        if self._modules is None:
+            return ""
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = self._modules.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                kind = type(frame.f_locals["self"]).__name__
+                return f" in {name} ({kind})" if name else f" in {kind}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":  # a property such as `x.mT` comes as the getter of a descriptor
+        return getattr(func.__self__, "__name__", name)
+    return name
+
+
+def _target(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that an operation is going to overwrite, by its name and options."""
+    if kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__")):
+        first = args[0] if args else kwargs.get("input")
+        return first if isinstance(first, Tensor) else None
+    return None
+
+
+def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
+    """The operation that makes a new tensor of what this one writes."""
+    if not name.endswith("_"):
+        return func
+    owners = [owner for owner in (Tensor, torch, F) if hasattr(owner, name) and hasattr(owner, name[:-1])]
+    return getattr(owners[0], name[:-1]) if owners and name not in ("copy_", "fill_", "set_", "zero_") else None
+
+
+def _same(t: Tensor) -> Tensor:
+    return t.view_as(t)
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version

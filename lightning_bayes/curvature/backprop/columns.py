@@ -1,0 +1,95 @@
+"""How one operation carries columns `S`, with `M = SSᵀ`, from its outputs to its inputs: `S_in = Jᵀ S_out`.
+
+Autograd does it for every operation. Where all columns meet the same weight or the same slope, they go through it
+together, as one large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.curvature.backprop.op import Op
+from lightning_bayes.curvature.backprop.rules import (
+    CONVOLUTIONS,
+    ELEMENTWISE,
+    SELECTION,
+    SUMS,
+    Kernel,
+    batch_norm_slope,
+    find_rule,
+    slopes,
+)
+
+KINKS = frozenset(
+    "relu relu6 hardtanh threshold _threshold hardshrink softshrink clamp clamp_min clamp_max clip".split()  # noqa: SIM905
+)
+UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "cumsum", "fold"}
+
+
+def backward(op: Op, S: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """`JᵀS` for some of the tracked inputs.  # [K, *output] -> [K, *input]"""
+    if len(inputs) == 1 and len(S) == 1 and S[0] is not None:
+        found = _together(op, S[0], inputs[0])
+        if found is not None:
+            return [found]
+    wide = next(c.dtype for c in S if c is not None)
+    return [g.to(wide) for g in op.pull_many(S, inputs)]
+
+
+def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The same for `M = diag(d)`: one list for each output that has a `d`, whose columns have nothing in common."""
+    if op.name == "linear" and d[0] is not None and d[0].ndim == 2 and [op.argument("input", 0)] == list(inputs):
+        features = _active(d[0])
+        root, W = d[0][:, features].sqrt().mT, op.argument("weight", 1)[features]
+        return [[root.unsqueeze(-1) * W.unsqueeze(1)]]  # [K, B, 1] · [K, 1, I]
+    return [
+        backward(op, [spread(t) if i == n else None for i in range(len(d))], inputs)
+        for n, t in enumerate(d)
+        if t is not None
+    ]
+
+
+def spread(d: Tensor) -> Tensor:
+    """`diag(√d)` as columns, one feature in each; features that are zero for all examples have none.
+    # [B, …] -> [K, B, …]"""
+    features = _active(d)
+    flat = d.reshape(len(d), -1)
+    S = d.new_zeros(len(features), *flat.shape)
+    S[torch.arange(len(features), device=d.device), :, features] = flat[:, features].sqrt().mT
+    return S.reshape(-1, *d.shape)
+
+
+def mixes(op: Op, features: Sequence[Tensor]) -> bool:
+    """Whether an output may depend on more than one entry of the inputs `features`."""
+    if len(features) > 1:
+        return True
+    if op.name == "interpolate":
+        return op.argument("mode", 3, "nearest") not in ("nearest", "nearest-exact")
+    return op.name not in UNMIXED
+
+
+def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
+    if op.name == "linear" and x is op.argument("input", 0):
+        return S @ op.argument("weight", 1).to(S.dtype)
+    if op.name in CONVOLUTIONS:
+        a = Kernel.of(op)
+        if a is None or x is not a.x:
+            return None
+        K, B = S.shape[:2]
+        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # its shape is all that is asked of it
+        return a.backward(S.flatten(0, 1), shape, a.W.to(S.dtype), [True, False, False])[0].unflatten(0, (K, B))
+    if op.name == "batch_norm" and x is op.argument("input", 0):
+        find_rule(op)  # refuses what is not elementwise
+        return batch_norm_slope(op) * S
+    if op.name in ELEMENTWISE | KINKS and len(op.tracked) == 1 and x.shape == op.outputs[0].shape:
+        return slopes(op, [x])[0] * S
+    return None
+
+
+def _active(d: Tensor) -> Tensor:
+    """The features that are not zero for all examples; one at least."""
+    found = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
+    return found if len(found) else found.new_zeros(1)

@@ -1,0 +1,96 @@
+"""A network's operations on one batch, and what each tensor has to do with the examples.
+
+Two small batches show it, before the first large one: a tensor has a row for each example, or an example's entries are
+somewhere else in it (time first, positions merged into the batch), or all examples share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.backprop.op import Op, RuleError
+from lightning_bayes.curvature.backprop.tape import Tape
+from lightning_bayes.curvature.plan import check_examples_apart, check_output
+from lightning_bayes.curvature.subset import Subset
+
+
+class Kind(Enum):
+    ROWS = "a row for each example"
+    ENTRIES = "each entry belongs to one example"
+    SHARED = "the same for all examples"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of a network's operations, and the kinds of their outputs."""
+
+    names: tuple[str, ...]
+    kinds: tuple[tuple[Kind, ...], ...]
+
+    def of(self, ops: list[Op]) -> dict[int, Kind]:
+        """By the `id` of each operation's outputs."""
+        if tuple(op.name for op in ops) != self.names:
+            raise RuleError(
+                "the network's path depends on the data, so that there is no telling which tensors have a row for each "
+                "example: use hessian='approx'"
+            )
+        return {
+            id(t): kind
+            for op, kinds in zip(ops, self.kinds, strict=True)
+            for t, kind in zip(op.outputs, kinds, strict=True)
+        }
+
+
+def run(network: nn.Module, subset: Subset, x: Any, locate: bool = False) -> tuple[Tensor, list[Op]]:
+    """The output and the operations behind it; `network` must be borrowed (see `preserve`)."""
+    B = inputs.batch_size(x)
+    with torch.enable_grad(), Tape(subset.parameters(network).values(), network if locate else None) as tape:
+        f = inputs.call(network, x)
+    check_output(f, B)
+    return f, tape.ops_to(f)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A network on two examples, with the modules that its operations are in."""
+
+    f: Tensor
+    ops: list[Op]
+    layout: Layout
+
+    @property
+    def largest(self) -> float:
+        """The most features that an example has in any tensor."""
+        kinds = self.layout.of(self.ops)
+        return max(t.numel() / 2 for op in self.ops for t in op.outputs if kinds[id(t)] is not Kind.SHARED)
+
+
+def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
+    """By two and by three examples of `x`."""
+    size = inputs.batch_size(x)
+    f, two = run(network, subset, inputs.take(x, [n % size for n in range(2)]), locate=True)
+    f_three, three = run(network, subset, inputs.take(x, [n % size for n in range(3)]))
+    check_examples_apart(network, f, f_three)
+    names = tuple(op.name for op in two)
+    if names != tuple(op.name for op in three):
+        raise RuleError(
+            "the network's path depends on the data or on the size of the batch, so that no rule fits: use "
+            "hessian='exact'"
+        )
+    kinds = tuple(
+        tuple(_kind(t.shape, u.shape) for t, u in zip(a.outputs, b.outputs, strict=True))
+        for a, b in zip(two, three, strict=True)
+    )
+    return Probe(f, two, Layout(names, kinds))
+
+
+def _kind(two: torch.Size, three: torch.Size) -> Kind:
+    if two == three:
+        return Kind.SHARED
+    return Kind.ROWS if (two[0], three[0]) == (2, 3) and two[1:] == three[1:] else Kind.ENTRIES
