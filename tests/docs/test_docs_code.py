@@ -163,6 +163,18 @@ def test_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["online"].posterior.n_data == 24
 
 
+@pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so
+def test_variational(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False)
+    names = run_page(DOCS / "variational.md", LitNet=Model, trainer=trainer, dm=Data())
+    said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "vl")}
+    assert said <= set(names["net"].tested)
+    assert [tuple(p.probs.shape) for p in names["out"]] == [(10, 3), (10, 3), (4, 3)]
+    log_σ = torch.cat([l.flatten() for l in names["net"].log_sigma.values()])
+    torch.testing.assert_close(names["net"].posterior.precision.diagonal(), (-2 * log_σ).exp())
+
+
 def test_an_error_points_at_the_page(tmp_path: Path) -> None:
     """The helper above does run the blocks: a wrong one fails, at its line of the page."""
     page = tmp_path / "page.md"
