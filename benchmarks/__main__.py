@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, distributed, l2m, online_step, peers, predictive, variational
+from benchmarks import curvature, diagonal, distributed, l2m, online_step, peers, predictive, variational
 from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
 from benchmarks.report import memory, number
 
@@ -23,6 +23,7 @@ TOPICS = {
     "variational": variational,
     "l2m": l2m,
     "online_step": online_step,
+    "diagonal": diagonal,
 }
 
 
@@ -68,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _is_peer(job: Job) -> bool:
-    return job.name.rsplit("/", 1)[-1] in peers.BACKENDS
+    return job.name.rsplit("/", 1)[-1] in peers.BACKENDS + peers.LIBRARIES
 
 
 def _measure(jobs: list[Job], limits: Limits) -> dict[str, Outcome]:

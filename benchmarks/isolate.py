@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import time
@@ -79,6 +80,7 @@ def _child(sender: Connection, job: Job, limits: Limits) -> None:
     # Private memory only: an allocation beyond it raises here, and the rest of the machine is safe.
     resource.setrlimit(resource.RLIMIT_DATA, (int(limits.memory), resource.getrlimit(resource.RLIMIT_DATA)[1]))
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # a Trainer greets at every start
     torch.set_num_threads(limits.threads)
     try:
         outcome: Outcome = job.work(**job.arguments)

@@ -1,16 +1,18 @@
-"""laplace-torch with each of its backends."""
+"""laplace-torch with each of its backends, and two of the backends alone."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from benchmarks.networks import Batches
 
 DEFAULT = "CurvlinopsGGN"
 BACKENDS = (DEFAULT, "BackPackGGN", "AsdlGGN")
+LIBRARIES = ("BackPACK", "curvlinops")  # without laplace-torch around them
 DISTRIBUTIONS = ("laplace-torch", "curvlinops-for-pytorch", "backpack-for-pytorch", "asdfghjkl")
 
 
@@ -49,3 +51,32 @@ def fit(network: nn.Module, data: Batches, structure: str, backend: str, stochas
         if covered != wanted:
             raise NotImplementedError(f"the fit covers {covered} of {wanted} parameters")
     return approximation
+
+
+def backpack_diagonal(network: nn.Module, x: Tensor) -> Tensor:
+    """`Σₙ diag(JₙᵀJₙ)` by BackPACK, which extends the modules of the network it is given."""
+    from backpack import backpack, extend
+    from backpack.extensions import DiagGGNExact
+
+    network, loss = extend(network), extend(nn.MSELoss(reduction="sum"))
+    f = network(x)
+    with backpack(DiagGGNExact()):
+        loss(f, torch.zeros_like(f)).backward()
+    diagonal = torch.cat([p.diag_ggn_exact.reshape(-1) for p in network.parameters()])  # type: ignore[operator, union-attr]
+    return 0.5 * diagonal  # the Hessian of r² is 2
+
+
+def curvlinops_diagonal(network: nn.Module, x: Tensor) -> Tensor:
+    """The same by products of curvlinops' GGN with unit vectors: it has no exact diagonal of its own."""
+    from curvlinops import GGNLinearOperator
+
+    parameters = list(network.parameters())
+    data = [(x, torch.zeros_like(network(x)).detach())]
+    G = GGNLinearOperator(network, nn.MSELoss(reduction="sum"), parameters, data, check_deterministic=False)
+    P = sum(p.numel() for p in parameters)
+    found = torch.empty(P)
+    for i in range(P):
+        unit = torch.zeros(P)
+        unit[i] = 1
+        found[i] = (G @ unit)[i]
+    return 0.5 * found

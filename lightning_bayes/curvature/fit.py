@@ -23,7 +23,7 @@ from lightning_bayes.curvature.plan import Plan, check_finite, check_output, des
 from lightning_bayes.curvature.preserve import borrowed, preserved_rng, unwrap
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call, recording
-from lightning_bayes.curvature.roots import CURVATURES, chunks, output_columns
+from lightning_bayes.curvature.roots import CURVATURES, output_columns
 from lightning_bayes.curvature.subset import Subset, resolve_subset
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.structures import Structure
@@ -174,13 +174,14 @@ class Sum:
         check_finite(outputs, x, self._batches)
         self._likelihood.check(outputs, y)
         examples = self._processes.examples(self._n_data, B, f.device)
-        columns = output_columns(self._likelihood, self._curvature, outputs, y, examples, self._samples, self._seed)
 
         matched = self._plan.match(calls)
         used = [call for here in matched for call in here]
         with torch.no_grad():
             self._accumulator.add_inputs(matched)
-        for chunk in chunks(columns, self._curvature, LayerGradients.chunk_size(used, f)):
+        size = LayerGradients.chunk_size(used, f)
+        drawn = (examples, self._samples, self._seed)
+        for chunk in output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn):
             self._accumulator.begin_chunk(len(chunk), B)
             self._add_sites(matched, self._layer_gradients(f, used, chunk) if used else [])
             if self._leftover_gradients is not None:

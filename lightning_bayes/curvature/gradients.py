@@ -65,7 +65,7 @@ class LayerGradients:
 
     @staticmethod
     def chunk_size(calls: list[Call], f: Tensor) -> int:
-        per_column = sum(call.output_shape.numel() for call in calls) * f.element_size()
+        per_column = max(sum(call.output_shape.numel() for call in calls), f.numel()) * f.element_size()
         return max(1, MEMORY // max(per_column, 1))
 
 

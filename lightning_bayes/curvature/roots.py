@@ -17,34 +17,58 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.noise import uniforms
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Likelihood
 
 CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
+INDEPENDENT = (Bernoulli, Gaussian, HeteroscedasticGaussian)  # whose Λ is diagonal; a class made of one may differ
 
 
 def output_columns(
-    likelihood: Likelihood, curvature: str, f: Tensor, y: Tensor, examples: Tensor, samples: int, seed: int
-) -> Tensor:
-    """Columns for the whole batch; those of a dense GGN share positions, see `chunks`.  # [K, *f.shape]"""
+    likelihood: Likelihood,
+    curvature: str,
+    f: Tensor,
+    y: Tensor,
+    size: int,
+    examples: Tensor,
+    samples: int,
+    seed: int,
+) -> Iterator[Tensor]:
+    """Columns for the whole batch, at most `size` at a time.  # [k, *f.shape]"""
     if curvature == "ggn":
-        return likelihood.fisher_root(f, y)
+        return _of_ggn(likelihood, f, y, size)
     if curvature == "empirical_fisher":
-        return likelihood.residual(f, y).unsqueeze(0)
+        return iter([likelihood.residual(f, y).unsqueeze(0)])
     wide = torch.promote_types(f.dtype, torch.float32)
-    draws = [uniforms(seed, draw, examples, f.shape[1:], wide) for draw in range(samples)]
+    draws = (uniforms(seed, draw, examples, f.shape[1:], wide) for draw in range(samples))
     labels = [likelihood.sample(f, uniform, y) for uniform in draws]
-    return torch.stack([likelihood.residual(f, label) for label in labels]) / samples**0.5
+    columns = torch.stack([likelihood.residual(f, label) for label in labels]) / samples**0.5
+    return iter(columns.split(size))
 
 
-def chunks(columns: Tensor, curvature: str, size: int) -> Iterator[Tensor]:
-    """At most `size` columns at a time, each column of a dense GGN at one position alone.  # [k, *f.shape]"""
-    if curvature != "ggn" or columns.ndim <= 3:
-        yield from columns.split(size)
+def _of_ggn(likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Iterator[Tensor]:
+    """The whole root of a diagonal `Λ` would have the square of an image's size, and is never built."""
+    if type(likelihood) in INDEPENDENT:
+        return _of_diagonal(likelihood.fisher_diagonal(f, y), size)
+    return root_columns(likelihood.fisher_root(f, y), size)
+
+
+def _of_diagonal(d: Tensor, size: int) -> Iterator[Tensor]:
+    """`√d` at one output in each column."""
+    root = d.reshape(len(d), -1).sqrt()  # [B, R]
+    for ids in torch.arange(root.shape[1], device=d.device).split(size):
+        alone = root.new_zeros(len(ids), *root.shape)
+        alone[torch.arange(len(ids)), :, ids] = root[:, ids].mT
+        yield alone.reshape(len(ids), *d.shape)
+
+
+def root_columns(S: Tensor, size: int) -> Iterator[Tensor]:
+    """The columns of a `fisher_root`, those of a dense output at one position alone."""
+    if S.ndim <= 3:
+        yield from S.split(size)
         return
-    flat = columns.flatten(3)  # [K, B, C, R]
+    flat = S.flatten(3)  # [K, B, C, R]
     K, _, _, R = flat.shape
-    for start in range(0, K * R, size):
-        ids = torch.arange(start, min(start + size, K * R), device=columns.device)
+    for ids in torch.arange(K * R, device=S.device).split(size):
         alone = flat.new_zeros(len(ids), *flat.shape[1:])
         alone[torch.arange(len(ids)), :, :, ids % R] = flat[ids // R, :, :, ids % R]
-        yield alone.reshape(len(ids), *columns.shape[1:])
+        yield alone.reshape(len(ids), *S.shape[1:])

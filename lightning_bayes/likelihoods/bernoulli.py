@@ -65,9 +65,12 @@ class Bernoulli(Likelihood):
         return y.to(f.dtype) - f.sigmoid()
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return diagonal_root(self.fisher_diagonal(f).sqrt())  # [L, B, L, *positions]
+
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         check_floating("Bernoulli", f)
         f = widen(f)
-        return diagonal_root((f.sigmoid() * (-f).sigmoid()).sqrt())  # [L, B, L, *positions]
+        return f.sigmoid() * (-f).sigmoid()
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Labels 0 and 1 in the shape and, widened, the dtype of `f`."""

@@ -87,10 +87,7 @@ class Categorical(Likelihood):
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         self._check_logits(f)
-        p = widen(f).softmax(1)  # [B, C, *positions]
-        if y is not None:
-            self._check_fit(f, y)
-            p = p.masked_fill(~self._observed(y).unsqueeze(1), 0)
+        p = self._where_observed(widen(f).softmax(1), f, y)  # [B, C, *positions]
         C = p.shape[1]
         tails = p.flip(1).cumsum(1).flip(1)  # q_{j−1} = p_j + q_j at j, summed from the end: no cancellation
         q = tails[:, 1:]  # q_j [B, C−1, *positions]
@@ -102,6 +99,12 @@ class Categorical(Likelihood):
         S.masked_fill_(not_below.view(C - 1, 1, C, *[1] * (p.ndim - 2)), 0)
         S.diagonal(dim1=0, dim2=2).copy_((q * scale).movedim(1, -1))
         return S
+
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """`p (1 − p)`, by `log p` where `1 − p` would cancel."""
+        self._check_logits(f)
+        log_p = widen(f).log_softmax(1)
+        return self._where_observed(-log_p.exp() * log_p.expm1(), f, y)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
@@ -139,6 +142,13 @@ class Categorical(Likelihood):
 
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
+
+    def _where_observed(self, t: Tensor, f: Tensor, y: Tensor | None) -> Tensor:
+        """Zero at the positions without a target."""
+        if y is None:
+            return t
+        self._check_fit(f, y)
+        return t.masked_fill(~self._observed(y).unsqueeze(1), 0)
 
     def _check_logits(self, f: Tensor) -> None:
         check_floating("Categorical", f)

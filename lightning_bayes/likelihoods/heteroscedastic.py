@@ -68,6 +68,10 @@ class HeteroscedasticGaussian(Likelihood):
         _, s = self._split(f)
         return diagonal_root(torch.cat([(-0.5 * s).exp(), torch.full_like(s, math.sqrt(0.5))], 1))  # [2D, B, 2D, …]
 
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        _, s = self._split(f)
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], 1)
+
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets `[B, D, *positions]`; of `uniform`, only the first `D` channels are used."""
         m, s = self._split(f)

@@ -413,6 +413,20 @@ def test_mixed_precision_is_for_the_users_step_and_not_for_the_curvature(tmp_pat
     torch.testing.assert_close(flat(model).float() - run.weights.float(), gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("hessian", ["exact", "approx", "mixed"])
+def test_weights_in_16_bits_have_their_curvature_in_32(tmp_path: Path, hessian: str) -> None:
+    still = Convolutional(lambda p: torch.optim.SGD(p, 0.0))  # in which only batch norm's statistics move
+    data = images()
+    callback, reference = (online(n_data=EXAMPLES, hessian=hessian, threshold=8) for _ in range(2))
+    half = trained(tmp_path, still, [x.bfloat16() for x in data], callback, precision="bf16-true", max_epochs=2)
+    full = trained(tmp_path, still, data, reference, max_epochs=2)
+    assert all(p.dtype == torch.bfloat16 for p in half.model.parameters())
+    assert torch.equal(half.weights, flat(still.bfloat16()))  # the mean is back to the last bit
+    assert half.C.dtype == callback.posterior.precision.diagonal().dtype == torch.float32
+    assert float((half.C.double() - full.C).norm() / full.C.norm()) < 0.05
+    assert callback.posterior.sample(1).isfinite().all()
+
+
 class Inside(Autoencoder):
     """A compiled part."""
 

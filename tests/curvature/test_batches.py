@@ -10,8 +10,8 @@ from networks import CASES, Case, N
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.likelihoods import Categorical
+from lightning_bayes.curvature import blocks, fit_curvature, gradients
+from lightning_bayes.likelihoods import Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 NETWORKS = [
@@ -94,9 +94,7 @@ def test_log_likelihood_is_the_sum_over_examples_in_float64(name: str) -> None:
 
 
 def test_many_columns_are_back_propagated_in_chunks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_bayes.curvature import blocks, gradients
-
-    for name in ("segmentation", "bare_parameters", "linear_on_sequences"):
+    for name in ("segmentation", "bare_parameters", "linear_on_sequences", "image_to_image", "heteroscedastic"):
         case = CASES[name]()
         for structure in ("full", "diag", "kron"):
             expected = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
@@ -105,6 +103,27 @@ def test_many_columns_are_back_propagated_in_chunks_that_change_nothing(monkeypa
                 patch.setattr(blocks, "CACHE", 1)
                 found = fit_curvature(case.network, case.loader(), case.likelihood, structure).structure.to_dense()
             torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_columns_of_independent_outputs_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them together would have the square of the outputs' size."""
+    torch.manual_seed(0)
+    network, x = nn.Linear(2, 500), torch.randn(3, 2)
+    chunks = []
+
+    def noted(self: object, f: torch.Tensor, calls: Any, columns: torch.Tensor) -> Any:
+        chunks.append(columns.shape)
+        return original(self, f, calls, columns)
+
+    original = gradients.LayerGradients.__call__
+    monkeypatch.setattr(gradients.LayerGradients, "__call__", noted)
+    monkeypatch.setattr(gradients, "MEMORY", 4 * 3 * 500 * 200)  # bytes of 200 columns
+    monkeypatch.setattr(Gaussian, "fisher_root", None)
+    loader = DataLoader(TensorDataset(x, torch.zeros(3, 500)), batch_size=3)
+    found = fit_curvature(network, loader, Gaussian(0.5), structure="diag").structure.diagonal()
+    expected = torch.cat([x.square().sum(0).repeat(500), torch.full((500,), 3.0)]) / 0.25
+    torch.testing.assert_close(found, expected)
+    assert chunks == [(200, 3, 500), (200, 3, 500), (100, 3, 500)]
 
 
 def test_progress_bar_counts_batches_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

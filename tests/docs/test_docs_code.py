@@ -65,7 +65,13 @@ def test_structures() -> None:
 
 def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_bayes"):
-        H = run_page(DOCS / "curvature.md")["H"]
+        names = run_page(DOCS / "curvature.md")
+    H, network, x = names["H"], names["network"], names["x"]
+    J = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(dict(network.named_parameters()))
+    squares = torch.cat(
+        [j.detach().flatten(2).square().sum((0, 1)) for j in J.values()]
+    )  # no more than one layer above
+    torch.testing.assert_close(names["diagonal"](x, torch.zeros(32, 3)), squares, rtol=1e-4, atol=1e-5)
     assert H.n_data == 64
     assert H.structure.size == H.subset.size == 40 + 8 + 435
     page = (DOCS / "curvature.md").read_text(encoding="utf-8")
@@ -141,10 +147,11 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 class Autoencoder(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 4))
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(784, 2))
+        self.decoder = nn.Sequential(nn.Tanh(), nn.Linear(2, 784), nn.Unflatten(1, (1, 28, 28)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+        return self.decoder(self.encoder(x))
 
     def training_step(self, x: Tensor) -> Tensor:
         return nn.functional.mse_loss(self(x), x)
@@ -156,11 +163,14 @@ class Autoencoder(L.LightningModule):
 def test_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    loader = DataLoader(torch.randn(24, 4), batch_size=10)
+    loader = DataLoader(torch.randn(24, 1, 28, 28), batch_size=10)
     names = run_page(DOCS / "online.md", autoencoder=Autoencoder(), train_loader=loader, test_loader=loader)
-    assert [tuple(p.mean.shape) for p in names["out"]] == [(10, 4), (10, 4), (4, 4)]
+    assert [tuple(p.mean.shape) for p in names["out"]] == [(10, 1, 28, 28), (10, 1, 28, 28), (4, 1, 28, 28)]
     assert all((p.epistemic > 0).all() for p in names["out"])
     assert names["online"].posterior.n_data == 24
+    assert names["z"].latent_variance.shape == (8, 2)
+    assert names["both"].variance.shape == (8, 1, 28, 28)
+    assert (names["both"].latent_variance > 0).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so

@@ -57,6 +57,36 @@ def positions_to_batch(t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_diagonal_of_lambda_is_that_of_its_root(name: str) -> None:
+    likelihood, f, y = make(name)
+    if isinstance(likelihood, Categorical):
+        y[1] = likelihood.ignore_index
+    for target in (None, y):
+        found = likelihood.fisher_diagonal(f, target)
+        torch.testing.assert_close(found, likelihood.fisher_root(f, target).square().sum(0))
+        assert found.shape == f.shape
+    assert likelihood.fisher_diagonal(f.half()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Categorical()])
+def test_the_diagonal_of_lambda_does_not_cancel_for_sure_predictions(likelihood: Likelihood) -> None:
+    f = torch.tensor([[30.0, 0.0]])
+    expected = torch.tensor(-30.0, dtype=torch.float64).exp()  # of σ(30) σ(−30), to 1e-13
+    assert float(likelihood.fisher_diagonal(f)[0, 0]) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(), HeteroscedasticGaussian()])
+def test_the_diagonal_of_lambda_needs_no_root(likelihood: Likelihood, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory grows with the square of the outputs."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("the root was built")
+
+    monkeypatch.setattr(type(likelihood), "fisher_root", refuse)
+    assert likelihood.fisher_diagonal(torch.zeros(2, 100_000)).shape == (2, 100_000)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_own_samples_pass_the_check(name: str) -> None:
     likelihood, f, y = make(name)
     likelihood.check(f, y)

@@ -15,6 +15,7 @@ from lightning_bayes.curvature.backprop.op import Op
 from lightning_bayes.curvature.backprop.rules import (
     CONVOLUTIONS,
     ELEMENTWISE,
+    POOLS,
     SELECTION,
     SUMS,
     Kernel,
@@ -23,9 +24,11 @@ from lightning_bayes.curvature.backprop.rules import (
     slopes,
 )
 
+MEMORY = 2**25  # bytes that are worked on at a time
 KINKS = frozenset(
     "relu relu6 hardtanh threshold _threshold hardshrink softshrink clamp clamp_min clamp_max clip".split()  # noqa: SIM905
 )
+LINEAR = {"linear", "interpolate", *CONVOLUTIONS, *POOLS}  # in their input, and the same for every example
 UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "cumsum", "fold"}
 
 
@@ -50,6 +53,20 @@ def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[
         for n, t in enumerate(d)
         if t is not None
     ]
+
+
+def gathered(op: Op, d: Tensor, x: Tensor) -> Tensor:
+    """As many columns as an example has features in `x`, from a `diag(d)` that is larger: a root of `AᵀdA`, for the one
+    matrix `A` that a linear operation is.  # [B, …] -> [R, *x.shape]"""
+    B, R = len(x), x[0].numel()
+    units = torch.eye(R, dtype=x.dtype, device=x.device).view(R, *x.shape[1:])
+    answers, at_zero = (op.run({id(x): t})[0].to(d.dtype).flatten(1) for t in (units, torch.zeros_like(units[:1])))
+    A = (answers - at_zero).mT  # [O, R]
+    S = d.new_empty(R, B, R)
+    for part in torch.arange(B).split(max(1, MEMORY // (A.numel() * A.element_size()))):
+        λ, Q = torch.linalg.eigh(A.mT * d[part].reshape(len(part), 1, -1) @ A)
+        S[:, part] = (Q * λ.clamp_min(0).sqrt().unsqueeze(1)).permute(2, 0, 1)
+    return S.reshape(R, *x.shape)
 
 
 def spread(d: Tensor) -> Tensor:

@@ -30,12 +30,12 @@ from lightning_bayes.curvature.fit import Sum
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed, unwrap
 from lightning_bayes.curvature.processes import Processes
+from lightning_bayes.curvature.roots import INDEPENDENT
 from lightning_bayes.curvature.subset import Subset
-from lightning_bayes.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.likelihoods import Likelihood
 
 MODES = ("auto", "exact", "approx", "mixed")
 THRESHOLD = 256  # features per example up to which "mixed" carries the whole matrix
-INDEPENDENT = (Bernoulli, Gaussian, HeteroscedasticGaussian)  # whose Λ is diagonal
 
 
 @dataclass

@@ -19,15 +19,21 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.backprop.columns import backward, backward_from_diagonal, mixes, spread
+from lightning_bayes.curvature.backprop.columns import (
+    LINEAR,
+    MEMORY,
+    backward,
+    backward_from_diagonal,
+    gathered,
+    mixes,
+    spread,
+)
 from lightning_bayes.curvature.backprop.cuts import Cut, choose, find_cuts
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import squared_backward
 from lightning_bayes.curvature.backprop.trace import Kind
 from lightning_bayes.curvature.backprop.weights import weights_diagonal
-from lightning_bayes.curvature.roots import chunks
-
-MEMORY = 2**25  # bytes of the columns at one tensor that are worked on at a time
+from lightning_bayes.curvature.roots import root_columns
 
 
 @dataclass
@@ -89,7 +95,7 @@ class Walk:
         """From a likelihood's `fisher_root`; the columns of a dense output are taken at each position alone."""
         K = len(S) * (S[0, 0, 0].numel() if S.ndim > 3 else 1)
         size = self._size(self._count(K), S)
-        self._run((Carried(columns=part, basis=object()) for part in chunks(S, "ggn", size)), K)
+        self._run((Carried(columns=part, basis=object()) for part in root_columns(S, size)), K)
 
     @property
     def _exact(self) -> bool:
@@ -176,15 +182,18 @@ class Walk:
         """Between whole tensors, a diagonal matrix stays one in operations that do not mix; there, and for weights, the
         rules are exact."""
         features = [t for t in op.tracked if not self._is_shared(t)]
-        whole = all(self._is_whole(t) for t in op.outputs) and any(self._is_whole(t) for t in features)
-        becomes_columns = whole and mixes(op, features)
+        from_whole = all(self._is_whole(t) for t in op.outputs)
+        becomes_columns = any(self._is_whole(t) for t in features) and mixes(op, features)
+        becomes_columns &= from_whole or _is_map(op, features)
         direct = [t for t in op.tracked if self._is_shared(t) or not becomes_columns]
         if direct:
             for t, there in zip(direct, squared_backward(op, d, direct), strict=True):
                 self._arrive(t, there)
-        if becomes_columns:
+        if becomes_columns and from_whole:
             for found in backward_from_diagonal(op, d, features):
                 self._arrive_columns(features, found, object())
+        elif becomes_columns and d[0] is not None:
+            self._arrive_columns(features, [gathered(op, d[0], features[0])], object())
 
     def _carry_columns(self, op: Op, columns: list[Tensor | None], basis: object) -> None:
         shared = [t for t in op.tracked if self._is_shared(t)]
@@ -226,6 +235,11 @@ class Walk:
             self._at[id(t)].add(carried)
         else:
             self._at[id(t)] = carried
+
+
+def _is_map(op: Op, features: list[Tensor]) -> bool:
+    """Whether `M` at a small tensor follows from a diagonal at a large one without many columns in between."""
+    return op.name in LINEAR and len(features) == 1 and features[0] is op.argument("input", 0)
 
 
 def _merged(S: Tensor) -> Tensor:

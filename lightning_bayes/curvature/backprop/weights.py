@@ -52,14 +52,14 @@ def _of_weight(layer: Layer, axis: BatchAxis, g: Tensor, weight: Tensor) -> Tens
     K, G, B, T, O = g.shape
     total: Tensor | None = None
     if T == 1:
-        total = g.squeeze(3).square().sum(0).mT @ layer.inputs(axis).squeeze(2).square()  # [G, O, I]
+        total = g.squeeze(3).square().sum(0).mT @ layer.inputs(axis).squeeze(2).to(g.dtype).square()  # [G, O, I]
     else:
         I = weight.numel() // (G * O)
         chunk = max(1, CACHE // (G * I * (T + K * O) * g.element_size()))
         for start in range(0, B, chunk):
             part = slice(start, start + chunk)
             rows = g[:, :, part].permute(1, 2, 0, 4, 3).flatten(2, 3)  # [G, b, K·O, T]
-            J = (rows @ layer.inputs_of(part, axis)).unflatten(2, (K, O))
+            J = (rows @ layer.inputs_of(part, axis).to(g.dtype)).unflatten(2, (K, O))
             here = J.square_().sum((1, 2))  # [G, O, I]
             total = here if total is None else total.add_(here)
     assert total is not None
