@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from lightning_bayes.curvature import choose_subset
+from lightning_bayes.curvature import CurvatureError, choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal, walk
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 
@@ -40,13 +40,23 @@ def transposed() -> Case:
     return nn.Sequential(*layers), draw(3, 2), Bernoulli()
 
 
+def upsampled() -> Case:
+    layers = [
+        nn.Linear(3, 4),
+        nn.LayerNorm(4),
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+    ]
+    return nn.Sequential(*layers, nn.Upsample(scale_factor=2), nn.Softmax(2)), draw(3, 3), Gaussian(0.7)
+
+
 def sequence() -> Case:
     """A linear layer on the last of several dimensions shares its weight over positions."""
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(5, 2, 3), nn.Flatten(), nn.Linear(4, 3)]
     return nn.Sequential(*layers), draw(3, 5, 3), Categorical()
 
 
-CASES = {f.__name__: f for f in (convolutional, autoencoder, perceptron, transposed, sequence)}
+CASES = {f.__name__: f for f in (convolutional, autoencoder, perceptron, transposed, upsampled, sequence)}
 
 
 def draw(*shape: int) -> Tensor:
@@ -175,18 +185,21 @@ def test_half_precision_is_summed_in_single(name: str, mode: str, dtype: torch.d
     assert error < {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
 
 
-def test_a_residual_sum_keeps_its_cross_terms_where_the_matrix_is_whole() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+class Residual(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), last
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return self.last(x + self.inner(x).tanh())
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.inner(x).tanh())
 
+
+@pytest.mark.parametrize("last", [nn.Linear(4, 2), nn.Identity()], ids=["inside", "at the output"])
+def test_a_residual_sum_keeps_its_cross_terms_where_the_matrix_is_whole(last: nn.Module) -> None:
     torch.manual_seed(0)
-    network, x, y = Residual().double(), draw(5, 3), draw(5, 2)
+    network, x = Residual(last).double(), draw(5, 3)
+    y = torch.zeros_like(network(x)).detach()
     J = jacrev(lambda p: functional_call(network, p, (x,)))(dict(network.named_parameters()))
     expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
     close(found(network, x, y, Gaussian(), "mixed", 4), expected)
@@ -203,3 +216,11 @@ def test_a_layer_that_is_used_twice_keeps_its_cross_terms_in_front_of_a_bottlene
     J = jacrev(lambda p: functional_call(network, p, (x,)))(dict(network.named_parameters()))
     expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
     close(found(network, x, y, Gaussian(), "exact"), expected)
+
+
+def test_a_curvature_that_is_not_finite_is_an_error_that_says_so() -> None:
+    network, x, y, likelihood = make("autoencoder")
+    with torch.no_grad():
+        network[-1].weight.mul_(1e200)  # whose square is infinite
+    with pytest.raises(CurvatureError, match="curvature at the output of linear is not finite"):
+        found(network, x, y, likelihood, "mixed", 2)

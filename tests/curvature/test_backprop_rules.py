@@ -463,6 +463,54 @@ def test_batch_norm_of_vectors() -> None:
     check(*layer(moved(nn.BatchNorm1d(3, bias=False)), 1, 3))
 
 
+NORMS: dict[str, Callable[[], Made]] = {
+    "layer": lambda: layer(moved(nn.LayerNorm(5, eps=0.1)), 3, 5),
+    "layer, sequence": lambda: layer(moved(nn.LayerNorm(4)), 2, 3, 4),
+    "layer, two dimensions": lambda: layer(moved(nn.LayerNorm((3, 2))), 2, 4, 3, 2),
+    "layer, no bias": lambda: layer(moved(nn.LayerNorm(4, bias=False)), 2, 4),
+    "layer, plain": lambda: layer(nn.LayerNorm(4, elementwise_affine=False), 1, 4),
+    "layer, frozen": lambda: layer(frozen(moved(nn.LayerNorm(4)), "weight"), 2, 4),
+    "group": lambda: layer(moved(nn.GroupNorm(2, 6, eps=0.1)), 2, 6, 3),
+    "group, images": lambda: layer(moved(nn.GroupNorm(3, 6)), 2, 6, 2, 3),
+    "group, vectors": lambda: layer(moved(nn.GroupNorm(2, 6)), 3, 6),
+    "group, plain": lambda: layer(nn.GroupNorm(1, 4, affine=False), 2, 4, 2),
+    "instance": lambda: layer(nn.InstanceNorm2d(3), 2, 3, 2, 3),
+    "instance, affine": lambda: layer(moved(nn.InstanceNorm1d(3, affine=True, eps=0.1)), 2, 3, 4),
+    "instance, statistics": lambda: layer(
+        moved(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), 2, 3, 2, 2
+    ),
+    "softmax": lambda: layer(nn.Softmax(1), 3, 4),
+    "softmax, channels": lambda: layer(nn.Softmax2d(), 2, 3, 2, 2),
+    "softmax, method": lambda: function(lambda x: x.softmax(-1), 2, 3, 4),
+    "log softmax": lambda: layer(nn.LogSoftmax(dim=2), 2, 3, 4),
+    "log softmax, function": lambda: function(lambda x: torch.log_softmax(x, 1), 2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_over_features_and_softmax(name: str) -> None:
+    check(*NORMS[name]())
+
+
+def test_a_list_that_grows_after_it_was_concatenated() -> None:
+    """As the features of a DenseNet do."""
+
+    def dense(x: Tensor) -> Tensor:
+        features = [x.tanh()]
+        for _ in range(2):
+            features.append(torch.cat(features, 1).sigmoid())
+        return torch.cat(features, 1)
+
+    module, x = function(dense, 2, 3)
+    d = torch.rand(2, 12, dtype=torch.float64)
+    a, b = x.tanh(), x.tanh().sigmoid()  # what is used several times adds up, without cross terms
+    s = lambda t: (t * (1 - t)).square()  # noqa: E731
+    third = d[:, 6:] * s(torch.cat([a, b], 1).sigmoid())
+    second = d[:, 3:6] + third[:, 3:]
+    first = d[:, :3] + third[:, :3] + second * s(b)
+    torch.testing.assert_close(found(module, x, d)[""], first * (1 - a.square()).square(), **TIGHT)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_write_an_operation(way: str) -> None:
     with warnings.catch_warnings():

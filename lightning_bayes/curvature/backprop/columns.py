@@ -23,6 +23,8 @@ from lightning_bayes.curvature.backprop.rules import (
     find_rule,
     slopes,
 )
+from lightning_bayes.curvature.errors import CurvatureError
+from lightning_bayes.structures.base import eigh
 
 MEMORY = 2**25  # bytes that are worked on at a time
 KINKS = frozenset(
@@ -58,13 +60,17 @@ def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[
 def gathered(op: Op, d: Tensor, x: Tensor) -> Tensor:
     """As many columns as an example has features in `x`, from a `diag(d)` that is larger: a root of `AᵀdA`, for the one
     matrix `A` that a linear operation is.  # [B, …] -> [R, *x.shape]"""
+    if not bool(d.isfinite().all()):
+        raise CurvatureError(
+            f"the curvature at the output of {op.name} is not finite: look for inputs or weights that are not"
+        )
     B, R = len(x), x[0].numel()
     units = torch.eye(R, dtype=x.dtype, device=x.device).view(R, *x.shape[1:])
     answers, at_zero = (op.run({id(x): t})[0].to(d.dtype).flatten(1) for t in (units, torch.zeros_like(units[:1])))
     A = (answers - at_zero).mT  # [O, R]
     S = d.new_empty(R, B, R)
     for part in torch.arange(B).split(max(1, MEMORY // (A.numel() * A.element_size()))):
-        λ, Q = torch.linalg.eigh(A.mT * d[part].reshape(len(part), 1, -1) @ A)
+        λ, Q = eigh(A.mT * d[part].reshape(len(part), 1, -1) @ A)
         S[:, part] = (Q * λ.clamp_min(0).sqrt().unsqueeze(1)).permute(2, 0, 1)
     return S.reshape(R, *x.shape)
 

@@ -7,7 +7,7 @@ The squared Jacobian `J ∘ J` is never built:
 - elementwise (activations): `φ′(x)² d`, summed where an input was broadcast;
 - bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared, which
   for a convolution is the transposed convolution with the squared kernel;
-- averages and interpolations: see `averages`.
+- averages and interpolations: see `averages`; norms over features, and softmax: see `norms`.
 
 Where a tensor is used twice, as in a residual sum, the parts are added, and their cross terms dropped.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.backprop.averages import average_pool, interpolate, mean
+from lightning_bayes.curvature.backprop.norms import group_norm, layer_norm, softmax
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 
 Inputs = Sequence[Tensor]
@@ -72,6 +73,10 @@ def find_rule(op: Op) -> Rule:
             f"batch norm{op.where} has no running statistics, so that the examples of a batch see each other: use one "
             "that tracks them"
         )
+    if name == "instance_norm" and not op.argument("use_input_stats", 5, True):
+        return _batch_norm
+    if name in ("softmax", "log_softmax") and op.argument("dim", 1) is None:
+        rule = None
     if name in ("max", "min"):  # of two tensors, or along a dimension
         other = op.argument("other" if "other" in op.kwargs else "dim", 1)
         rule = elementwise if isinstance(other, Tensor) else None if other is None else selection
@@ -261,5 +266,10 @@ _RULES: dict[str, Rule] = {
     "mean": mean,
     "interpolate": interpolate,
     "batch_norm": _batch_norm,
+    "layer_norm": layer_norm,
+    "group_norm": group_norm,
+    "instance_norm": group_norm,
+    "softmax": softmax,
+    "log_softmax": softmax,
     "embedding": selection,
 }

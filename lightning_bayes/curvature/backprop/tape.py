@@ -64,6 +64,7 @@ class Tape(TorchFunctionMode):
         places = [i for i, t in enumerate(every) if t.requires_grad and id(t) not in unchanged]
         if places:
             outputs = [every[i] for i in places]
+            args, kwargs = swapped((args, kwargs), {})  # a list may grow after it has been concatenated
             self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
         return found
 
