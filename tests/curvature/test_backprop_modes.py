@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from networks import Apply
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
@@ -50,13 +51,20 @@ def upsampled() -> Case:
     return nn.Sequential(*layers, nn.Upsample(scale_factor=2), nn.Softmax(2)), draw(3, 3), Gaussian(0.7)
 
 
+def sums() -> Case:
+    """Whose Jacobians have no other entries than zeros and ones, and which mix all the same."""
+    layers = [nn.Linear(3, 3), nn.Linear(3, 16), nn.Tanh(), nn.Unflatten(1, (4, 4)), nn.Fold((3, 3), 2), nn.Flatten(2)]
+    layers += [Apply(lambda t: t.cumsum(2)), nn.Unflatten(2, (3, 3)), Apply(lambda t: t.sum((1, 3)))]
+    return nn.Sequential(*layers), draw(4, 3), Gaussian(0.7)
+
+
 def sequence() -> Case:
     """A linear layer on the last of several dimensions shares its weight over positions."""
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(5, 2, 3), nn.Flatten(), nn.Linear(4, 3)]
     return nn.Sequential(*layers), draw(3, 5, 3), Categorical()
 
 
-CASES = {f.__name__: f for f in (convolutional, autoencoder, perceptron, transposed, upsampled, sequence)}
+CASES = {f.__name__: f for f in (convolutional, autoencoder, perceptron, transposed, upsampled, sums, sequence)}
 
 
 def draw(*shape: int) -> Tensor:
