@@ -8,6 +8,7 @@ import torch
 from networks import CASES
 from torch import Tensor, nn
 
+from lightning_bayes.curvature import CurvatureError
 from lightning_bayes.curvature.backprop import BatchDiagonal, RuleError, choose_mode
 from lightning_bayes.curvature.subset import resolve_subset
 from lightning_bayes.likelihoods import Gaussian, Likelihood
@@ -116,6 +117,18 @@ def test_an_operation_without_a_rule_is_refused_by_name(mode: str) -> None:
     subset = resolve_subset(network, "all", ())
     with pytest.raises(RuleError, match="logcumsumexp"):
         choose_mode(network, subset, Gaussian(0.7), x, 0)
+
+
+class Centred(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+@pytest.mark.parametrize("mode", ["exact", "approx", "mixed"])
+def test_examples_that_see_each_other_are_refused(mode: str) -> None:
+    network = Centred(4, 3).double()
+    with pytest.raises(CurvatureError, match="depends on another example"):
+        diagonal(network, torch.randn(3, 4, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64), mode)
 
 
 def test_a_small_network_is_exact_and_a_large_one_mixed() -> None:

@@ -8,7 +8,6 @@ shortest path.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,9 +55,8 @@ def choose(cuts: list[Cut], columns: int, end: float) -> list[Cut]:
         options = [
             (best[i][0] + widths[i] * (cuts[j].cost - cuts[i].cost + MERGING * widths[j] ** 2), [*best[i][1], j])
             for i in range(j)
-            if widths[j] < widths[i]
         ]
-        best.append(min(options, default=(math.inf, [])))
+        best.append(min(options))
     total = [(price + widths[i] * (end - cuts[i].cost), path) for i, (price, path) in enumerate(best)]
     return [cuts[j] for j in min(total)[1]]
 
