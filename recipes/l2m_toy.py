@@ -45,8 +45,8 @@ LIKELIHOOD = Gaussian(noise_std=NOISE)
 Method = Callable[[Tensor], Prediction]
 NOTE = """
 "L2M, sampled" is L2M by weight samples, and too wide for the picture: units that no data point switches on have no
-gradient, so that neither the buffer nor AdamW's decay holds their weights. The linearised network hardly notices.
-Eq. (6) as meant suffers from the same; as printed, its slip of 1/λ = 10 holds every weight to ± 0.3."""
+gradient, and nothing but the prior of weight decay, N·wd/c = 0.1, holds their weights. The linearised network hardly
+notices. Eq. (6) as meant suffers from the same; as printed, its slip of 1/λ = 10 holds every weight to ± 0.3."""
 
 
 @dataclass(frozen=True)

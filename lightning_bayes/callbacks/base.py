@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -106,6 +106,12 @@ class PosteriorCallback(ScoringCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         network_of(pl_module, self.network)  # a wrong name is an error before training, not after it
+        self._check_module(pl_module)
+
+    def _check_module(self, module: LightningModule) -> None:
+        """Raise for a module that the posterior would be meaningless for."""
+        problem = f"{type(self).__name__} needs a loss that is the negative log-likelihood alone"
+        refuse_variational(module, problem, "train the module without the mixin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._posterior = self._stored = None  # of the weights before this training

@@ -100,26 +100,34 @@ def check_validation(trainer: Trainer) -> None:
         raise RuntimeError(_NO_VALIDATION)
 
 
-def count_examples(loader: Any, limit: int | float | None = None, replicas: int = 1) -> int:
-    """How many examples training draws its batches from, on `replicas` processes."""
-    loader = single(loader)
+def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
+    """How many examples training draws its batches from, on all processes together; where they cannot be counted, an
+    error that says what to do `instead`."""
+    loader = single(trainer.train_dataloader, instead)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise DataError("the training data cannot be counted, because they have no length: pass n_data=")
+        raise DataError(f"the training data cannot be counted, because they have no length: {instead}")
     size = batch_size(loader)
     if size is None:
-        raise DataError("the training data cannot be counted, because the dataset gives whole batches: pass n_data=")
-    n, batches = len(_indices(loader)), drawn_batches(loader, limit, replicas)
+        raise DataError(f"the training data cannot be counted, because the dataset gives whole batches: {instead}")
+    n, batches = len(_indices(loader)), drawn_batches(trainer)
     return n if batches is None else min(n, size * batches)
 
 
-def drawn_batches(loader: Any, limit: int | float | None, replicas: int) -> int | None:
+def drawn_batches(trainer: Trainer) -> int | None:
     """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out."""
-    loader = single(loader)
+    loader = single(trainer.train_dataloader)
+    # In a run of one batch, that batch would be all the data.
+    limit = None if trainer.fast_dev_run else trainer.limit_train_batches  # type: ignore[attr-defined]
     sampler = sampler_of(loader)
     in_order = isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
     if limit is None or (limit == 1.0 and isinstance(limit, float)) or not in_order:
         return None
-    return replicas * (limit if isinstance(limit, int) else int(limit * len(loader)))
+    return replicas(trainer) * (limit if isinstance(limit, int) else int(limit * len(loader)))
+
+
+def replicas(trainer: Trainer) -> int:
+    """The processes with data of their own; those that share out a layer among them see the same."""
+    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
 def is_indexed(loader: Any) -> bool:

@@ -22,6 +22,7 @@ from lightning_bayes.callbacks.data import (
     drawn_batches,
     exact_pass,
     is_indexed,
+    replicas,
     single,
     validation_pass,
 )
@@ -131,7 +132,7 @@ class L2MCallback(PosteriorCallback):
         loader = single(trainer.train_dataloader, "use scaling='paper', or LaplaceCallback and its fit_now")
         self._batches.n_data, size = self._count(trainer, loader), batch_size(loader)
         if self._counts and size is not None:
-            fisher_factor(self._batches.n_data, size * _replicas(trainer) * trainer.accumulate_grad_batches)
+            fisher_factor(self._batches.n_data, size * replicas(trainer) * trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._counts:
@@ -140,7 +141,7 @@ class L2MCallback(PosteriorCallback):
             with preserved_rng(), torch.no_grad():
                 targets = inputs.tensors(split_batch(pl_module, batch)[1])
             self._batches.n_targets = max(1, sum(y[0].numel() for y in targets))
-        self._batches.add(inputs.batch_size(batch) * _replicas(trainer))
+        self._batches.add(inputs.batch_size(batch) * replicas(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -170,7 +171,7 @@ class L2MCallback(PosteriorCallback):
         """The `N` examples that training draws from."""
         if self.n_data is not None and not (self._by_evidence(trainer) and is_indexed(loader)):
             return self.n_data
-        found = count_examples(loader, _limit(trainer), _replicas(trainer))
+        found = count_examples(trainer)
         if self.n_data not in (None, found):
             raise ValueError(
                 f"n_data is {self.n_data}, but tune={self.tune!r} evaluates the likelihood of the training data, and "
@@ -226,7 +227,7 @@ class L2MCallback(PosteriorCallback):
             return posterior
         with preserved_rng(), forward_context(trainer):
             processes, loader = Processes.current(), trainer.train_dataloader
-            limit = drawn_batches(loader, _limit(trainer), _replicas(trainer))
+            limit = drawn_batches(trainer)
             known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
             return known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
 
@@ -248,13 +249,3 @@ class L2MCallback(PosteriorCallback):
         elif not trainer.fast_dev_run:
             self.posterior_path = directory(trainer) / f"{self.name}_posterior"
             self._posterior.save(self.posterior_path)
-
-
-def _replicas(trainer: Trainer) -> int:
-    """The processes with data of their own; those that share out a layer among them see the same."""
-    return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-
-
-def _limit(trainer: Trainer) -> int | float | None:
-    # In a run of one batch, that batch would be all the data.
-    return None if trainer.fast_dev_run else trainer.limit_train_batches  # type: ignore[attr-defined]

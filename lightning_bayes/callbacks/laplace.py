@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
 from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
-from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Processes
@@ -88,6 +88,12 @@ class LaplaceCallback(PosteriorCallback):
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "LaplaceCallback")
 
+    def _check_module(self, module: LightningModule) -> None:
+        # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
+        if self.network is None and self.subset == "all":
+            around = "for a Laplace posterior around the means name its network= or its subset= of weights"
+            refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         # What cannot work is better known before training than after it.
@@ -105,6 +111,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
+        self._check_module(module)
         self._module = module
         with preserved_rng(), forward_context(trainer):
             self._posterior = posterior = self._fit(trainer, module, dataloader)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ModuleError(RuntimeError):
-    """The module does not say enough of itself; the message names the method or argument that does."""
+    """The module does not say enough of itself, or is not for this callback; the message says what to do."""
 
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:
@@ -42,3 +42,12 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
         f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
         "split_batch(self, batch) that returns (x, y)"
     )
+
+
+def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
+    """Raise for a module with a variational mixin, which trains a posterior of its own."""
+    if callable(getattr(module, "weights_and_log_sigma", None)):
+        raise ModuleError(
+            f"{type(module).__name__} is variational and has a posterior of its own, but {problem}: leave the callback "
+            f"out, or {instead}"
+        )

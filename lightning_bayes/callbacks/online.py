@@ -165,13 +165,9 @@ class OnlineLaplaceCallback(PosteriorCallback):
         """`N`; 0 where it is neither needed nor to be known."""
         if self.n_data is not None:
             return self.n_data
-        loader = single(trainer.train_dataloader, "pass n_data=")
-        if self.scaling == "batch" and not is_indexed(loader):
+        if self.scaling == "batch" and not is_indexed(single(trainer.train_dataloader, "pass n_data=")):
             return 0
-        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        # In a run of one batch, that batch would be all the data.
-        limit = None if trainer.fast_dev_run else trainer.limit_train_batches  # type: ignore[attr-defined]
-        return count_examples(loader, limit, replicas)
+        return count_examples(trainer)
 
     def _network_of(self, module: LightningModule) -> nn.Module:
         return unwrap(network_of(module, self.network))

@@ -17,46 +17,72 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_FUNCTIONS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _SMALLEST = 1e-16  # of a variance, whose root is differentiated
 
 
-class LocalReparameterization(TorchFunctionMode):
-    """While active, linear and convolutional functions with a weight or bias in `log_σ` return a sample."""
+class LocalReparameterization:
+    """While active, and for one call of `network`, its layers with a weight or bias in `log_σ` return a sample.
 
-    def __init__(self, log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> None:
-        super().__init__()
-        self._log_σ, self._generator = log_σ, generator
-        self.seen: set[nn.Parameter] = set()
+    Activation checkpointing calls layers again in the backward pass, when the network's own call is over: they get the
+    noise that they had, so that the backward pass must end inside the context.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        z = func(*args, **kwargs)
-        if func not in _FUNCTIONS:
-            return z
-        arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-        weight, bias = arguments["weight"], arguments.get("bias")
-        of_weight, of_bias = self._variance(weight), self._variance(bias)
-        if of_weight is None and of_bias is None:
-            return z
+    def __init__(self, network: nn.Module, log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> None:
+        self._network, self._log_σ, self._generator = network, log_σ, generator
+        self._handles: list[RemovableHandle] = []
+        self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw
+        self._over = False
+        self._seen: set[nn.Parameter] = set()
+        self.confused: set[nn.Parameter] = set()  # of layers that are called several times, and then again
+
+    def __enter__(self) -> LocalReparameterization:
+        for layer in self._network.modules():
+            if type(layer) in _LAYERS and any(p in self._log_σ for p in layer.parameters(recurse=False)):
+                # First of all hooks: the user's own see the sample.
+                hook = layer.register_forward_hook(self._sample, prepend=True, with_kwargs=True)
+                self._handles.append(hook)
+        self._handles.append(self._network.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def unseen(self) -> set[nn.Parameter]:
+        """What the network has not used in a way that could be sampled, if it has run."""
+        return set(self._log_σ) - self._seen if self._over else set()
+
+    def _sample(self, layer: nn.Module, args: Any, kwargs: Any, z: Tensor) -> Tensor:
+        a = args[0] if args else kwargs["input"]
         with torch.autocast(z.device.type, enabled=False):  # a small variance vanishes in 16 bits
-            if of_weight is None:
-                spread = of_bias.reshape(-1, *[1] * _positions(func)).expand_as(z)  # type: ignore[union-attr]
-            else:
-                rest = {k: v for k, v in arguments.items() if k not in ("input", "weight", "bias")}
-                spread = func(arguments["input"].to(of_weight).square(), of_weight, of_bias, *args[3:], **rest)
-            noise = torch.randn(z.shape, generator=self._generator, dtype=spread.dtype, device=spread.device)
+            spread = _variance(layer, a, z, self._σ2(layer.weight), self._σ2(layer.bias))
+            generator = self._generator_of(layer)
+            noise = torch.randn(z.shape, generator=generator, dtype=spread.dtype, device=spread.device)
             return z + (spread.clamp_min(_SMALLEST).sqrt() * noise).to(z.dtype)
 
-    def _variance(self, parameter: Any) -> Tensor | None:
+    def _σ2(self, parameter: Any) -> Tensor | None:
         """`σ²`, if the parameter is one of ours."""
-        if not isinstance(parameter, nn.Parameter) or parameter not in self._log_σ:
+        if parameter is None or parameter not in self._log_σ:
             return None
-        self.seen.add(parameter)
+        self._seen.add(parameter)
         return (2 * self._log_σ[parameter]).exp()
+
+    def _generator_of(self, layer: nn.Module) -> torch.Generator:
+        drawn = self._drawn.setdefault(layer, [])
+        if not self._over:
+            drawn.append(self._generator.get_state())
+            return self._generator
+        if len(drawn) > 1:  # there is no telling which call this one repeats
+            self.confused.update(p for p in layer.parameters(recurse=False) if p in self._log_σ)
+        return torch.Generator(self._generator.device).set_state(drawn[0])
+
+    def _end(self, *_: Any) -> None:
+        self._over = True
 
 
 def local_parameters(network: nn.Module) -> set[nn.Parameter]:
@@ -69,6 +95,13 @@ def local_parameters(network: nn.Module) -> set[nn.Parameter]:
     return {p for p, layers in owners.items() if len(layers) == 1 and type(layers[0]) in _LAYERS}
 
 
-def _positions(func: Any) -> int:
-    """Dimensions after that of the outputs."""
-    return _FUNCTIONS.index(func)
+def _variance(layer: nn.Module, a: Tensor, z: Tensor, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
+    """`σ_W² a² + σ_b²`, of the shape of z."""
+    if of_weight is None:
+        assert of_bias is not None
+        positions = len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else 0
+        return of_bias.reshape(-1, *[1] * positions).expand_as(z)
+    squares = a.to(of_weight).square()
+    if isinstance(layer, _CONVOLUTIONS):
+        return layer._conv_forward(squares, of_weight, of_bias)  # with its stride, groups and padding
+    return F.linear(squares, of_weight, of_bias)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from lightning_bayes.curvature import inputs
 
@@ -112,9 +114,24 @@ def call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_more = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if takes_more:
-        return step(batch, batch_idx)
-    return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
+    with _no_reentrant_checkpointing():
+        if takes_more:
+            return step(batch, batch_idx)
+        return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
+
+
+@contextmanager
+def _no_reentrant_checkpointing() -> Iterator[None]:
+    """Only `backward()` sees into it. To `torch.autograd.grad` the parameters inside have no gradient."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StepError(
+            "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
+            "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
+        )
+
+    with patch.object(checkpoint.CheckpointFunction, "apply", refuse):
+        yield
 
 
 def loss_of(returned: Any) -> Tensor | None:

@@ -19,11 +19,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_bayes.callbacks.data import count_examples
 from lightning_bayes.callbacks.module import network_of, split_batch
 from lightning_bayes.curvature import Subset
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods.outputs import widen
-from lightning_bayes.mixins.callback import VariationalCallback, count_examples
+from lightning_bayes.mixins.callback import VariationalCallback
 from lightning_bayes.mixins.handed import Gradients, hand_over
 from lightning_bayes.mixins.log_sigma import LogSigma
 from lightning_bayes.mixins.objective import kl_divergence, kl_with_gradients, mean_nll
@@ -241,7 +242,7 @@ class VariationalMixin(_Base):
         state, weights = self._variational, self.weights_and_log_sigma()
         state.looked = False
         if state.settings.n_data is None:
-            state.n_data = count_examples(trainer, self)
+            state.n_data = count_examples(trainer, "set variational={'n_data': …}")
         assert state.n_data is not None
         mine = {name: weights[name][0] for name in state.decayed if name in weights}
         others = set(self.parameters()) - set(mine.values()) - set(self.log_sigma.parameters())

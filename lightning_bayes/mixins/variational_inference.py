@@ -81,16 +81,23 @@ class VariationalInferenceMixin(VariationalMixin):
             if not local:
                 yield {μ: (pairs[μ], move) for μ, move in moves.items()}
                 return
-            with LocalReparameterization({μ: pairs[μ] for μ in local}, generator) as mode:
+            network = self._variational_network()
+            with LocalReparameterization(network, {μ: pairs[μ] for μ in local}, generator) as layers:
                 yield {μ: (pairs[μ], move) for μ, move in moves.items()}
-            self._variational_check_seen(local - mode.seen)
+            self._variational_check_local(layers.unseen, layers.confused)
 
-    def _variational_check_seen(self, unseen: set[nn.Parameter]) -> None:
+    def _variational_check_local(self, unseen: set[nn.Parameter], confused: set[nn.Parameter]) -> None:
+        names = [name for name, p in self.named_parameters() if p in unseen | confused]
+        some = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
         if unseen:
-            names = [name for name, p in self.named_parameters() if p in unseen]
             raise StepError(
-                f"local_reparameterization did not see how {', '.join(names[:3])}{', …' if len(names) > 3 else ''} is "
-                "used in the training step: turn it off, or make the parameter deterministic"
+                f"local_reparameterization did not see how {some} is used in the training step: call its layer as a "
+                "module, turn it off, or make the parameter deterministic"
+            )
+        if confused:
+            raise StepError(
+                f"local_reparameterization cannot repeat the noise of {some}, whose layer is called several times in "
+                "one forward pass, for activation checkpointing: turn one of the two off"
             )
 
     def _variational_gradients(self, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:

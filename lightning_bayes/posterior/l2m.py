@@ -10,6 +10,11 @@ diagonal of the dataset's centred empirical Fisher. So, for a loss of `c` times 
 The paper writes the prior's *variance* `1/λ` where a precision is meant; `scaling="paper_literal"` does so too. Where
 no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside it as
 in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
+
+A weight without a gradient (of a ReLU unit that no example switches on) has `v̂ᵢ = 0`, and that formula would leave it
+with no prior but `ε`. AdamW's step is then `−lr·wd·θ`, that of plain gradient descent with the penalty `wd/2·θ²`, and
+stands still at `θ = 0` for any `δᵢ`: it gets the prior of that penalty, `N·wd/c`. Dead in this sense is a weight whose
+`√v̂ᵢ + ε` is below a thousandth of what it is for the mean of its parameter's `v̂`.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import Curvature, Subset
+from lightning_bayes.curvature import Curvature, Processes, Subset
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
@@ -34,6 +39,7 @@ from lightning_bayes.structures import Diagonal
 
 SCALINGS = ("dataset", "paper", "paper_literal")
 KIND = "second_moment"
+DEAD = 1e-3  # the share of a parameter's typical √v̂ + ε below which a weight counts as one without a gradient
 
 
 def fit_l2m(
@@ -77,7 +83,10 @@ def fit_l2m(
         factor = fisher_factor(n_data, batch_size) / c**2
     with torch.inference_mode(False), torch.no_grad():
         H = _curvature(moments, scaling, factor)
-        δ = _from_weight_decay(moments, scaling, n_data / c) if prior_precision is None else prior_precision
+        δ = prior_precision
+        if δ is None:
+            processes = Processes.current() if is_sharded(network) else Processes()
+            δ = _from_weight_decay(moments, scaling, n_data / c, processes)
     found = Curvature(
         structure=Diagonal(H),
         subset=Subset(tuple(moments), shapes),
@@ -127,7 +136,9 @@ def _curvature(moments: dict[str, SecondMoment], scaling: str, factor: float) ->
     return H
 
 
-def _from_weight_decay(moments: dict[str, SecondMoment], scaling: str, scale: float) -> Tensor | float:
+def _from_weight_decay(
+    moments: dict[str, SecondMoment], scaling: str, scale: float, processes: Processes
+) -> Tensor | float:
     """The prior precision that weight decay stands for; one where there is none.  # a number or [P]"""
     without = [name for name, m in moments.items() if m.weight_decay == 0]
     if without:
@@ -148,12 +159,26 @@ def _from_weight_decay(moments: dict[str, SecondMoment], scaling: str, scale: fl
     if not any(varying) and len(set(numbers)) == 1:
         return numbers[0]
     δ, parts = _vector(moments)
-    for m, part, value, varies in zip(moments.values(), parts, numbers, varying, strict=True):
+    means = _means([m.largest for m in moments.values()], processes) if any(varying) else [0.0] * len(moments)
+    for m, part, value, varies, mean in zip(moments.values(), parts, numbers, varying, means, strict=True):
         if varies:
-            m.denominator_into(part.view(m.buffer.shape)).mul_(value)
+            denominator = m.denominator_into(part.view(m.buffer.shape))
+            typical = math.sqrt(mean * m.correction) + m.eps
+            denominator.masked_fill_(denominator <= DEAD * typical, 1.0).mul_(value)
         else:
             part.fill_(value)
     return δ
+
+
+def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
+    """The mean of each buffer over the shards of all processes, or of all buffers for one that is zero."""
+    wide = torch.promote_types(buffers[0].dtype, torch.float32)
+    sums = torch.stack([b.sum(dtype=wide) for b in buffers])
+    counts = torch.tensor([b.numel() for b in buffers], dtype=wide, device=sums.device)
+    processes.sum_([sums, counts])
+    found: list[float] = (sums / counts).tolist()
+    overall = float(sums.sum() / counts.sum())
+    return [mean or overall for mean in found]
 
 
 def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -241,6 +241,22 @@ class Scenarios:
         self.results["partly"]["samples"] = torch.stack([mine._gathered(draw) for draw in draws])
         self.results["partly"]["log_prob"] = mine.log_prob(draws)
 
+    def dead_rows(self) -> None:
+        """Rows whose second moment has faded, all of them on the last processes: those know it from the others."""
+        net = network()
+        if self.world > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            fully_shard(net[0], mesh=init_device_mesh("cpu", (self.world,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+        x, y = wide(labelled(EXAMPLES)).tensors  # type: ignore[attr-defined]
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        v = optimizer.state[net[0].weight]["exp_avg_sq"]  # [6, features]
+        shares = torch.tensor([1.0, 1.0, 0.5, 1e-8, 1e-8, 0.0], dtype=torch.float64).chunk(self.world)[self.rank]
+        (v.to_local() if isinstance(v, DTensor) else v).copy_(shares[:, None])
+        self.keep("dead rows", fit_l2m(net, optimizer, n_data=EXAMPLES, batch_size=GLOBAL))
+
     @staticmethod
     def error(call: Any) -> str:
         try:
@@ -257,6 +273,7 @@ def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:
     scenarios.use()
     if tensor == 1:
         scenarios.partly_sharded()
+        scenarios.dead_rows()
     if tensor == 1 and world > 1:
         scenarios.refusals()
     return scenarios.results

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ddp_l2m_worker import CASES, EXAMPLES
 from l2m_cases import adam
-from l2m_processes import launched, results
+from real_processes import launched, results
 
 from lightning_bayes import GaussianPosterior
 

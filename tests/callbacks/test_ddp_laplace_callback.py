@@ -1,11 +1,5 @@
 """Real processes under DDP: any number of them ends with what one alone has."""
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +7,7 @@ import ddp_worker
 import pytest
 import torch
 from callback_cases import labelled
+from real_processes import launched, results
 
 from lightning_bayes import GaussianPosterior
 
@@ -41,46 +36,12 @@ WORLDS = [
 ]
 
 
-@contextmanager
-def launched(folder: Path, world: int, cases: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a DDP run, which do not outlive the context."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, ddp_worker.__file__, str(folder), str(world), ",".join(cases)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def results(folder: Path, processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What each process has found."""
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-    assert not failed, failed[0]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(len(processes))]
-
-
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any], Path]:
     """What one process alone has, what each of several has, and where these wrote."""
     size, cases = request.param
     together = tmp_path_factory.mktemp("together")
-    with launched(together, size, cases) as processes:
+    with launched(ddp_worker.__file__, together, size, ",".join(cases)) as processes:
         alone = ddp_worker.run(tmp_path_factory.mktemp("alone"), 1, cases)
         return alone, results(together, processes), together
 

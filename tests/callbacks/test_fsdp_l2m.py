@@ -7,7 +7,7 @@ import fsdp_l2m_worker
 import pytest
 import torch
 from fsdp_l2m_worker import EXAMPLES, OPTIMIZERS, SAMPLES, Module
-from l2m_processes import launched, results
+from real_processes import launched, results
 from torch import Tensor
 from torch.func import functional_call
 
@@ -168,3 +168,15 @@ def test_layers_that_are_whole_on_every_process_count_once(world: Any) -> None:
             pytest.skip("asked of FSDP2 alone")
         for quantity, expected in alone["partly"].items():
             close(rank["partly"][quantity], expected, quantity)
+
+
+def test_a_dead_weight_is_known_by_the_mean_over_all_shards(world: Any) -> None:
+    """Three rows of six have no gradient, and the shards of the last processes hold nothing else."""
+    alone, ranks, _ = world
+    δ = alone["dead rows"]["precision"][: 6 * 4].view(6, 4)  # of the first layer's weight
+    torch.testing.assert_close(δ[3:], torch.full_like(δ[3:], EXAMPLES * 0.1), rtol=1e-2, atol=0)  # and H
+    for rank in ranks:
+        if "dead rows" not in rank:
+            pytest.skip("asked of FSDP2 alone")
+        for quantity, expected in alone["dead rows"].items():
+            close(rank["dead rows"][quantity], expected, quantity)

@@ -376,6 +376,27 @@ def test_without_weight_decay_the_prior_is_one_with_a_warning_unless_it_is_given
     fitted(tmp_path, l2m(tune="marglik"), Net())
 
 
+class WithDeadUnit(Net):
+    """ReLU, and one unit that no example switches on."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.AdamW, lr=0.02)
+        self.net[1] = nn.ReLU()
+        with torch.no_grad():
+            self.net[0].weight[3], self.net[0].bias[3] = 0.0, -0.5  # type: ignore[index, operator]
+
+
+def test_a_dead_unit_under_adamw_does_not_spoil_sampled_predictions(tmp_path: Path) -> None:
+    callback = l2m(predictive="bnn", n_data=100_000)  # so that the other weights are sure
+    model, fit = fitted(tmp_path, callback, WithDeadUnit(), max_epochs=10)
+    v = fit.optimizers[0].state[model.net[0].weight]["exp_avg_sq"]
+    assert [bool(row.any()) for row in v] == [True, True, True, False, True]
+    x, _ = wide(labelled(N)).tensors  # type: ignore[attr-defined]
+    found, at_mean = callback.predict(x).probs, callback.posterior.predict(x, "map").probs
+    assert (found - at_mean).abs().max() < 0.05
+    assert float(callback.posterior.sample(50).std(0).max()) < 1
+
+
 def test_one_prior_per_layer(tmp_path: Path) -> None:
     callback = l2m(prior_precision=[2.0, 5.0])
     fitted(tmp_path, callback)

@@ -23,7 +23,7 @@ from multiplier_cases import (
 )
 from torch import Tensor, nn
 
-from lightning_bayes.mixins.groups import OptimizerError
+from lightning_bayes.mixins.groups import OptimizerError, add_missing
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError, multipliers
 from lightning_bayes.mixins.patterns import PatternError
 
@@ -152,6 +152,26 @@ class TwoMultiplied(LogSigmaMultiplierMixin, TwoOptimizers):
 
 def test_several_optimizers(tmp_path: Path) -> None:
     same_moves(moves(tmp_path, TwoMultiplied()), moves(tmp_path, TwoOptimizers()), lambda weight: 10.0)
+
+
+class TwoScheduled(TwoOptimizers):
+    def configure_optimizers(self) -> Any:
+        optimizers, _ = super().configure_optimizers()
+        rates = [lambda step: 1 / (1 + step), lambda step: 0.8**step]
+        lr_scheduler = torch.optim.lr_scheduler.LambdaLR
+        return optimizers, [lr_scheduler(o, rate) for o, rate in zip(optimizers, rates, strict=True)]
+
+
+class TwoScheduledMultiplied(LogSigmaMultiplierMixin, TwoScheduled):
+    pass
+
+
+def test_each_schedule_learns_of_its_own_optimizers_groups(tmp_path: Path) -> None:
+    """Two new groups in one optimizer, one in the other."""
+    given = {"net.0.weight": 3.0, "net.0.bias": 10.0, "net.2": 5.0}
+    expected = {"net.0.weight": 3.0, "net.0.bias": 10.0, "net.2.weight": 5.0, "net.2.bias": 5.0}
+    found = moves(tmp_path, TwoScheduledMultiplied(log_sigma_multiplier=given))
+    same_moves(found, moves(tmp_path, TwoScheduled()), expected.__getitem__)
 
 
 def test_an_optimizer_that_outlives_a_fit_is_split_once(tmp_path: Path) -> None:
@@ -291,3 +311,12 @@ class Bare(LogSigmaMultiplierMixin, L.LightningModule):
 def test_without_log_sigma_it_says_how_to_have_one(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"Bare has no log_sigma.*VariationalLaplaceMixin"):
         trainer(tmp_path).fit(Bare(), loader())
+
+
+def test_log_sigma_of_a_weight_that_two_optimizers_train_goes_to_the_first() -> None:
+    module = Multiplied()
+    weights = list(module.net.parameters())
+    first, second = torch.optim.Adam(weights, 0.01), torch.optim.Adam(weights, 0.02)
+    add_missing([first, second], dict(module.log_sigma.items()), dict(module.named_parameters()))
+    every = [list(optimizer.param_groups[0]["params"]) for optimizer in (first, second)]
+    assert [len(held) for held in every] == [2 * len(weights), len(weights)]

@@ -5,8 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from multiplier_cases import SCHEDULERS, Multiplied, Plain, Record, loader, moves, same_moves, scheduled, trainer
+from multiplier_cases import (
+    SCHEDULERS,
+    Multiplied,
+    Plain,
+    Record,
+    loader,
+    moves,
+    same_moves,
+    scheduled,
+    trainer,
+    two_rates,
+)
 from torch.optim import lr_scheduler
+
+from lightning_bayes.mixins.groups import split
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:log σ can move"),
@@ -100,3 +113,17 @@ def test_schedulers_tell_the_learning_rates_of_all_groups(name: str, tmp_path: P
     for rates in record.seen:
         assert rates[2:] == pytest.approx([5 * lr for lr in rates[:2]])
     assert record.seen == record.rates
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "SWALR", "CyclicLR"])
+def test_what_a_schedule_keeps_in_a_group_is_multiplied_too(name: str) -> None:
+    """A schedule that begins anew, when training is resumed, takes it from there."""
+    module = Multiplied()
+    optimizer = two_rates(module)
+    scheduler = SCHEDULERS[name](optimizer)
+    parents = [dict(group) for group in optimizer.param_groups]
+    split(optimizer, [scheduler], dict.fromkeys(module.log_sigma.parameters(), 7.0))
+    keys = {"initial_lr", "max_lr", "min_lr", "swa_lr"} & parents[0].keys()
+    assert keys
+    for parent, child in zip(parents, optimizer.param_groups[2:], strict=True):
+        assert {key: child[key] for key in keys} == pytest.approx({key: 7.0 * parent[key] for key in keys})

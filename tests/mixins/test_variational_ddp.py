@@ -1,18 +1,17 @@
 """Real processes under DDP, and accumulation: the objective is that of one process and one batch."""
 
-import os
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import variational_ddp_worker
+from real_processes import launched
+from real_processes import results as results_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
+    pytest.mark.filterwarnings("ignore:log σ can move"),
 ]
 
 
@@ -20,30 +19,9 @@ pytestmark = [
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of one process, and of each of two."""
     folder = tmp_path_factory.mktemp("together")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, variational_ddp_worker.__file__, str(folder), "2"],
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with launched(variational_ddp_worker.__file__, folder, 2) as processes:
         alone = variational_ddp_worker.run(tmp_path_factory.mktemp("alone"), 1)
-        said = [process.communicate(timeout=300)[0] for process in processes]
-        failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
-        assert not failed, failed[0]
-        return alone, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        return alone, results_of(folder, processes)
 
 
 def every(results: Any, name: str) -> list[dict[str, Any]]:
@@ -83,6 +61,23 @@ def test_the_squared_gradient_term_is_the_same_in_expectation(results: Any) -> N
     assert means == pytest.approx([means[0]] * len(means), abs=spread)
 
 
+def test_an_example_has_the_same_random_numbers_for_its_label_on_any_process(results: Any) -> None:
+    """Process r has the examples r, r + 2, … of every global batch."""
+    alone, ranks = results
+    whole = alone["still/1"]["labels"]
+    assert len({tuple(labels.tolist()) for labels in whole}) > 1
+    for place, rank in enumerate(ranks):
+        for labels, expected in zip(rank["still/1"]["labels"], whole, strict=True):
+            assert torch.equal(labels, expected[place::2])
+
+
+def test_processes_draw_weight_samples_of_their_own(results: Any) -> None:
+    alone, ranks = results
+    assert ranks[0]["vi"]["seeds"] == alone["vi"]["seeds"]
+    seeds = [seed for rank in ranks for seed in rank["vi"]["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 8
+
+
 def test_all_processes_have_the_same_weights(results: Any) -> None:
     _, ranks = results
     for name in ("narrow/1", "still/2", "fd", "exact", "vi"):
@@ -95,3 +90,41 @@ def test_finite_differences_and_double_backward_agree_on_two_processes(results: 
     for source in (results[0], *results[1]):
         for key, value in source["exact"]["weights"].items():
             torch.testing.assert_close(source["fd"]["weights"][key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "n"),
+    [
+        ("shuffled", variational_ddp_worker.ODD),  # which is padded for two processes
+        ("shuffled, limited", variational_ddp_worker.ODD),
+        ("in order", variational_ddp_worker.N),
+        ("in order, limited", variational_ddp_worker.BATCH),
+        ("in order, limited to a share", variational_ddp_worker.BATCH),
+    ],
+)
+def test_every_example_that_is_drawn_from_counts_once(results: Any, case: str, n: int) -> None:
+    alone, ranks = results
+    for source in (alone, *ranks):
+        assert source["counts"][case]["n_data"] == n
+        assert source["counts"][case]["kl_weight"] == pytest.approx(0.7 / n)
+
+
+def test_the_multiplier_trains_as_one_process_on_the_global_batch(results: Any) -> None:
+    """Weights and log σ alike: in param groups and on a schedule of the user's, and of a variational module."""
+    alone, ranks = results
+    for rank in ranks:
+        for case in ("with", "vl"):
+            for name, value in alone["multiplied"][case].items():
+                found = rank["multiplied"][case][name]
+                torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_log_sigma_moves_that_many_times_as_far_on_two_processes(results: Any) -> None:
+    alone, ranks = results
+    for source in (alone, *ranks):
+        before, without, found = (source["multiplied"][key] for key in ("before", "without", "with"))
+        for name, start in before.items():
+            m = variational_ddp_worker.MULTIPLIER if name.startswith("log_sigma.") else 1.0
+            moved = without[name] - start
+            assert moved.abs().amin() > 1e-6, name
+            torch.testing.assert_close(found[name] - start, m * moved, rtol=1e-8, atol=1e-13)

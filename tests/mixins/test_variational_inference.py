@@ -1,13 +1,13 @@
 """Bayes by backprop: the gradient of the expected loss, by weight samples or by samples of layers' outputs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from variational_cases import VI, Lit, draw, gradients, images, loader, options, spread, targets, trainer, weighted_kl
 
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin
@@ -16,6 +16,10 @@ from lightning_bayes.mixins.local_reparameterization import LocalReparameterizat
 
 def vi(kind: str = "mlp", task: str = "classification", **more: Any) -> Any:
     return spread(VI(kind, task, variational=options(task, **more)).double().train())
+
+
+def made(base: type, **more: Any) -> Any:
+    return spread(type("Bayes", (VariationalInferenceMixin, base), {})(variational=options(**more)).double().train())
 
 
 def moves_of(module: Any, draw_number: int) -> dict[str, Tensor]:
@@ -65,6 +69,25 @@ def test_the_noise_is_standard_normal_and_new_at_every_draw() -> None:
     assert torch.equal(moves_of(module, 7)["net.1.weight"], moves_of(vi(), 7)["net.1.weight"])
 
 
+def test_another_seed_is_other_noise() -> None:
+    found = [moves_of(vi(seed=seed), 1)["net.1.weight"] for seed in (0, 1)]
+    assert (found[0] - found[1]).abs().amin() > 0
+
+
+def test_a_loss_scale_is_divided_out_of_the_gradient() -> None:
+    """The scale that 16-bit mixed precision has found so far; the backward pass runs with it."""
+    module, scales = vi(), []
+    scaler = SimpleNamespace(get_scale=lambda: scales.append(1) or 1024.0)
+    θ = list(module.net.parameters())
+    loss = module.nll(module(images(5)), targets("classification", 5))
+    expected = torch.autograd.grad(loss, θ, retain_graph=True)
+    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    found = module._variational_gradients(loss, θ)
+    assert scales
+    for p, g in zip(θ, expected, strict=True):
+        torch.testing.assert_close(found[p], g)
+
+
 def test_several_samples_are_averaged() -> None:
     x, y = images(5), targets("classification", 5)
     one, three = vi("residual"), vi("residual", train_samples=3)
@@ -101,20 +124,6 @@ def test_the_weights_are_bit_by_bit_what_they_were() -> None:
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
-class Checkpointed(VI):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[3:](checkpoint(self.net[:3], x, use_reentrant=False))  # type: ignore[index]
-
-
-def test_activation_checkpointing_changes_nothing() -> None:
-    found = []
-    for kind in (VI, Checkpointed):
-        module = spread(kind("mlp", variational=options()).double())
-        found.append(gradients(module, module.training_step((images(6), targets("classification", 6)), 0)))
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-10, atol=1e-13)
-
-
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (2, 4)),
     "linear on a sequence": (lambda: nn.Linear(4, 3), (2, 5, 4)),
@@ -123,6 +132,16 @@ LAYERS = {
     "padded conv2d": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 4, 4)),
     "conv3d": (lambda: nn.Conv3d(1, 2, 2, dilation=1), (2, 1, 2, 3, 2)),
 }
+
+
+def local_draws(layer: nn.Module, x: Tensor, log_σ: Any, n: int) -> Tensor:
+    """Outputs of `n` calls, each with noise of its own.  # [n, ...]"""
+    generator, draws = torch.Generator().manual_seed(1), []
+    for _ in range(n):
+        with LocalReparameterization(layer, log_σ, generator) as local:
+            draws.append(layer(x))
+        assert not local.unseen
+    return torch.stack(draws)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -142,10 +161,7 @@ def test_local_samples_have_the_mean_and_variance_of_weight_samples(name: str) -
                 flat[place] += l.view(-1)[place].exp()
                 variance += (layer(x) - mean) ** 2
                 flat[place] -= l.view(-1)[place].exp()
-        generator = torch.Generator().manual_seed(1)
-        with LocalReparameterization(log_σ, generator) as mode:
-            draws = torch.stack([layer(x) for _ in range(3000)])
-    assert mode.seen == set(log_σ)
+        draws = local_draws(layer, x, log_σ, 3000)
     torch.testing.assert_close(draws.mean(0), mean, rtol=0, atol=5 * float(variance.max().sqrt()) / 3000**0.5)
     torch.testing.assert_close(draws.var(0), variance, rtol=0.15, atol=0)
 
@@ -154,8 +170,8 @@ def test_a_bias_alone_is_sampled_locally() -> None:
     layer = nn.Conv2d(2, 3, 1).double()
     x = draw(2, 2, 3, 3, seed=3)
     log_σ = {layer.bias: torch.tensor([-1.0, -2.0, -3.0]).double()}
-    with torch.no_grad(), LocalReparameterization(log_σ, torch.Generator().manual_seed(1)):  # type: ignore[arg-type]
-        draws = torch.stack([layer(x) for _ in range(4000)])
+    with torch.no_grad():
+        draws = local_draws(layer, x, log_σ, 4000)
     expected = log_σ[layer.bias].exp().view(1, 3, 1, 1).expand(2, 3, 3, 3)  # type: ignore[index]
     torch.testing.assert_close(draws.std(0), expected, rtol=0.1, atol=0)
 
@@ -232,6 +248,41 @@ def test_a_layer_that_cannot_be_sampled_locally_is_named() -> None:
     module = kind(variational=options(local_reparameterization=True)).double()
     with pytest.raises(StepError, match=r"did not see how net.1.weight, net.1.bias is used in the training step"):
         module.training_step((images(5), targets("classification", 5)), 0)
+
+
+class SkipsAtOnce(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return None
+
+
+def test_a_batch_that_is_skipped_before_the_network_runs_is_no_layer_unseen() -> None:
+    assert made(SkipsAtOnce, local_reparameterization=True).training_step((images(5), None), 0) is None
+
+
+def test_a_users_hook_sees_the_sample() -> None:
+    module, seen = made(Lit, local_reparameterization=True), []
+    module.net[1].register_forward_hook(lambda layer, args, z: seen.append(z.detach()))
+    x = images(5)
+    module.training_step((x, targets("classification", 5)), 0)
+    at_mean = module.net[1](x.flatten(1)).detach()
+    assert (seen[0] - at_mean).abs().amin() > 1e-6
+
+
+def test_an_output_without_spread_has_a_gradient() -> None:
+    """At an input of zeros the weights do not move the output, where the root of the variance has no derivative."""
+    module = made(Lit, local_reparameterization=True, deterministic=["*.bias"])
+    found = gradients(module, module.training_step((torch.zeros_like(images(5)), targets("classification", 5)), 0))
+    assert all(value.isfinite().all() for value in found.values())
+
+
+def test_a_weight_that_layers_share_is_sampled_itself() -> None:
+    """Two layers with noise of their own would be two weights."""
+    module = vi("tied", local_reparameterization=True)
+    shared, alone = module.net.first.weight, module.net.first.bias
+    with module._variational_sampled() as noise:
+        assert shared in noise
+        assert alone not in noise
+        module(images(2))
 
 
 def test_the_elbo_rises_and_sigma_is_learned(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSa
 from variational_cases import VI, VL, Lit, dataset, images, loader, options, targets, trainer, vl, weighted_kl
 
 from lightning_bayes import Gaussian
+from lightning_bayes.curvature import DataError
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     OptionError,
@@ -144,6 +145,20 @@ def test_weight_decay_becomes_the_prior(tmp_path: Path) -> None:
     torch.testing.assert_close(module.log_sigma["net.1.bias"].detach(), torch.full((4,), math.log(s) - 3).double())
 
 
+def test_a_second_fit_goes_on_with_the_log_sigma_of_the_first(tmp_path: Path) -> None:
+    """The optimizer is new and has its weight decay again, which becomes the same prior; log σ is not put back."""
+    module = DecayedVL(lr=0.0, variational=options(prior_std="weight_decay", n_data=None)).double()
+    trainer(tmp_path, max_epochs=1).fit(module, loader(n=11))
+    with torch.no_grad():
+        for log_σ in module.log_sigma.values():
+            log_σ.fill_(-1.0)
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, loader(n=11))
+    assert all(bool((log_σ == -1).all()) for log_σ in module.log_sigma.values())
+    assert list(module._variational.prior.values()) == pytest.approx([1 / math.sqrt(11 * 0.01)] * 6)
+    assert [group["weight_decay"] for group in fit.optimizers[0].param_groups] == [0.0]
+
+
 def test_the_prior_from_weight_decay_pulls_as_the_decay_did() -> None:
     """The gradient of the KL divergence in μ at β = 1 is `wd·μ`."""
     module = DecayedVL(variational=options(prior_std=1 / math.sqrt(11 * 0.01), beta=1.0)).double()
@@ -207,16 +222,57 @@ def test_the_training_examples_are_counted(tmp_path: Path) -> None:
     assert n_data(tmp_path, loader(n=11, batch_size=4, drop_last=True, shuffle=True)) == 11
     assert n_data(tmp_path, DataLoader(Subset(dataset(), range(7)), 4)) == 7
     assert n_data(tmp_path, DataLoader(dataset(), 4, sampler=SubsetRandomSampler(range(9)))) == 9
-    assert n_data(tmp_path, loader(n=11, batch_size=4), limit_train_batches=2) == 8
 
 
-def test_what_cannot_be_counted_has_to_be_given(tmp_path: Path) -> None:
-    stream = DataLoader(Stream(), batch_size=4)
-    with pytest.raises(ValueError, match=r"cannot be counted .*: set variational={'n_data': …}"):
-        n_data(tmp_path, stream)
-    module = VL(variational=options(n_data=11))
-    trainer(tmp_path, max_epochs=1).fit(module, stream)
+@pytest.mark.parametrize(("limit", "n"), [(2, 8), (0.7, 8), (0.4, 4), (1.0, 11), (99, 11)])
+def test_a_limit_in_order_leaves_only_the_first_examples(limit: Any, n: int, tmp_path: Path) -> None:
+    assert n_data(tmp_path, loader(n=11, batch_size=4), limit_train_batches=limit) == n
+
+
+@pytest.mark.parametrize("limit", [2, 0.7])
+def test_a_limit_on_shuffled_data_leaves_none_out(limit: Any, tmp_path: Path) -> None:
+    """Every epoch begins with other examples."""
+    assert n_data(tmp_path, loader(n=11, batch_size=4, shuffle=True), limit_train_batches=limit) == 11
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_run_of_one_batch_counts_all_examples(shuffle: bool, tmp_path: Path) -> None:
+    assert n_data(tmp_path, loader(n=11, batch_size=4, shuffle=shuffle), fast_dev_run=True) == 11
+
+
+class OfPairs(Lit):
+    """Trained on two loaders at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+    def split_batch(self, batch: Any) -> Any:
+        return batch["a"] if isinstance(batch, dict) else batch
+
+
+UNCOUNTABLE = {
+    "a stream": (lambda: DataLoader(Stream(), batch_size=4), "cannot be counted, because they have no length"),
+    "whole batches": (lambda: DataLoader(list(loader()), batch_size=None), "because the dataset gives whole batches"),
+    "two loaders": (
+        lambda: {"a": loader(), "b": loader()},
+        "there are 2 training dataloaders and no telling which holds each example once",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCOUNTABLE)
+def test_what_cannot_be_counted_has_to_be_given(case: str, tmp_path: Path) -> None:
+    make, why = UNCOUNTABLE[case]
+    kind = type("Bayes", (VariationalLaplaceMixin, OfPairs if case == "two loaders" else Lit), {})
+    module = kind(variational=options(n_data=None))
+    before = module.net[1].weight.detach().clone()
+    with pytest.raises(DataError, match=f"{why}: set variational={{'n_data': …}}"):
+        trainer(tmp_path, max_epochs=1).fit(module, make())
+    assert torch.equal(module.net[1].weight, before)  # no step was made
+    module = kind(variational=options(n_data=11))
+    trainer(tmp_path, max_epochs=1).fit(module, make())
     assert module.posterior.n_data == 11
+    assert not torch.equal(module.net[1].weight, before)
 
 
 def test_a_given_number_is_used(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def test_a_strategy_that_shards_the_weights_is_refused(tmp_path: Path) -> None:
     class FSDPStrategy(SingleDeviceStrategy):
         pass
 
-    with pytest.raises(RuntimeError, match="needs every process to hold all weights, which FSDPStrategy does not"):
+    why = "a variational module needs every process to hold the whole network, which FSDPStrategy does not: use strateg"
+    with pytest.raises(RuntimeError, match=why):
         trainer(tmp_path, strategy=FSDPStrategy("cpu")).fit(VL(variational=options()), loader())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from variational_cases import Lit, dataset, gradients, images, loader, options, spread, targets, trainer
 
 from lightning_bayes import Gaussian
+from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin, VariationalLaplaceMixin
 
 MIXINS = [VariationalLaplaceMixin, VariationalInferenceMixin]
@@ -189,6 +190,33 @@ def test_a_squared_error_can_be_trained_on_its_likelihood(method: str) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("mixin", MIXINS)
+def test_a_target_that_is_no_number_is_an_error_and_not_a_loss(mixin: type) -> None:
+    x, y = batch("regression")
+    y[1, 0] = float("nan")
+    with pytest.raises(LikelihoodError, match="Gaussian got the target nan; drop examples"):
+        made(MeanSquared, mixin, "regression", loss="likelihood").training_step((x, y), 0)
+
+
+class Spare(Lit):
+    """A layer that the network does not use."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.spare = nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("method", ["exact", "finite_difference", None])
+def test_a_weight_that_is_not_used_has_the_gradient_of_the_kl_divergence(method: str | None) -> None:
+    """`β/N · μ/s²` and `β/N · (σ²/s² − 1)`: it goes to the prior, and no faster than others."""
+    mixin, more = (VariationalInferenceMixin, {}) if method is None else (VariationalLaplaceMixin, {"method": method})
+    module = made(Spare, mixin, **more)
+    found = gradients(module, module.training_step(batch(), 0))
+    weight, log_σ = module.spare.weight.detach(), module.log_sigma["spare.weight"].detach()
+    torch.testing.assert_close(found["spare.weight"], 0.7 / 11 * weight / 0.8**2)
+    torch.testing.assert_close(found["log_sigma.spare/weight"], 0.7 / 11 * ((2 * log_σ).exp() / 0.8**2 - 1))
+
+
 class Explicit(Lit):
     """A step that uses the objective itself."""
 
@@ -313,11 +341,12 @@ class Relu(Lit):
         return super().forward(torch.relu(x))
 
 
-def test_a_kink_is_warned_of_once(tmp_path: Path) -> None:
+def test_a_kink_is_warned_of_once_in_every_fit(tmp_path: Path) -> None:
     module = made(Relu)
-    with pytest.warns(UserWarning, match=r"first derivative of some layers jumps.*relu in forward") as caught:
-        trainer(tmp_path, max_epochs=2).fit(module, loader())
-    assert len([w for w in caught if "jumps" in str(w.message)]) == 1
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"first derivative of some layers jumps.*relu in forward") as caught:
+            trainer(tmp_path, max_epochs=2).fit(module, loader())
+        assert len([w for w in caught if "jumps" in str(w.message)]) == 1
 
 
 def test_variational_inference_has_no_second_derivative_to_warn_of(tmp_path: Path) -> None:

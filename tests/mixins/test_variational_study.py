@@ -106,3 +106,12 @@ def test_the_empirical_form_squares_the_true_gradient(method: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for name, value in gradients(module, expected).items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_are_not_used_or_linear_have_no_second_derivative() -> None:
+    """Wherever they stand among the others."""
+    unused, linear, w = (nn.Parameter(torch.tensor([a, b], dtype=torch.float64)) for a, b in ((1, 2), (3, 4), (0.5, 2)))
+    log_σ = [torch.tensor([0.1, -0.2], dtype=torch.float64)] * 3
+    found = hessian_term((w**3).sum() + (2 * linear).sum(), [unused, linear, w], log_σ)
+    expected = 0.5 * ((2 * log_σ[2]).exp() * 6 * w).sum()
+    torch.testing.assert_close(found, expected)

@@ -118,6 +118,17 @@ def test_the_same_curvature_comes_out_of_adam_and_of_another_batch_size() -> Non
     assert (found[0].sum() / found[1].sum() - 1).abs() < 0.05
 
 
+def test_what_adagrad_starts_with_is_no_gradient() -> None:
+    """Another `initial_accumulator_value` is another step, but at a learning rate of zero the same curvature."""
+    x, y = data(True)
+    net, found = linear(), []
+    for start in (0.0, 0.7):
+        optimizer = Adagrad(net.parameters(), lr=0.0, weight_decay=0.05, initial_accumulator_value=start)
+        run(net, optimizer, x, y, nn.CrossEntropyLoss(), 5, epochs=3)
+        found.append(fit_l2m(net, optimizer, n_data=N, batch_size=5).curvature.structure.diagonal())  # type: ignore[union-attr]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
 def test_the_prior_of_decoupled_weight_decay_is_that_of_adamws_stationary_point() -> None:
     """∇ log-likelihood = δθ where AdamW stands still. All data in a batch, so that it does; a large ε, so that the
     step is not only a sign."""

@@ -115,6 +115,15 @@ def test_groups_of_several_optimizers_and_parameters_outside_them() -> None:
     assert [m.decoupled for m in found.values()] == [True, True, False]
 
 
+def test_they_come_in_the_networks_order_and_not_in_the_optimizers() -> None:
+    net = network()
+    optimizer = Adam(reversed(list(net.parameters())))
+    walk(net, optimizer, 2)
+    found = second_moments([optimizer], dict(net.named_parameters()))
+    assert list(found) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [m.buffer.shape for m in found.values()] == [p.shape for p in net.parameters()]
+
+
 def test_half_precision_buffers_are_widened() -> None:
     net = network().bfloat16()
     optimizer = Adam(net.parameters())
