@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lae_common import Data, Settings
+from lae_common import PAPER, Data, Settings
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,6 +50,8 @@ def linear_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequenti
 
 def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
     """With 64 channels: Conv64 – pool – Conv64 – pool – 2048 – 1024 – 2."""
+    if pixels % 4:
+        raise SystemExit(f"two poolings need an image whose side is a multiple of 4: --pixels {pixels} is none")
     c, side = width // 8, pixels // 4
     linear = [nn.Linear(c * side**2, 32 * c), nn.Linear(32 * c, 16 * c), nn.Linear(16 * c, LATENT)]
     first = [nn.Conv2d(1, c, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *_dropout(dropout)]
@@ -148,20 +150,30 @@ def fit(module: L.LightningModule, data: Data, settings: Settings, output: Path,
 
 
 def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> LaplacePosterior:
-    """Trained at samples of its posterior, whose curvature is learned on the way. The memory starts at the number of
-    examples, as in the authors' code, and the prior stays where it is."""
+    """Trained at samples of its posterior, whose curvature is learned on the way."""
     seed(settings.seed)
     callback = OnlineLaplaceCallback(
         NOISE,
-        settings.memory_factor,
-        settings.hessian,
+        **memory(len(data.train), settings),
+        hessian=settings.hessian,
         average=settings.average,
-        initial_curvature=float(len(data.train)),
         name=f"online_{settings.hessian}",
         seed=settings.seed,
     )
     fit(LitAutoencoder(settings, conv), data, settings, output, callback)
     return callback.posterior  # type: ignore[return-value]
+
+
+def memory(n: int, settings: Settings) -> dict[str, float]:
+    """The paper's memory, for fewer images. It forgets a part α at every step: it lasts for some epochs, and is as
+    sharp as the Hessian of N/α images. With n = N/s images an epoch is shorter by s, so that the same number of epochs
+    has the factor sα, and the Hessian is that of n/(sα) images, which s² makes up for. The precision starts at the
+    number of images, as in the authors' code. With the paper's own factor a short training would never forget that
+    start, and nearly every weight would have the same variance."""
+    s = PAPER.n_train / n
+    scale = s if settings.average else s**2
+    factor = min(1.0, s * settings.memory_factor)
+    return {"memory_factor": factor, "scale": scale, "initial_curvature": n / scale}
 
 
 def post_hoc(module: LitAutoencoder, data: Data, settings: Settings, output: Path, hessian: str) -> LaplacePosterior:

@@ -2,7 +2,7 @@
 
 | name | where, below the folder |
 |---|---|
-| MNIST, FashionMNIST | `<name>/raw/*-ubyte`, also as `.gz` |
+| MNIST, FashionMNIST, KMNIST | `<name>/raw/*-ubyte`, also as `.gz` |
 | CIFAR10, CIFAR100 | `cifar-10-batches-py/`, `cifar-100-python/` |
 | SVHN | `SVHN/train_32x32.mat`, `SVHN/test_32x32.mat` |
 """
@@ -26,6 +26,7 @@ DEFAULT_FOLDER = Path(os.environ.get(VARIABLE) or "data")
 PLACES = {
     "FashionMNIST": "FashionMNIST/raw/*-ubyte(.gz)",
     "MNIST": "MNIST/raw/*-ubyte(.gz)",
+    "KMNIST": "KMNIST/raw/*-ubyte(.gz)",
     "CIFAR10": "cifar-10-batches-py/",
     "SVHN": "SVHN/{train,test}_32x32.mat",
     "CIFAR100": "cifar-100-python/",

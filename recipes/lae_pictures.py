@@ -1,11 +1,11 @@
-"""Pictures of latent spaces: figures 1 and 8 of the paper on Laplacian autoencoders."""
+"""Pictures of latent spaces, figures 1 and 8 of the paper on Laplacian autoencoders, and how methods look in others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from autoencoders import Method
+from autoencoders import METHODS, Method
 from lae_common import Data, Settings
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -16,6 +16,16 @@ from torch import Tensor
 # Ten digits: Okabe and Ito's colours, each twice, with another marker.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00") * 2
 MARKERS = ("o",) * 5 + ("^",) * 5
+LOOKS: dict[str, dict[str, Any]] = {
+    name: {"color": color, "linestyle": line, "marker": marker}
+    for name, color, line, marker in zip(
+        METHODS,
+        ("#707070", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#D55E00"),
+        ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), "-"),
+        "osv^Dx",
+        strict=True,
+    )
+}
 GRID, POINTS, BARS = 50, 600, 150
 
 
@@ -65,11 +75,17 @@ def figure_8(methods: dict[str, Method], data: Data, settings: Settings) -> Figu
     return figure
 
 
+def square_around(z: Tensor) -> tuple[Tensor, Tensor]:
+    """The middle of latent points `[N, 2]`, and the offsets of a grid in each direction from it that goes half as far
+    again as they do."""
+    low, high = z.min(0).values, z.max(0).values
+    reach = 0.75 * float((high - low).max())
+    return (low + high) / 2, torch.linspace(-reach, reach, GRID)
+
+
 def _heat_map(figure: Any, ax: Any, method: Method, z: Tensor, settings: Settings) -> None:
     """The decoder's standard deviation, averaged over pixels, on a square around the latent points."""
-    low, high = z.min(0).values, z.max(0).values
-    centre, reach = (low + high) / 2, 0.75 * float((high - low).max())
-    side = torch.linspace(-reach, reach, GRID)
+    centre, side = square_around(z)
     points = torch.cartesian_prod(side, side) + centre  # [GRID², 2]
     variance = method.decoder_variance(points, settings.samples, settings.seed)
     σ = variance.sqrt().flatten(1).mean(1).reshape(GRID, GRID).T

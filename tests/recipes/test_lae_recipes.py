@@ -51,12 +51,15 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits of 8 × 8 pixels as MNIST; the same, negative, as FashionMNIST."""
+    """Digits of 8 × 8 pixels as MNIST; the same, negative, as FashionMNIST; turned, without training set, as KMNIST."""
     folder = tmp_path_factory.mktemp("data")
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
-    for name, pixels in {"MNIST": images, "FashionMNIST": 254 - images}.items():
+    sets = {"MNIST": images, "FashionMNIST": 254 - images, "KMNIST": images.transpose(0, 2, 1)}
+    for name, pixels in sets.items():
         for part, rows in {"train": slice(0, 900), "t10k": slice(900, 1500)}.items():
+            if name == "KMNIST" and part == "train":
+                continue
             write_idx(folder / name / "raw" / f"{part}-images-idx3-ubyte.gz", pixels[rows])
             write_idx(folder / name / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
     return folder
@@ -110,6 +113,14 @@ def line(text: str, start: str) -> list[str]:
     return found.removeprefix(start).split()
 
 
+def statements(text: str) -> dict[str, bool]:
+    """The paper's statements at the end, and whether they hold; the heading counts them."""
+    heading, *rows = text.splitlines()[next(i for i, t in enumerate(text.splitlines()) if "statements of the" in t) :]
+    found = {row[12:].rsplit(" [", 1)[0]: row.split()[0] == "holds" for row in rows if row.startswith("  ")}
+    assert heading == f"Of {len(found)} statements of the paper {sum(found.values())} hold in this run:"
+    return found
+
+
 def assert_pictures(folder: Path, *names: str) -> None:
     for name in names:
         content = (folder / name).read_bytes()
@@ -157,7 +168,24 @@ def test_pictures_of_the_latent_space(mnist: tuple[str, Path]) -> None:
     assert_pictures(mnist[1], "figure_1.png", "figure_8.png")
 
 
-# -- FashionMNIST against MNIST ----------------------------------------------------------------------------------------
+def test_what_is_claimed_of_hessians_follows_from_the_numbers(parts: Any) -> None:
+    recipe = parts("laplacian_autoencoder")
+
+    def row(mse: float, log_p: float, growth: float) -> dict[str, float]:
+        return {"MSE": mse, "log p(x)": log_p, "far / near": growth}
+
+    rows = {"AE": row(20, -20, math.nan), "VAE": row(20, -20, 0.9)}
+    rows |= {f"post-hoc {name}": row(mse, -60, 2) for name, mse in (("exact", 22), ("approx", 23))}
+    rows |= {f"online {name}": row(21, -30, 1.5) for name in ("exact", "approx")}
+    assert all(claim.holds for claim in recipe.claims(rows, ["exact", "approx"]))
+    assert len(recipe.claims(rows, ["approx"])) == 5
+    rows["post-hoc approx"], rows["online approx"] = row(25, -90, 0.5), row(24, -95, 0.5)
+    rows["VAE"] = row(20, -20, 1.1)
+    found = [claim.holds for claim in recipe.claims(rows, ["exact", "approx"])]
+    assert found == [False] * 2 + [True] * 4 + [False] * 5
+
+
+# -- FashionMNIST against MNIST, MNIST against KMNIST ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +193,17 @@ def ood(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path
     return call_here("lae_ood", data, tmp_path_factory.mktemp("ood"), "--lr", "0.003")
 
 
+@pytest.fixture(scope="module")
+def ood_linear(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    return call_here("lae_ood", data, tmp_path_factory.mktemp("ood_linear"), "--pair", "mnist-kmnist")
+
+
 def test_figure_9_has_four_scores_of_every_method(ood: tuple[str, Path]) -> None:
     rows = read(ood[1] / "auroc.csv")
     assert tuple(rows) == METHODS
     for name, row in rows.items():
         shown = line(ood[0], name)
-        assert len(shown) == 10
+        assert len(shown) == 6  # the authors have no numbers for this pair
         for place, score in enumerate(("log-likelihood", "typicality", "latent σ", "output σ"), start=1):
             if name == "AE" and score.endswith("σ"):  # which has none
                 assert (row[score], shown[place]) == ("", "–")
@@ -179,8 +212,44 @@ def test_figure_9_has_four_scores_of_every_method(ood: tuple[str, Path]) -> None
             assert float(shown[place]) == pytest.approx(float(row[score]), abs=5e-4)
         if name != "LAE (post-hoc)":  # whose sampled networks reconstruct nothing well
             assert float(row["log-likelihood"]) > 0.9  # digits are not reconstructed as negatives of digits
-    assert line(ood[0], "LAE (online)")[-4:] == ["0.991", "0.988", "0.999", "0.999"]
+    best = max((name for name in rows), key=lambda name: float(rows[name]["log-likelihood"]))
+    assert statements(ood[0])["LAE (online) has the best log-likelihood"] == (best == "LAE (online)")
     assert_pictures(ood[1], "figure_9.png", "figure_10.png")
+
+
+def test_the_authors_stored_run_is_beside_its_own_pair(ood_linear: tuple[str, Path]) -> None:
+    """And a dataset outside needs no training images."""
+    assert "MNIST against KMNIST: 64-32-16-2-16-32-64" in ood_linear[0]
+    assert line(ood_linear[0], "LAE (online)")[-4:] == ["0.991", "0.988", "0.999", "0.999"]
+    assert line(ood_linear[0], "VAE")[-4:] == ["0.740", "0.610", "0.570", "0.920"]
+    row = read(ood_linear[1] / "auroc.csv")["LAE (online)"]
+    stored = {"log-likelihood": 0.991, "typicality": 0.988, "latent σ": 0.999, "output σ": 0.999}
+    same = all(abs(float(row[score]) - value) <= 0.02 for score, value in stored.items())
+    assert statements(ood_linear[0])["the online LAE's four AUROC are the authors', ± 0.02"] == same
+
+
+def test_images_outside_are_the_test_images(parts: Any, data: Path, tmp_path: Path) -> None:
+    common = parts("lae_common")
+    settings = common.Settings(n_train=50, n_valid=10, n_test=40, pixels=4)
+    found = common.read_outside("MNIST", data, tmp_path, settings)
+    expected = common.read_data("MNIST", data, tmp_path, settings).test.tensors[0]
+    torch.testing.assert_close(found * (255 / 254), expected)  # the brightest pixel of these digits is 254
+
+
+def test_what_is_claimed_of_outliers_follows_from_the_numbers(parts: Any) -> None:
+    recipe = parts("lae_ood")
+    scores = ("log-likelihood", "typicality", "latent σ", "output σ")
+    rows = {name: dict.fromkeys(scores, 0.6) for name in METHODS} | {"AE": {scores[0]: 0.9, scores[1]: 0.5}}
+    rows["LAE (online)"] = dict(zip(scores, (0.8, 0.8, 0.7, 0.95), strict=True))
+    rows["LAE (post-hoc)"] |= {"output σ": 0.7}
+    rows["MC-AE"] |= {"output σ": 0.4}
+    kmnist, mnist = recipe.PAIRS["mnist-kmnist"], recipe.PAIRS["fashionmnist-mnist"]
+    found = [claim.holds for claim in recipe.claims(rows, kmnist)]
+    assert found == [False, True, False, True, True, True, False]
+    rows["LAE (online)"] = dict(zip(scores, (0.98, 0.98, 0.99, 0.99), strict=True))
+    rows["MC-AE"] |= {"output σ": 0.71}
+    assert [claim.holds for claim in recipe.claims(rows, kmnist)] == [True, True, True, True, False, False, True]
+    assert len(recipe.claims(rows, mnist)) == 6
 
 
 def test_roc_curve_by_brute_force(parts: Any) -> None:
@@ -217,7 +286,9 @@ def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
         if name != "classifier":
             assert 0 < float(row["MSE"]) <= -float(row["log p(x)"]) * (1 + 1e-6)
         assert float(line(imputation[0], name)[2]) == pytest.approx(accuracy, abs=5e-4)
-    assert line(imputation[0], "  paper LAE (onlin") == ["99.590", "-106.290", "0.530", "0.120", "0.160", "0.130"]
+    papers = ["99.590", "-106.290", "0.530", "0.120", "0.160", "0.130", "–", "0.820"]
+    assert line(imputation[0], "  paper: LAE (online)") == papers
+    assert len(statements(imputation[0])) == 7
     assert_pictures(imputation[1], "figure_11.png")
 
 
@@ -244,6 +315,37 @@ def test_imputation_keeps_what_was_observed(parts: Any) -> None:
         torch.testing.assert_close(image, expected + 2)  # the mean of five
 
 
+def test_what_is_claimed_of_imputations_follows_from_the_numbers(parts: Any) -> None:
+    recipe = parts("lae_imputation")
+    row = [100.0, -110.0, 0.5, 0.2, 0.3, 0.25, 1.5, 0.7]
+    rows = {name: list(row) for name in ("classifier", *METHODS)}
+    rows["LAE (online)"] = [90.0, -100.0, 0.5, 0.1, 0.2, 0.15, 2.0, 0.8]
+    rows["AE"][3] = 0.05  # which the paper's table does not have
+    rows["AE ensemble"][3] = 0.08
+    drawn = dict.fromkeys(METHODS, (3.0, 0.4)) | {"LAE (online)": (2.5, 0.3)}
+    assert [claim.holds for claim in recipe.claims(rows, drawn, 0.3)] == [True] * 7
+    rows["LAE (online)"] = [90.0, -111.0, 0.5, 0.15, 0.31, 0.15, 1.4, 0.8]
+    drawn["LAE (online)"] = (1.5, 0.5)
+    rows["VAE"][3] = 0.12
+    assert [claim.holds for claim in recipe.claims(rows, drawn, 0.3)] == [False] * 7
+
+
+def test_digits_among_imputations(parts: Any) -> None:
+    recipe = parts("lae_imputation")
+    seen = torch.tensor([[3, 1], [3, 2], [5, 0]])  # of two images, three times
+    probs = torch.nn.functional.one_hot(seen, 10).float()
+    assert recipe.digits(probs).tolist() == [2, 3]
+    black, grey = torch.ones(2, 1, 1, 3, 3), torch.full((2, 1, 1, 3, 3), 0.5)
+    grey[..., 0] = 0  # no ink
+    assert (recipe.grey(black), recipe.grey(grey)) == (0, 1)
+    images = torch.arange(8).view(2, 4, 1, 1, 1)
+
+    def classifier(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(x.flatten() % 4, 10).float()
+
+    assert recipe.variety(classifier, images) == pytest.approx(4)  # four digits, each as often
+
+
 # -- a few labels ------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +364,7 @@ def test_figure_12_has_every_number_of_labels(few_labels: tuple[str, Path]) -> N
         assert means[1] > means[0]
         words = line(few_labels[0], name)
         assert [float(words[0]), float(words[-3])] == pytest.approx(means, abs=5e-4)
+    assert len(statements(few_labels[0])) == 6
     assert_pictures(few_labels[1], "figure_12.png")
 
 
@@ -294,6 +397,17 @@ def test_cross_validation_never_asks_about_a_copy_of_what_it_knows(parts: Any, m
     assert sorted(asked_about) == sorted(labelled.tolist())
 
 
+def test_what_is_claimed_of_few_labels_follows_from_the_numbers(parts: Any) -> None:
+    recipe = parts("lae_semisupervised")
+    labels = [1, 20, 100]
+    results = {name: torch.tensor([[0.3, 0.5], [0.6, 0.6], [0.7, 0.7]]) for name in METHODS}
+    results["LAE (online)"] = torch.tensor([[0.5, 0.4], [0.5, 0.6], [0.71, 0.71]])
+    results["LAE (post-hoc)"] = torch.ones(3, 2)  # the paper's figure speaks of "our LAE"
+    assert [claim.holds for claim in recipe.claims(results, labels)] == [True, False, True]
+    results["AE"] = torch.tensor([[0.1, 0.1], [0.1, 0.1], [0.74, 0.74]])
+    assert [claim.holds for claim in recipe.claims(results, labels)] == [True, False, False]
+
+
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
@@ -314,15 +428,34 @@ def test_the_networks_are_the_papers(parts: Any) -> None:
 
 
 def test_the_paper_settings_are_the_protocol(parts: Any) -> None:
-    mnist, ood = parts("laplacian_autoencoder").PAPERS, parts("lae_ood").PAPERS
+    mnist, pairs = parts("laplacian_autoencoder").PAPERS, parts("lae_ood").PAIRS
+    ood, linear = (pairs[name].paper for name in ("fashionmnist-mnist", "mnist-kmnist"))
     labels, imputation = parts("lae_semisupervised").PAPERS, parts("lae_common").PAPER
-    for paper in (mnist, ood, labels, imputation):
+    for paper in (mnist, ood, linear, labels, imputation):
         assert (paper.n_train, paper.n_valid, paper.pixels, paper.width) == (55_000, 5_000, 28, 512)
         assert (paper.memory_factor, paper.average) == (1e-4, False)
-    for paper in (mnist, labels, imputation):
+        kept = parts("autoencoders").memory(paper.n_train, paper)
+        assert kept == {"memory_factor": 1e-4, "scale": 1.0, "initial_curvature": 55_000.0}
+    for paper in (mnist, linear, labels, imputation):
         assert (paper.batch, paper.lr, paper.samples) == (64, 1e-3, 100)
         assert "exact" in paper.hessian
     assert (ood.batch, ood.lr, ood.samples, ood.hessian) == (100, 1e-4, 10, "mixed")
+
+
+def test_fewer_images_have_the_papers_memory(parts: Any) -> None:
+    """The recursion itself: after the same epochs the same part of the start is left, and in the end the precision is
+    that of as many images."""
+    autoencoders, paper = parts("autoencoders"), parts("lae_common").PAPER
+    h, b, found = 0.3, paper.batch, {}  # the Hessian of an image
+    for n in (paper.n_train, 2200):
+        kept = autoencoders.memory(n, paper)
+        steps, C, start = 3 * n // b, 0.0, kept["initial_curvature"] * kept["scale"]
+        assert start == pytest.approx(n)
+        for _ in range(600 * n // b):  # 600 epochs
+            C = (1 - kept["memory_factor"]) * C + n * h
+        found[n] = [(1 - kept["memory_factor"]) ** steps, kept["scale"] * C]
+    assert found[2200] == pytest.approx(found[paper.n_train], rel=0.01)
+    assert found[2200][1] == pytest.approx(h * 55_000 / 1e-4, rel=0.01)
 
 
 def test_the_post_hoc_hessian_is_that_of_the_data(parts: Any, tmp_path: Path) -> None:
