@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import FEATURES, Classifier, draw, labelled, trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from online_cases import (
     EXAMPLES,
@@ -245,6 +246,46 @@ def test_an_exception_leaves_the_mean_and_the_users_own_step(
     theirs = {"samples": words.get("samples", 1), "at": words.get("at", "mean")}
     model.where = "nowhere"
     agree(run, ByHand(model, EXAMPLES, **theirs).run(vectors(), run.noises))
+
+
+class Skips(Autoencoder):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_whoever_looks_at_a_skipped_batch_sees_the_mean(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            seen.append(flat(pl_module))
+
+    options = {"precision": "64-true", "max_epochs": 1, "accumulate_grad_batches": 3}  # one step, at the last batch
+    trainer(tmp_path, Looks(), online(n_data=EXAMPLES), **options).fit(Skips(), Given(vectors()))
+    assert torch.equal(seen[1], flat(Skips().double()))
+    assert not torch.equal(seen[2], seen[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint")
+@pytest.mark.parametrize("where", ["forward", "step", "backward"])
+def test_whoever_looks_at_an_exception_sees_the_mean(tmp_path: Path, where: str) -> None:
+    """A callback that stands before, of exceptions in the user's step; a checkpoint, of all."""
+    seen: list[Tensor] = []
+
+    class Looks(L.Callback):
+        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+            seen.append(flat(pl_module))
+
+    model, spy, saved = Raises(where), Spy(), OnExceptionCheckpoint(tmp_path)
+    options = {"precision": "64-true", "enable_checkpointing": True}
+    with pytest.raises(Stop):
+        trainer(tmp_path, Looks(), online(n_data=EXAMPLES), spy, saved, **options).fit(model, Given(vectors()))
+    mean = spy.at("start")[1]
+    if where != "backward":
+        assert torch.equal(seen[0], mean)
+    stored = torch.load(saved.ckpt_path, weights_only=False)["state_dict"]
+    assert torch.equal(torch.cat([t.reshape(-1) for t in stored.values()]), mean)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "step"])
