@@ -13,6 +13,7 @@ from torch.func import functional_call, jacrev
 
 from lightning_bayes.curvature import CurvatureError, choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal, walk
+from lightning_bayes.curvature.backprop.op import Op
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 
 Case = tuple[nn.Sequential, Tensor, Likelihood]
@@ -232,3 +233,23 @@ def test_a_curvature_that_is_not_finite_is_an_error_that_says_so() -> None:
         network[-1].weight.mul_(1e200)  # whose square is infinite
     with pytest.raises(CurvatureError, match="curvature at the output of linear is not finite"):
         found(network, x, y, likelihood, "mixed", 2)
+
+
+def test_columns_are_merged_at_a_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty outputs are forty columns; behind a bottleneck of two features two are enough."""
+    counts: dict[int, list[int]] = {}
+    original = walk.weights_diagonal
+
+    def noted(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
+        for weight in weights:
+            counts.setdefault(id(weight), []).append(len(S))
+        return original(op, S, weights)
+
+    monkeypatch.setattr(walk, "weights_diagonal", noted)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 2), nn.Tanh(), nn.Linear(2, 40)).double()
+    x, y = draw(5, 9), draw(5, 40)
+    J = jacrev(lambda p: functional_call(network, p, (x,)))(dict(network.named_parameters()))
+    expected = torch.cat([j.detach().flatten(2).square().sum((0, 1)) for j in J.values()])
+    close(found(network, x, y, Gaussian(), "exact"), expected)
+    assert set(counts[id(network[0].weight)]) == set(counts[id(network[2].weight)]) == {2}
