@@ -117,10 +117,12 @@ class Model(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
+    batch_size = 10
+
     def loader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(24, 4, generator=generator), torch.randint(3, (24,), generator=generator)
-        return DataLoader(TensorDataset(x, y), batch_size=10)
+        return DataLoader(TensorDataset(x, y), batch_size=self.batch_size)
 
     train_dataloader = test_dataloader = predict_dataloader = loader
 
