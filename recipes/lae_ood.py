@@ -66,8 +66,8 @@ PAIRS = {
         "epochs), two of them stopped early, scored by AUROC on validation images and on training images of MNIST,\n"
         "none of which are among those below; along them it went from 0.16 to 0.82 by latent σ, and from 0.22 to 0.79\n"
         "by output σ. This setting had 0.53, 0.74 and 0.70, and 0.74, 0.68 and 0.61, with seeds 0, 1 and 2: near the\n"
-        "line that is drawn below, either verdict is chance. With the mixed Hessian it had 0.50 and 0.57, and 0.49 and\n"
-        "0.67, with seeds 1 and 2. How dark an image is, without any network, has 0.76.\n"
+        "line that is drawn below, either verdict is chance. With the mixed Hessian it had 0.50 and 0.57, and 0.49\n"
+        "and 0.67, with seeds 1 and 2. How dark an image is, without any network, has 0.76.\n"
         "Minutes on two cores do not reproduce the paper's figure 9",
     ),
     "mnist-kmnist": Pair(
