@@ -20,7 +20,7 @@ from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.predict import PREDICTIVES
+from lightning_bayes.predictive.output_law import PREDICTIVES
 
 
 class PosteriorCallback(ScoringCallback):

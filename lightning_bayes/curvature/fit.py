@@ -40,6 +40,7 @@ class Curvature:
     n_data: int  # examples seen
     n_outputs: int  # numbers that the network put out for them
     log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
+    gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]; None where no data were passed over
 
     @property
     def knows_likelihood(self) -> bool:
@@ -164,6 +165,9 @@ class Sum:
         self._leftover_gradients = ParameterGradients(network, leftovers) if leftovers else None
         self._batches = self._n_data = self._n_outputs = 0
         self._log_likelihood = torch.zeros((), dtype=torch.float64)
+        first = next(iter(self._parameters.values()))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
@@ -187,6 +191,7 @@ class Sum:
             if self._leftover_gradients is not None:
                 self._leftover_gradients(x, chunk, self._add_leftovers)
             self._accumulator.end_chunk()
+        self._add_gradient(f, -self._likelihood.residual(outputs, y))
 
         self._batches += 1
         self._n_data += B
@@ -196,7 +201,7 @@ class Sum:
     def finish(self) -> Curvature:
         numbers = [float(self._n_data), float(self._n_outputs), self._log_likelihood.item()]
         totals = torch.tensor(numbers, dtype=torch.float64, device=_device(self._network))
-        self._processes.sum_([*self._accumulator.sums, totals])
+        self._processes.sum_([*self._accumulator.sums, self._gradient, totals])
         if totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
         return Curvature(
@@ -207,7 +212,14 @@ class Sum:
             n_data=int(totals[0]),
             n_outputs=int(totals[1]),
             log_likelihood=totals[2].cpu(),
+            gradient=self._plan.subset.narrow(self._gradient),
         )
+
+    def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        self._gradient += torch.cat([part.detach().reshape(-1) for part in parts])
 
     @torch.no_grad()
     def _add_sites(self, matched: list[list[Call]], grads: list[Tensor]) -> None:

@@ -42,7 +42,8 @@ class Gaussian(Likelihood):
 
     noise_std: float | Tensor = 1.0
 
-    links = ("exact", "probit", "bridge", "mc")  # no link to approximate: every word means the exact integral
+    # No link to approximate: every word means the exact integral.
+    links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     def __post_init__(self) -> None:
         σ = torch.as_tensor(self.noise_std)
@@ -68,6 +69,11 @@ class Gaussian(Likelihood):
         f = widen(f)
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
+
+    def least_nll(self, n_outputs: int) -> float:
+        """That of a perfect fit."""
+        log_σ = torch.as_tensor(self.noise_std, dtype=torch.float64).log().mean()
+        return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)

@@ -21,10 +21,12 @@ from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Gaussian, Likelihood
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
+from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
 
 DAMPINGS = (None, "glm", "ritter")
+EVIDENCES = ("weights", "optimum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +54,18 @@ class LaplacePosterior(GaussianPosterior):
         return per_layer_sums(1 - δ * self.precision.inverse_diagonal(), self.subset)
 
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+        self,
+        prior_precision: float | Tensor | None = None,
+        noise_std: float | Tensor | None = None,
+        at: str = "weights",
     ) -> Tensor:
-        """The evidence, a pure and differentiable function of both arguments; `None` is what the posterior has."""
+        """The evidence, a pure and differentiable function of prior and noise; `None` is what the posterior has.
+
+        It is taken `at="weights"`, as if these were a mode of the loss, or `at="optimum"` of the linearised model (see
+        `linear_evidence`), which they need not be.
+        """
+        if at not in EVIDENCES:
+            raise ValueError(f"unknown at={at!r}: use one of {', '.join(map(repr, EVIDENCES))}")
         if not self.curvature.knows_likelihood:
             raise PosteriorError(
                 "this posterior was made without a pass over the data and does not know their likelihood: use "
@@ -64,15 +75,34 @@ class LaplacePosterior(GaussianPosterior):
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
         full = per_parameter(δ, self.subset).expand(self.subset.size)
-        logdet = self._precision(δ, ρ).logdet()
         fit = self._log_likelihood(ρ).to(self.mean) / self.temperature
+        if at == "optimum":
+            return self._linear_evidence(self._precision(δ, ρ), full, ρ, -fit)
+        logdet = self._precision(δ, ρ).logdet()
         return fit - 0.5 * (logdet - full.log().sum() + (full * self.mean.square()).sum())
+
+    def _linear_evidence(self, P: Structure, Λ: Tensor, ρ: Tensor, loss: Tensor) -> Tensor:
+        g = self.curvature.gradient
+        if g is None:
+            raise PosteriorError(
+                "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
+                "posterior was made without: fit it with fit_laplace"
+            )
+        if self.damping is not None:
+            raise PosteriorError(
+                "the linear model's optimum needs the exact sum of curvature and prior, without damping"
+            )
+        least = self.likelihood.least_nll(self.curvature.n_outputs)
+        if isinstance(self.likelihood, Gaussian):
+            least = least + self.curvature.n_outputs * ρ.log()
+        least = torch.as_tensor(least).to(self.mean) / self.temperature
+        return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least)
 
     def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
         """The same curvature with another prior."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
-            return replace(self, prior_precision=δ, precision=self._precision(δ))
+            return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
@@ -84,6 +114,7 @@ class LaplacePosterior(GaussianPosterior):
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
                 log_likelihood=self._log_likelihood(ρ),
+                gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
             )
         moved = replace(self, curvature=curvature, likelihood=likelihood)
         return moved.with_prior(self.prior_precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import Curvature, Subset, inputs
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
@@ -33,6 +35,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
+        "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": _structure_state(posterior.precision)}
@@ -43,6 +46,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "kind": curvature.kind,
         "n_outputs": curvature.n_outputs,
         "log_likelihood": curvature.log_likelihood,
+        "gradient": curvature.gradient,
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
@@ -66,8 +70,10 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
     }
+    calibrations = tuple(Calibration(**calibration) for calibration in state.get("calibrations", ()))
     if state["type"] != "LaplacePosterior":
-        return GaussianPosterior(**common, precision=_structure_from(state["precision"]).to(device))
+        precision = _structure_from(state["precision"]).to(device)
+        return GaussianPosterior(**common, precision=precision, calibrations=calibrations)
     structure = _structure_from(state["curvature"]).to(device)
     curvature = Curvature(
         structure=structure,
@@ -77,6 +83,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
         log_likelihood=state["log_likelihood"].cpu(),
+        gradient=None if state.get("gradient") is None else state["gradient"].to(device),
     )
     bare = LaplacePosterior(
         **common,
@@ -86,7 +93,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         temperature=state["temperature"],
         damping=state["damping"],
     )
-    return bare.with_prior(state["prior_precision"].to(device))
+    return replace(bare.with_prior(state["prior_precision"].to(device)), calibrations=calibrations)
 
 
 def _check_network(network: nn.Module, subset: Subset) -> None:

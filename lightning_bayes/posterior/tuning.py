@@ -7,7 +7,9 @@
 
   where `N·C ≤ γ`, or hardly more, a Newton step in log β in place of the last. At a temperature `T` it is `Tγ` that
   counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
+- `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`).
 - `grid`: the best of many priors on validation data (see `grid`).
+- `auto`: what measures best (see `lightning_bayes.predictive.auto`).
 """
 
 from __future__ import annotations
@@ -23,14 +25,13 @@ from torch import Tensor
 
 from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.grid import grid
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import Dense
 
 logger = logging.getLogger("lightning_bayes")
 
-METHODS = ("marglik", "mackay", "grid")
+METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
@@ -40,6 +41,14 @@ def tune(
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
     with torch.inference_mode(False):
+        if method == "auto":
+            from lightning_bayes.predictive.auto import auto
+            from lightning_bayes.predictive.held_out import Scoring
+
+            if per_layer:
+                raise ValueError("tune_prior('auto') tunes one prior for all layers; use 'marglik' with per_layer=True")
+            calibrate = options.pop("calibrate", True)
+            return auto(posterior, loader, Scoring(**{"of": "probs", **options}), calibrate)
         if method != "grid":
             if not posterior.curvature.knows_likelihood:
                 if loader is None:
@@ -48,11 +57,14 @@ def tune(
                         "has made no pass: pass loader="
                     )
                 posterior = posterior.with_log_likelihood(loader)
-            return _by_evidence(marglik if method == "marglik" else mackay, posterior, per_layer, options)
+            by = {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
+            return _by_evidence(by, posterior, per_layer, options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
         if per_layer:
             raise ValueError("tune_prior('grid') tunes one prior for all layers; use 'marglik' with per_layer=True")
+        from lightning_bayes.predictive.grid import grid
+
         return grid(posterior, loader, **options)
 
 
@@ -72,7 +84,18 @@ def _by_evidence(
     return (posterior if σ is None else posterior.with_noise(σ.to(posterior.mean))).with_prior(tuned.prior_precision)
 
 
-def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
+def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
+    """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
+    maximum is sought from the best of many priors."""
+    with torch.no_grad():
+        scan = torch.logspace(-4, 6, 21, dtype=torch.float64)
+        evidence = torch.stack([posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan])
+    return marglik(posterior.with_prior(float(scan[evidence.argmax()])), per_layer, noise, steps, at="optimum")
+
+
+def marglik(
+    posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100, at: str = "weights"
+) -> LaplacePosterior:
     """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
     σ = _noise_std(posterior) if noise else None
     log_δ = _start(posterior, per_layer).log().requires_grad_()
@@ -83,7 +106,7 @@ def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, st
         return log_δ.clamp(-bound, bound).exp(), None if σ is None else σ * log_ρ.clamp(-bound, bound).exp()
 
     def loss() -> Tensor:
-        return -posterior.log_marginal_likelihood(*values()) / posterior.n_data
+        return -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
 
     with torch.enable_grad():
         _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)

@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from lightning_bayes.curvature import inputs
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.predictive.predict import _at_mean, _unflatten
+from lightning_bayes.predictive.functions import at_mean, unflatten
 
 PARTS = ("encoder", "decoder")
 
@@ -104,11 +104,11 @@ def _moments(
         raise ValueError(f"samples must be at least 1, got {samples}")
     _check_parts(posterior.network)
     found = [_Moments(part, keep_samples) for part in parts]
-    with _at_mean(posterior, x) as x:
+    with at_mean(posterior, x) as x:
         chain = _Chain(posterior.network, parts)
         mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
         for _ in range(samples):
-            moves = _unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
             weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
             for each, value in zip(found, functional_call(chain, weights, (x,)), strict=True):
                 each.add(value)

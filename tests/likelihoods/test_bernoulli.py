@@ -113,7 +113,7 @@ def test_check_names_a_complex_target_dtype() -> None:
 
 
 def test_bridge_is_not_offered() -> None:
-    with pytest.raises(LikelihoodError, match="link='bridge'; choose one of 'probit', 'mc'"):
+    with pytest.raises(LikelihoodError, match="link='bridge'; choose one of 'probit', 'pairwise', 'mc'"):
         Bernoulli().integrate(logits(3), torch.ones(3), link="bridge")
 
 

@@ -243,7 +243,7 @@ def test_marglik_tunes_a_damped_posterior() -> None:
 
 
 def test_unknown_method_names_the_known() -> None:
-    with pytest.raises(ValueError, match="'marglik', 'mackay', 'grid'"):
+    with pytest.raises(ValueError, match="'auto', 'marglik', 'mackay', 'linear', 'grid'"):
         fitted(case("mlp"), "kron").tune_prior("cross-validation")
 
 

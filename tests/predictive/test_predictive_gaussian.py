@@ -88,7 +88,6 @@ def test_probit_is_the_formula_and_near_the_integral() -> None:
     posterior = fitted(Categorical(), LABELS)
     f, Σ = posterior.functional(X_TEST)
     expected = (f / (1 + math.pi / 8 * Σ.diagonal(dim1=1, dim2=2)).sqrt()).softmax(1)
-    torch.testing.assert_close(posterior.predict(X_TEST).probs, expected, **TIGHT)
     torch.testing.assert_close(posterior.predict(X_TEST, link="probit").probs, expected, **TIGHT)
     binary = fitted(Bernoulli(), (LABELS > 0).double()[:, None], mlp(1))
     p = output_samples(binary, X_TEST).sigmoid().mean(0)
@@ -238,9 +237,9 @@ def test_unknown_words_name_the_known() -> None:
     posterior = fitted(Categorical(), LABELS)
     with pytest.raises(ValueError, match="unknown predictive 'gp': use one of 'glm', 'bnn', 'map'"):
         posterior.predict(X_TEST, "gp")
-    with pytest.raises(LikelihoodError, match="link='logit'; choose one of 'probit', 'bridge', 'mc'"):
+    with pytest.raises(LikelihoodError, match="link='logit'; choose one of 'pairwise', 'probit', 'bridge', 'mc'"):
         posterior.predict(X_TEST, link="logit")
-    with pytest.raises(LikelihoodError, match="choose one of 'probit', 'mc'"):
+    with pytest.raises(LikelihoodError, match="choose one of 'probit', 'pairwise', 'mc'"):
         fitted(Bernoulli(), (LABELS > 0).double()[:, None], mlp(1)).predict(X_TEST, link="bridge")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         posterior.predict(X_TEST, "bnn", samples=0)
