@@ -215,7 +215,7 @@ class Sum:
                 ", ".join(slow),
             )
         each = [slice(n, n + 1) for n in range(len(y))]
-        alone = [self._add(inputs.take(x, n), y[n], examples[n]) for n in each]
+        alone = [self._add(inputs.take(self._network, x, n), y[n], examples[n]) for n in each]
         check_examples_apart(self._network, torch.cat(alone), outputs)
 
     def finish(self) -> Curvature:

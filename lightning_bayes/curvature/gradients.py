@@ -101,7 +101,7 @@ class ParameterGradients:
         chunk = max(1, MEMORY // max(K * size, 1))
         for start in range(0, B, chunk):
             part = slice(start, min(start + chunk, B))
-            gradients = self._some(parameters, inputs.take(x, part), columns[:, part])
+            gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
             with torch.no_grad():
                 consume(gradients, part)
 
@@ -136,7 +136,7 @@ class ParameterGradients:
 
     def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in parameters.items()}
-        dims = inputs.batch_dims(x)
+        dims = inputs.batch_dims(self._network, x)
 
         def one(x_n: Any, columns_n: Tensor) -> dict[str, Tensor]:
             def f(p: dict[str, Tensor]) -> Tensor:
@@ -154,7 +154,7 @@ class ParameterGradients:
         K, B = columns.shape[:2]
         gradients = {n: torch.zeros(K, B, p.numel(), dtype=p.dtype, device=p.device) for n, p in parameters.items()}
         for b in range(B):
-            f = inputs.call(self._network, inputs.take(x, slice(b, b + 1)))
+            f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
             for k in range(K):
                 cotangent = columns[k, b : b + 1].to(f.dtype)
                 grads = torch.autograd.grad(

@@ -44,7 +44,7 @@ def output_gaussian(
     B = inputs.batch_size(x)
     few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
     if form in ("example", "marginal") and few < B:  # examples do not see each other: a few at a time bound the memory
-        each = [inputs.take(x, slice(start, start + few)) for start in range(0, B, few)]
+        each = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         pieces = [output_gaussian(network, plan, precisions, part, form) for part in each]
         means = torch.cat([mean for mean, _ in pieces])
         return means, [torch.cat(each) for each in zip(*(found for _, found in pieces), strict=True)]
@@ -77,7 +77,7 @@ def _one_by_one(
 ) -> tuple[Tensor, list[Tensor]]:
     """Where examples share rows of a layer: a single example owns all rows. Covariances between examples take the whole
     Jacobian."""
-    each = [inputs.take(x, slice(n, n + 1)) for n in range(len(f))]
+    each = [inputs.take(network, x, slice(n, n + 1)) for n in range(len(f))]
     if form != "joint":
         pieces = [output_gaussian(network, plan, precisions, x_n, form) for x_n in each]
         means = torch.cat([mean for mean, _ in pieces])

@@ -45,7 +45,7 @@ def predict(
             found = likelihood.point(outputs(posterior, x))
         elif predictive == "bnn":
             found = likelihood.from_samples(sample_functions(posterior, x, samples, generator, linearised=False))
-        elif outputs(posterior, inputs.take(x, [0])).numel() > MANY:
+        elif outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY:
             found = _of_many_outputs(posterior, x, link, samples, generator)
         else:
             found = _of_gaussian(likelihood, *posterior.functional(x), link, samples, generator)

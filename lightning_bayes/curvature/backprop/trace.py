@@ -74,8 +74,8 @@ class Probe:
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     """By two and by three examples of `x`."""
     size = inputs.batch_size(x)
-    f, two = run(network, subset, inputs.take(x, [n % size for n in range(2)]), locate=True)
-    f_three, three = run(network, subset, inputs.take(x, [n % size for n in range(3)]))
+    f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), locate=True)
+    f_three, three = run(network, subset, inputs.take(network, x, [n % size for n in range(3)]))
     check_examples_apart(network, f, f_three)
     names = tuple(op.name for op in two)
     if names != tuple(op.name for op in three):
