@@ -7,15 +7,18 @@ Jacobian side by side.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from lightning_bayes.curvature.errors import SubsetError, not_finite
+from lightning_bayes.curvature.grouping import all_rows
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
 
 STRUCTURES = ("full", "diag", "kron")
@@ -26,6 +29,8 @@ SMALL = 1024  # an exact block of at most this size is kept whole
 class Accumulator(ABC):
     """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
     `add_leftover`, `end_chunk`."""
+
+    needs_axes = False  # whether an example's rows must lie along an axis
 
     def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -79,20 +84,23 @@ class BlockAccumulator(Accumulator):
             return kind(size, dtype, device)
 
         def block(site: Site) -> Block:
-            if self._diagonal or not site.layer.kronecker:
+            if self._diagonal or not site.kronecker:
                 return exact(site.layout.size)
             return KroneckerBlock(site, sharing, dtype, device)
 
+        self.needs_axes = sharing == "reduce" and not self._diagonal
         self._sites = [block(site) for site in plan.sites]
         self._leftovers = {name: exact(plan.leftover_layout(name).size) for name in plan.leftovers}
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
         for site, block, calls in zip(self._plan.sites, self._sites, matched, strict=True):
-            block.add_inputs(site, calls)
+            if calls:
+                block.add_inputs(site, _rows_for(block, calls))
 
     def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site = self._plan.sites[index]
-        self._sites[index].add_gradients(site, calls, site.gradients(calls, grads))
+        site, block = self._plan.sites[index], self._sites[index]
+        calls = _rows_for(block, calls)
+        block.add_gradients(site, calls, site.gradients(calls, grads))
 
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
@@ -202,6 +210,13 @@ class FullAccumulator(Accumulator):
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, "full") for name in self._plan.subset.names]
+
+
+def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
+    """Rows without a pattern are taken together where it does not matter whose they are."""
+    if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
+        return calls
+    return [replace(call, rows=all_rows(call)) for call in calls]
 
 
 def _finish(blocks: list[Block], processes: Processes) -> list[Structure]:

@@ -6,6 +6,7 @@ own gradient (`empirical_fisher`); the sum is over data, never a mean.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, make_accumulator
+from lightning_bayes.curvature.checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
-from lightning_bayes.curvature.plan import Plan, check_finite, check_output, describe, find_last_layer, make_plan
+from lightning_bayes.curvature.plan import Plan, describe, find_last_layer, make_plan
 from lightning_bayes.curvature.preserve import borrowed, preserved_rng, unwrap
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call, recording
@@ -27,6 +29,8 @@ from lightning_bayes.curvature.roots import CURVATURES, output_columns
 from lightning_bayes.curvature.subset import Subset, resolve_subset
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.structures import Structure
+
+logger = logging.getLogger("lightning_bayes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +165,8 @@ class Sum:
         self._processes = processes
         self._parameters = plan.subset.parameters(network)
         self._layer_gradients = LayerGradients()
-        leftovers = {name: self._parameters[name] for name in plan.leftovers}
-        self._leftover_gradients = ParameterGradients(network, leftovers) if leftovers else None
+        self._leftover_gradients = ParameterGradients(network, self._parameters)
+        self._slow = False  # whether some batch had to be taken one example at a time
         self._batches = self._n_data = self._n_outputs = 0
         self._log_likelihood = torch.zeros((), dtype=torch.float64)
         first = next(iter(self._parameters.values()))
@@ -171,32 +175,56 @@ class Sum:
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
+        outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        self._batches += 1
+        self._n_data += B
+        self._n_outputs += outputs.numel()
+        self._log_likelihood += self._likelihood.log_likelihood(outputs, y).double().cpu()
+
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        """Returns the outputs."""
+        B = inputs.batch_size(x)
         with recording(self._parameters) as calls:
             f = inputs.call(self._network, x)
         check_output(f, B)
         outputs = f.detach()
         check_finite(outputs, x, self._batches)
         self._likelihood.check(outputs, y)
-        examples = self._processes.examples(self._n_data, B, f.device)
-
-        matched = self._plan.match(calls)
-        used = [call for here in matched for call in here]
+        matched = self._plan.match(f, calls, self._parameters)
+        slow = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
+        if slow and B > 1:
+            self._add_one_by_one(x, y, examples, outputs, slow)
+            return outputs
+        used = matched.used
         with torch.no_grad():
-            self._accumulator.add_inputs(matched)
+            self._accumulator.add_inputs(matched.calls)
         size = LayerGradients.chunk_size(used, f)
-        drawn = (examples, self._samples, self._seed)
+        drawn = (examples.to(f.device), self._samples, self._seed)
         for chunk in output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn):
             self._accumulator.begin_chunk(len(chunk), B)
-            self._add_sites(matched, self._layer_gradients(f, used, chunk) if used else [])
-            if self._leftover_gradients is not None:
-                self._leftover_gradients(x, chunk, self._add_leftovers)
+            self._add_sites(matched.calls, self._layer_gradients(f, used, chunk, matched.plain) if used else [])
+            if matched.leftovers:
+                self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
             self._accumulator.end_chunk()
+<<<<<<< HEAD
         self._add_gradient(f, -self._likelihood.residual(outputs, y))
+=======
+        return outputs
+>>>>>>> curv
 
-        self._batches += 1
-        self._n_data += B
-        self._n_outputs += f.numel()
-        self._log_likelihood += self._likelihood.log_likelihood(outputs, y).double().cpu()
+    def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
+        """A single example owns all rows of every layer."""
+        if not self._slow:
+            self._slow = True
+            logger.warning(
+                "batch %d: examples share rows of %s; such batches are taken one example at a time, which is exact and "
+                "slow",
+                self._batches,
+                ", ".join(slow),
+            )
+        each = [slice(n, n + 1) for n in range(len(y))]
+        alone = [self._add(inputs.take(self._network, x, n), y[n], examples[n]) for n in each]
+        check_examples_apart(self._network, torch.cat(alone), outputs)
 
     def finish(self) -> Curvature:
         numbers = [float(self._n_data), float(self._n_outputs), self._log_likelihood.item()]
@@ -223,9 +251,10 @@ class Sum:
 
     @torch.no_grad()
     def _add_sites(self, matched: list[list[Call]], grads: list[Tensor]) -> None:
-        for site, here in enumerate(matched):
-            self._accumulator.add_site(site, here, grads[: len(here)])
-            del grads[: len(here)]  # a layer's gradients are dropped as soon as they are used
+        for site, calls in enumerate(matched):
+            if calls:
+                self._accumulator.add_site(site, calls, grads[: len(calls)])
+                del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
 
     def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
         for name, J in gradients.items():

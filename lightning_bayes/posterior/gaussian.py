@@ -245,5 +245,5 @@ def _row_sums(t: Tensor) -> tuple[Tensor, Tensor]:
         parts = [_row_sums(part) for part in t.split(max(1, _CACHED // columns))]
         return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
     wide = t.double()
-    flat = wide.view(-1)
+    flat = wide.reshape(-1)
     return flat if columns == 1 else wide.sum(1), flat @ flat

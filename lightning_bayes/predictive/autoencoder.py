@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import at_mean, unflatten
 
@@ -110,7 +110,7 @@ def _moments(
         for _ in range(samples):
             moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
             weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
-            for each, value in zip(found, functional_call(chain, weights, (x,)), strict=True):
+            for each, value in zip(found, call_with(chain, weights, (x,)), strict=True):
                 each.add(value)
     return found
 

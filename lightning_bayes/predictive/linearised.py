@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 
 from lightning_bayes.curvature.gradients import NetworkCall
+from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.posterior import PosteriorError
 
 
@@ -51,7 +52,7 @@ class Linearised:
         return f + df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(self._module, parameters, (self._x,))
+        return call_with(self._module, parameters, (self._x,))
 
     @torch.enable_grad()
     def _double_backward(self) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:

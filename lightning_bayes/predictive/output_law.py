@@ -99,7 +99,7 @@ def output_laws(
 
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
-    return outputs(posterior, inputs.take(x, [0])).numel() > MANY
+    return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
 
 
 def _of_gaussian(
