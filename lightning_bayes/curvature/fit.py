@@ -6,6 +6,7 @@ own gradient (`empirical_fisher`); the sum is over data, never a mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Curvature:
     n_data: int  # examples seen
     n_outputs: int  # numbers that the network put out for them
     log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
+    squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
 
     @property
     def knows_likelihood(self) -> bool:
@@ -117,19 +119,19 @@ def fit_curvature(
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
-    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs` and `log_likelihood`."""
-    totals = torch.zeros(3, dtype=torch.float64, device=_device(network))
+    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs`, `log_likelihood`, `squared_error`."""
+    totals = torch.zeros(4, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
             x, y = _prepare(network, batch)
             f = inputs.call(network, x)
             likelihood.check(f, y)
-            here = [inputs.batch_size(x), f.numel(), likelihood.log_likelihood(f, y).item()]
+            here = [inputs.batch_size(x), f.numel(), *_fit_of(likelihood, f, y)]
             totals += torch.tensor(here, dtype=torch.float64, device=totals.device)
     (processes or Processes()).sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")
-    return {"n_data": int(totals[0]), "n_outputs": int(totals[1]), "log_likelihood": totals[2].cpu()}
+    return _numbers(totals)
 
 
 def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
@@ -163,7 +165,7 @@ class Sum:
         leftovers = {name: self._parameters[name] for name in plan.leftovers}
         self._leftover_gradients = ParameterGradients(network, leftovers) if leftovers else None
         self._batches = self._n_data = self._n_outputs = 0
-        self._log_likelihood = torch.zeros((), dtype=torch.float64)
+        self._fit = [0.0, 0.0]  # log-likelihood and squared error
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
@@ -191,10 +193,10 @@ class Sum:
         self._batches += 1
         self._n_data += B
         self._n_outputs += f.numel()
-        self._log_likelihood += self._likelihood.log_likelihood(outputs, y).double().cpu()
+        self._fit = [a + b for a, b in zip(self._fit, _fit_of(self._likelihood, outputs, y), strict=True)]
 
     def finish(self) -> Curvature:
-        numbers = [float(self._n_data), float(self._n_outputs), self._log_likelihood.item()]
+        numbers = [float(self._n_data), float(self._n_outputs), *self._fit]
         totals = torch.tensor(numbers, dtype=torch.float64, device=_device(self._network))
         self._processes.sum_([*self._accumulator.sums, totals])
         if totals[0] == 0:
@@ -204,9 +206,7 @@ class Sum:
             subset=self._plan.subset,
             likelihood=self._likelihood,
             kind=self._curvature,
-            n_data=int(totals[0]),
-            n_outputs=int(totals[1]),
-            log_likelihood=totals[2].cpu(),
+            **_numbers(totals),
         )
 
     @torch.no_grad()
@@ -218,6 +218,25 @@ class Sum:
     def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
         for name, J in gradients.items():
             self._accumulator.add_leftover(name, J, examples)
+
+
+def _fit_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> list[float]:
+    """Log-likelihood and squared error of a batch, summed in float64; NaN for a likelihood without the second."""
+    error = likelihood.squared_error(f, y)
+    return [
+        likelihood.log_likelihood_per_example(f, y).double().sum().item(),
+        math.nan if error is None else error.item(),
+    ]
+
+
+def _numbers(totals: Tensor) -> dict[str, Any]:
+    n_data, n_outputs, log_likelihood, squared_error = totals.cpu()
+    return {
+        "n_data": int(n_data),
+        "n_outputs": int(n_outputs),
+        "log_likelihood": log_likelihood,
+        "squared_error": None if squared_error.isnan() else squared_error,
+    }
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:

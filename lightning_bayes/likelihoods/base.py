@@ -127,6 +127,10 @@ class Likelihood(ABC):
         """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
         return self.log_likelihood_per_example(f, y).sum()
 
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood with a noise `σ` that can be tuned; `None` for all others."""
+        return None
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero where there is no target."""
         gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)

@@ -69,6 +69,11 @@ class Gaussian(Likelihood):
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
 
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = f.double()
+        return ((y.double() - f) / self._noise(f)).square().sum()
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)

@@ -43,6 +43,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "kind": curvature.kind,
         "n_outputs": curvature.n_outputs,
         "log_likelihood": curvature.log_likelihood,
+        "squared_error": curvature.squared_error,
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
@@ -77,6 +78,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
         log_likelihood=state["log_likelihood"].cpu(),
+        squared_error=state.get("squared_error"),
     )
     bare = LaplacePosterior(
         **common,

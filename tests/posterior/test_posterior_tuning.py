@@ -9,7 +9,7 @@ import torch
 from posterior_cases import STRUCTURES, TIGHT, Case, case, fit_map, flat_weights, mlp, real
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 FLAT = {"rtol": 0, "atol": 1e-5}  # a slope of the evidence, in nats per unit of a logarithm
@@ -189,6 +189,39 @@ def test_a_network_that_interpolates_in_float32_is_tuned(structure: str, method:
         assert tuned.predict(x.float()).variance.isfinite().all()
     else:
         torch.testing.assert_close(tuned.effective_parameters, torch.tensor(24.0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("method", ["marglik", "mackay"])
+def test_noise_far_below_the_start_is_tuned_in_float32(structure: str, method: str) -> None:
+    """A residual of 3e-5 of the starting σ: its square is a few units of the rounding of a float32 log-likelihood."""
+    network, x, _ = copy.deepcopy(trained(40, 4))
+    network.float()
+    x = x.float()
+    y = network(x).detach() + 3e-5 * real(40, 2, seed=3).float()
+    batches = [(x[:11], y[:11]), (x[11:], y[11:])]
+    tuned = fit_laplace(network, batches, Gaussian(1.0), structure).tune_prior(method)
+    wide = fit_laplace(network.double(), [(a.double(), b.double()) for a, b in batches], Gaussian(1.0), structure)
+    expected = wide.tune_prior(method).likelihood.noise_std
+    assert 1e-5 < expected < 6e-5
+    torch.testing.assert_close(tuned.likelihood.noise_std.double(), expected, rtol=1e-2, atol=0)
+
+
+def test_squared_error_is_that_of_the_data_also_after_the_noise_is_changed() -> None:
+    problem = regression(20, 4, noise=torch.tensor([0.2, 0.8]).double())
+    posterior = fitted(problem, "diag")
+    error = problem.y - problem.network(problem.x).detach()
+    expected = (error / torch.tensor([0.2, 0.8])).square().sum()
+    torch.testing.assert_close(posterior.squared_error, expected, **TIGHT)
+    moved = posterior.with_noise(torch.tensor([0.1, 0.4]).double())
+    torch.testing.assert_close(moved.squared_error, 4 * expected, **TIGHT)
+    state = posterior.state_dict()
+    loaded = GaussianPosterior.from_state_dict(problem.network, state)
+    assert torch.equal(loaded.squared_error, posterior.squared_error)
+    del state["squared_error"]  # as an older version wrote it
+    older = GaussianPosterior.from_state_dict(problem.network, state)
+    torch.testing.assert_close(older.squared_error, expected, **TIGHT)
+    torch.testing.assert_close(older.with_noise(2 * older.likelihood.noise_std).squared_error, expected / 4, **TIGHT)
 
 
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
