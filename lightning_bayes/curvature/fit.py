@@ -119,7 +119,7 @@ def fit_curvature(
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
-    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs`, `log_likelihood`, `squared_error`."""
+    """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
     totals = torch.zeros(4, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:

@@ -128,7 +128,7 @@ class Likelihood(ABC):
         return self.log_likelihood_per_example(f, y).sum()
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood with a noise `σ` that can be tuned; `None` for all others."""
+        """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
         return None
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:

@@ -138,9 +138,9 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def squared_error(self) -> Tensor:
-        """`Σ (y − f)²/σ²` over all outputs. A network that interpolates its data has the square of its rounding, relative
-        to `σ`. Where the pass did not keep it (files of older versions), it is recovered from the log-likelihood of a
-        Gaussian, and what is less than the rounding of that cannot be told from it."""
+        """`Σ (y − f)²/σ²` over all outputs; at least the square of the rounding of `σ`, for a network that interpolates
+        its data. Where the pass did not keep it (files of older versions), it is recovered from the log-likelihood, and
+        what is less than the rounding of that cannot be told from it."""
         n, error = self.curvature.n_outputs, self.curvature.squared_error
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         if error is not None:

@@ -126,7 +126,7 @@ def _structure_state(structure: Structure) -> dict[str, Any]:
     if isinstance(structure, Diagonal):
         return {"type": "Diagonal", "values": structure.values}
     if isinstance(structure, Dense):
-        return {"type": "Dense", "matrix": structure.matrix}
+        return {"type": "Dense", "matrix": structure.matrix, "factor": structure.factor, "shift": structure.shift}
     if isinstance(structure, Kronecker):
         left, right = structure.left, structure.right
         factors = {"left": [left.vectors, left.values], "right": [right.vectors, right.values]}
@@ -144,7 +144,7 @@ def _structure_from(state: dict[str, Any]) -> Structure:
     if state["type"] == "Diagonal":
         return Diagonal(state["values"])
     if state["type"] == "Dense":
-        return Dense(state["matrix"])
+        return Dense(state["matrix"], state.get("factor", 1.0), state.get("shift", 0.0))
     if state["type"] == "Kronecker":
         return Kronecker(Factor(*state["left"]), Factor(*state["right"]), state["shift"])
     layouts = tuple(

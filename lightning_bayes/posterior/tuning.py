@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.grid import grid
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
-from lightning_bayes.structures import Dense
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -48,28 +46,12 @@ def tune(
                         "has made no pass: pass loader="
                     )
                 posterior = posterior.with_log_likelihood(loader)
-            return _by_evidence(marglik if method == "marglik" else mackay, posterior, per_layer, options)
+            return (marglik if method == "marglik" else mackay)(posterior, per_layer, **options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
         if per_layer:
             raise ValueError("tune_prior('grid') tunes one prior for all layers; use 'marglik' with per_layer=True")
         return grid(posterior, loader, **options)
-
-
-def _by_evidence(
-    method: Any, posterior: LaplacePosterior, per_layer: bool, options: dict[str, Any]
-) -> LaplacePosterior:
-    """Rounding makes a float32 matrix indefinite, and its determinant with a small prior has no logarithm: such a one
-    is tuned in float64, with its negative eigenvalues taken for the zeros they are."""
-    H = posterior.curvature.structure
-    if not isinstance(H, Dense) or H.dtype == torch.float64:
-        return method(posterior, per_layer, **options)
-    λ, Q = torch.linalg.eigh(H.matrix.double())
-    curvature = replace(posterior.curvature, structure=Dense((Q * λ.clamp(min=0)) @ Q.mT))
-    wide = replace(posterior, mean=posterior.mean.double(), curvature=curvature)
-    tuned = method(wide.with_prior(posterior.prior_precision), per_layer, **options)
-    σ = _noise_std(tuned)
-    return (posterior if σ is None else posterior.with_noise(σ.to(posterior.mean))).with_prior(tuned.prior_precision)
 
 
 def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:

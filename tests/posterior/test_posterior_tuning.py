@@ -239,6 +239,27 @@ def test_full_matrix_in_float32_is_tuned_as_in_float64(method: str) -> None:
     assert tuned.likelihood.noise_std.dtype == torch.float32
 
 
+def test_full_matrix_in_float32_has_a_finite_evidence_for_every_prior() -> None:
+    problem = regression(6, 20, noise=0.02)
+    wide = fitted(problem, "full", prior_precision=1e-4)
+    loader = [(problem.x.float(), problem.y.float())]
+    narrow = fit_laplace(problem.network.float(), loader, problem.likelihood, "full", prior_precision=1e-4)
+    assert torch.linalg.eigvalsh(narrow.curvature.structure.matrix)[0] < -1e-4
+    for δ in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
+        posterior = narrow.with_prior(δ)
+        # Of the rounding, the negative half is removed; what is left makes the evidence smaller, never larger.
+        assert posterior.log_marginal_likelihood().isfinite()
+        assert posterior.log_marginal_likelihood() < wide.log_marginal_likelihood(δ)
+        assert posterior.log_prob(posterior.mean).isfinite()
+        assert posterior.log_prob(posterior.mean) > wide.with_prior(δ).log_prob(wide.mean)
+    torch.testing.assert_close(
+        narrow.log_marginal_likelihood(1.0).double(), wide.log_marginal_likelihood(1.0), rtol=0, atol=0.02
+    )
+    variances = narrow.functional(loader[0][0])[1].double()
+    problem.network.double()
+    torch.testing.assert_close(variances, wide.functional(problem.x)[1], rtol=1e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize("prior", [0.3, [0.3, 2.0], torch.linspace(0.3, 2, 31).double()], ids=["one", "layer", "all"])
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
 def test_the_start_does_not_matter(prior: object, method: str) -> None:
