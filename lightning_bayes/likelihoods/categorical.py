@@ -101,10 +101,8 @@ class Categorical(Likelihood):
         return S
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """`p (1 − p)`, by `log p` where `1 − p` would cancel."""
         self._check_logits(f)
-        log_p = widen(f).log_softmax(1)
-        return self._where_observed(-log_p.exp() * log_p.expm1(), f, y)
+        return self._where_observed(_variance(widen(f).softmax(1)), f, y)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
@@ -120,7 +118,7 @@ class Categorical(Likelihood):
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
         self._check_logits(f)
         p = widen(f).softmax(1)
-        return p, p * (1 - p)
+        return p, _variance(p)
 
     def integrate(
         self,
@@ -168,6 +166,14 @@ class Categorical(Likelihood):
         check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
 
 
+def _variance(p: Tensor) -> Tensor:
+    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of all
+    others.  # [B, C, …]"""
+    top = p.argmax(1, keepdim=True)
+    rest = p.scatter(1, top, 0).sum(1, keepdim=True)
+    return p * (1 - p).scatter(1, top, rest)
+
+
 def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     C = m.shape[1]
     eps = torch.finfo(m.dtype).eps
@@ -189,6 +195,6 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     known = (variance <= floor).all(1, keepdim=True)
     log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
     p = torch.where(known, m, log_α).softmax(1)
-    spread = p * (1 - p)
+    spread = _variance(p)
     # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
     return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0))

@@ -70,6 +70,7 @@ def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, st
     with torch.enable_grad():
         _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)
     δ, noise_std = values()
+    _say_bound(posterior, δ.detach())
     return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
 
 
@@ -110,9 +111,29 @@ def mackay(
             posterior = posterior.with_noise(σ)
         posterior = posterior.with_prior(α)
         if step.abs().max() < tolerance:
+            _say_bound(posterior, α)
             return posterior
     logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
     return posterior
+
+
+def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
+    """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
+    names = posterior.subset.layers if δ.ndim else ("all layers",)
+    for bound, meaning in (
+        (_LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
+        (1 / _LARGEST, "the evidence falls with it, so that the data want no prior at all"),
+    ):
+        at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()
+        if any(at):
+            layers = ", ".join(name for name, reached in zip(names, at, strict=True) if reached)
+            logger.warning(
+                "tuning stopped at the bound of %g for the prior precision of %s: %s; choose it yourself with "
+                "with_prior, or on validation data with tune_prior('grid')",
+                bound,
+                layers,
+                meaning,
+            )
 
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:

@@ -163,15 +163,31 @@ def test_fixed_point_is_mackays() -> None:
     torch.testing.assert_close(tuned.likelihood.noise_std**-2, β, rtol=1e-6, atol=0)
 
 
-def test_a_layer_of_zeros_gets_the_largest_prior() -> None:
+def test_a_layer_of_zeros_gets_the_largest_prior_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     problem = regression(20, 4)
     nn.init.zeros_(problem.network[2].weight)
     nn.init.zeros_(problem.network[2].bias)
     for method in ("marglik", "mackay"):
+        caplog.clear()
         tuned = fitted(problem, "diag").tune_prior(method, per_layer=True)
+        assert "bound of 1e+08 for the prior precision of 2: the evidence grows with it" in caplog.text
         assert tuned.prior_precision.isfinite().all()
         assert tuned.prior_precision[1] > 1e4
         assert tuned.predict(problem.x).variance.isfinite().all()
+
+
+def test_data_that_want_no_prior_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights so large that every prior costs more than the volume that it takes away."""
+    network = nn.Linear(2, 2).double()
+    nn.init.constant_(network.weight, 3e5)
+    x = real(20, 2)
+    y = network(x).detach() + 1e-3 * real(20, 2, seed=1)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(1e-3), "full")
+    for method in ("marglik", "mackay"):
+        caplog.clear()
+        tuned = posterior.tune_prior(method, noise=False)
+        torch.testing.assert_close(tuned.prior_precision, torch.tensor(1e-8).double())
+        assert "bound of 1e-08 for the prior precision of all layers: the evidence falls with it" in caplog.text
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
