@@ -167,8 +167,8 @@ class Categorical(Likelihood):
 
 
 def _variance(p: Tensor) -> Tensor:
-    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of all
-    others.  # [B, C, …]"""
+    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of
+    all others.  # [B, C, …]"""
     top = p.argmax(1, keepdim=True)
     rest = p.scatter(1, top, 0).sum(1, keepdim=True)
     return p * (1 - p).scatter(1, top, rest)

@@ -153,12 +153,17 @@ class GaussianPosterior:
         return from_state(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
-        torch.save(self.state_dict(), path)
+        """Write the posterior as one file, whole or not at all; `path` may be a URL that `fsspec` knows."""
+        from lightning_bayes.posterior.files import write
+
+        write(self.state_dict(), path)
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return GaussianPosterior.from_state_dict(network, state, likelihood)
+        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        from lightning_bayes.posterior.files import read
+
+        return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
@@ -193,8 +198,8 @@ def fingerprint(network: nn.Module) -> Tensor:
 
 
 def same_weights(now: Tensor, then: Tensor) -> bool:
-    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, only
-    the squares, which stand in the same column, can be compared."""
+    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, the
+    squares alone, which stand in the same column, can be compared."""
     if len(now) != len(then):
         return False
     squares = then[:, 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import Curvature, Subset, inputs
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
+_COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint", "type")
+_OF_LAPLACE = ("curvature", "kind", "n_outputs", "log_likelihood", "prior_precision", "temperature", "damping")
 _LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
     kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
 }
@@ -52,13 +56,21 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
 
 @torch.inference_mode(False)  # inference tensors could not be differentiated later
 def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None) -> GaussianPosterior:
-    if state.get("format") != FORMAT:
-        raise PosteriorError(f"this file holds no posterior that this version reads (format {state.get('format')!r})")
-    network, state = unwrap(network), inputs.to_device(state, torch.device("cpu"))
+    kind = state.get("format") if isinstance(state, Mapping) else None
+    if kind not in READABLE:
+        raise PosteriorError(
+            f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
+        )
+    network, state = unwrap(network), inputs.to_device(dict(state), torch.device("cpu"))
+    state.setdefault("squared_error", None)
+    _check_keys(state)
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     _check_network(network, subset)
+    matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
+    structure = _read_structure(state[matrix])
+    _check_numbers(state, subset, structure, matrix)
     device = next(iter(subset.parameters(network).values())).device
-    mean = state["mean"].to(device)
+    mean, structure = state["mean"].to(device), structure.to(device)
     common = {
         "network": network,
         "subset": subset,
@@ -67,9 +79,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
     }
-    if state["type"] != "LaplacePosterior":
-        return GaussianPosterior(**common, precision=_structure_from(state["precision"]).to(device))
-    structure = _structure_from(state["curvature"]).to(device)
+    if matrix == "precision":
+        return GaussianPosterior(**common, precision=structure)
     curvature = Curvature(
         structure=structure,
         subset=subset,
@@ -77,8 +88,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         kind=state["kind"],
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
-        log_likelihood=state["log_likelihood"].cpu(),
-        squared_error=state.get("squared_error"),
+        log_likelihood=state["log_likelihood"],
+        squared_error=state["squared_error"],
     )
     bare = LaplacePosterior(
         **common,
@@ -89,6 +100,37 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         damping=state["damping"],
     )
     return bare.with_prior(state["prior_precision"].to(device))
+
+
+def _check_keys(state: dict[str, Any]) -> None:
+    laplace = state.get("type") == "LaplacePosterior"
+    for key in (*_COMMON, *(_OF_LAPLACE if laplace else ("precision",))):
+        if key not in state:
+            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
+
+
+def _read_structure(state: Any) -> Structure:
+    try:
+        return _structure_from(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PosteriorError(
+            f"the state of the posterior is not complete: its matrix cannot be read ({error!r}); save it again"
+        ) from None
+
+
+def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str) -> None:
+    for what, size in (("mean", state["mean"].numel()), (matrix, structure.size)):
+        if size != subset.size:
+            raise PosteriorError(
+                f"the state of the posterior does not fit itself: its {what} is of {size} weights, but the parameters "
+                f"it names have {subset.size}; save it again"
+            )
+    for what in ("mean", matrix, "prior_precision"):
+        if inputs.has_nonfinite(state.get(what)):
+            raise PosteriorError(
+                f"the {what.replace('_', ' ')} of the posterior holds NaN or infinity: fit the posterior again, to "
+                "weights and data that are finite"
+            )
 
 
 def _check_network(network: nn.Module, subset: Subset) -> None:
