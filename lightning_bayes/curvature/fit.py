@@ -120,7 +120,7 @@ def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
     """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
-    totals = torch.zeros(4, dtype=torch.float64, device=_device(network))
+    totals = torch.zeros(5, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
             x, y = _prepare(network, batch)
@@ -165,7 +165,7 @@ class Sum:
         leftovers = {name: self._parameters[name] for name in plan.leftovers}
         self._leftover_gradients = ParameterGradients(network, leftovers) if leftovers else None
         self._batches = self._n_data = self._n_outputs = 0
-        self._fit = [0.0, 0.0]  # log-likelihood and squared error
+        self._fit = [0.0, 0.0, 0.0]  # see `_fit_of`
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
@@ -221,16 +221,22 @@ class Sum:
 
 
 def _fit_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> list[float]:
-    """Log-likelihood and squared error of a batch, summed in float64; NaN for a likelihood without the second."""
+    """Log-likelihood and squared error of a batch, summed in float64 (NaN for a likelihood without the second), and the
+    number of targets that count."""
     error = likelihood.squared_error(f, y)
     return [
         likelihood.log_likelihood_per_example(f, y).double().sum().item(),
         math.nan if error is None else error.item(),
+        float(likelihood.n_targets(y)),
     ]
 
 
 def _numbers(totals: Tensor) -> dict[str, Any]:
-    n_data, n_outputs, log_likelihood, squared_error = totals.cpu()
+    n_data, n_outputs, log_likelihood, squared_error, n_targets = totals.cpu()
+    if n_targets == 0:
+        raise DataError(
+            "no target counts: all are marked as unknown (ignore_index), and without targets there is nothing to fit"
+        )
     return {
         "n_data": int(n_data),
         "n_outputs": int(n_outputs),

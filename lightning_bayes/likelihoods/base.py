@@ -127,6 +127,10 @@ class Likelihood(ABC):
         """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
         return self.log_likelihood_per_example(f, y).sum()
 
+    def n_targets(self, y: Tensor) -> int:
+        """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
+        return y.numel()
+
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
         """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
         return None

@@ -138,6 +138,9 @@ class Categorical(Likelihood):
             return self._decompose(probs, mean, covariance, samples, generator)
         return super().integrate(mean, covariance, link, samples, generator)
 
+    def n_targets(self, y: Tensor) -> int:
+        return int(self._observed(y).sum())
+
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
 
@@ -162,6 +165,11 @@ class Categorical(Likelihood):
             raise LikelihoodError(
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
                 "or y.argmax(1) for one-hot targets."
+            )
+        if y.shape == f.shape:
+            raise LikelihoodError(
+                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
+                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use y.argmax(1) for one-hot targets."
             )
         check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
 

@@ -62,6 +62,7 @@ class GaussianPosterior:
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
+        check_theta(theta, self.mean)
         d = theta - self.mean
         distance = (d * self.precision.matmul(d)).sum(-1)
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
@@ -180,6 +181,15 @@ class GaussianPosterior:
         return (
             f"{type(self).__name__} does not keep curvature and prior apart and so has not {what}; "
             "fit_laplace gives a LaplacePosterior that does"
+        )
+
+
+def check_theta(theta: Tensor, mean: Tensor) -> None:
+    """Refuse what broadcasting would make a weight vector of."""
+    if theta.shape[-1:] != mean.shape:
+        raise ValueError(
+            f"log_prob takes weight vectors [..., {len(mean)}], one number for each weight of the posterior, got shape "
+            f"{list(theta.shape)}"
         )
 
 

@@ -71,7 +71,7 @@ def _collect(
     posterior: LaplacePosterior, precisions: list[Any], loader: Iterable[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the data.  # mean [N, ...], log-variances [nodes, N, ...], targets [N, ...]"""
-    means, log_variances, targets = [], [], []
+    means, log_variances, targets, count = [], [], [], 0
     for x, y in map(inputs.split_pair, loader):
         mean, found = posterior.functional_for(precisions, x, "marginal")
         variances = torch.stack(found).reshape(len(found), *mean.shape)
@@ -79,8 +79,12 @@ def _collect(
         # An output that no weight moves has no variance; its logarithm must still be a number to interpolate.
         log_variances.append(variances.clamp(min=torch.finfo(mean.dtype).tiny).log())
         targets.append(y.to(mean.device))
+        posterior.likelihood.check(mean, targets[-1])
+        count += posterior.likelihood.n_targets(y)
     if not means:
         raise ValueError("the validation loader is empty: tune_prior('grid') needs at least one batch")
+    if count == 0:
+        raise ValueError("no validation target counts: all are marked as unknown (ignore_index)")
     return torch.cat(means), torch.cat(log_variances, dim=1), torch.cat(targets)
 
 

@@ -40,6 +40,7 @@ def predict(
     if predictive not in PREDICTIVES:
         raise ValueError(f"unknown predictive {predictive!r}: use one of {', '.join(map(repr, PREDICTIVES))}")
     likelihood = posterior.likelihood
+    likelihood.choose_link(link)  # also where nothing is integrated: a word that is wrong is a mistake
     with preserved_rng():
         if predictive == "map":
             found = likelihood.point(outputs(posterior, x))

@@ -80,8 +80,10 @@ def test_a_process_killed_while_overwriting_leaves_the_old_file_whole(
     monkeypatch.setattr(torch, "save", die)
     child = os.fork()
     if child == 0:
-        write(changed, path)
-        os._exit(0)
+        try:
+            write(changed, path)
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert_same(GaussianPosterior.load(path, posterior.network), posterior)
