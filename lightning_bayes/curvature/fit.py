@@ -7,6 +7,7 @@ own gradient (`empirical_fisher`); the sum is over data, never a mean.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Curvature:
     n_outputs: int  # numbers that the network put out for them
     log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]; None where no data were passed over
+    squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
 
     @property
     def knows_likelihood(self) -> bool:
@@ -122,19 +124,19 @@ def fit_curvature(
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
-    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs` and `log_likelihood`."""
-    totals = torch.zeros(3, dtype=torch.float64, device=_device(network))
+    """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
+    totals = torch.zeros(5, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
             x, y = _prepare(network, batch)
             f = inputs.call(network, x)
             likelihood.check(f, y)
-            here = [inputs.batch_size(x), f.numel(), likelihood.log_likelihood(f, y).item()]
+            here = [inputs.batch_size(x), f.numel(), *_fit_of(likelihood, f, y)]
             totals += torch.tensor(here, dtype=torch.float64, device=totals.device)
     (processes or Processes()).sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")
-    return {"n_data": int(totals[0]), "n_outputs": int(totals[1]), "log_likelihood": totals[2].cpu()}
+    return _numbers(totals)
 
 
 def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
@@ -168,7 +170,7 @@ class Sum:
         self._leftover_gradients = ParameterGradients(network, self._parameters)
         self._slow = False  # whether some batch had to be taken one example at a time
         self._batches = self._n_data = self._n_outputs = 0
-        self._log_likelihood = torch.zeros((), dtype=torch.float64)
+        self._fit = [0.0, 0.0, 0.0]  # see `_fit_of`
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
@@ -179,7 +181,7 @@ class Sum:
         self._batches += 1
         self._n_data += B
         self._n_outputs += outputs.numel()
-        self._log_likelihood += self._likelihood.log_likelihood(outputs, y).double().cpu()
+        self._fit = [a + b for a, b in zip(self._fit, _fit_of(self._likelihood, outputs, y), strict=True)]
 
     def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
         """Returns the outputs."""
@@ -206,11 +208,8 @@ class Sum:
             if matched.leftovers:
                 self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
             self._accumulator.end_chunk()
-<<<<<<< HEAD
         self._add_gradient(f, -self._likelihood.residual(outputs, y))
-=======
         return outputs
->>>>>>> curv
 
     def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
         """A single example owns all rows of every layer."""
@@ -227,7 +226,7 @@ class Sum:
         check_examples_apart(self._network, torch.cat(alone), outputs)
 
     def finish(self) -> Curvature:
-        numbers = [float(self._n_data), float(self._n_outputs), self._log_likelihood.item()]
+        numbers = [float(self._n_data), float(self._n_outputs), *self._fit]
         totals = torch.tensor(numbers, dtype=torch.float64, device=_device(self._network))
         self._processes.sum_([*self._accumulator.sums, self._gradient, totals])
         if totals[0] == 0:
@@ -237,9 +236,7 @@ class Sum:
             subset=self._plan.subset,
             likelihood=self._likelihood,
             kind=self._curvature,
-            n_data=int(totals[0]),
-            n_outputs=int(totals[1]),
-            log_likelihood=totals[2].cpu(),
+            **_numbers(totals),
             gradient=self._plan.subset.narrow(self._gradient),
         )
 
@@ -259,6 +256,31 @@ class Sum:
     def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
         for name, J in gradients.items():
             self._accumulator.add_leftover(name, J, examples)
+
+
+def _fit_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> list[float]:
+    """Log-likelihood and squared error of a batch, summed in float64 (NaN for a likelihood without the second), and the
+    number of targets that count."""
+    error = likelihood.squared_error(f, y)
+    return [
+        likelihood.log_likelihood_per_example(f, y).double().sum().item(),
+        math.nan if error is None else error.item(),
+        float(likelihood.n_targets(y)),
+    ]
+
+
+def _numbers(totals: Tensor) -> dict[str, Any]:
+    n_data, n_outputs, log_likelihood, squared_error, n_targets = totals.cpu()
+    if n_targets == 0:
+        raise DataError(
+            "no target counts: all are marked as unknown (ignore_index), and without targets there is nothing to fit"
+        )
+    return {
+        "n_data": int(n_data),
+        "n_outputs": int(n_outputs),
+        "log_likelihood": log_likelihood,
+        "squared_error": None if squared_error.isnan() else squared_error,
+    }
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:

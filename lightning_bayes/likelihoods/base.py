@@ -143,6 +143,14 @@ class Likelihood(ABC):
         none."""
         return -math.inf
 
+    def n_targets(self, y: Tensor) -> int:
+        """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
+        return y.numel()
+
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
+        return None
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero where there is no target."""
         gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)

@@ -57,7 +57,7 @@ class Bernoulli(Likelihood):
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)
-        return sum_per_example(logsigmoid((2 * y.to(f.dtype) - 1) * f))
+        return sum_per_example(logsigmoid((2 * _bits(y).to(f.dtype) - 1) * f))
 
     def least_nll(self, n_outputs: int) -> float:
         return 0.0
@@ -65,7 +65,7 @@ class Bernoulli(Likelihood):
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)
-        return y.to(f.dtype) - f.sigmoid()
+        return _bits(y).to(f.dtype) - f.sigmoid()
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         return diagonal_root(self.fisher_diagonal(f).sqrt())  # [L, B, L, *positions]
@@ -109,3 +109,9 @@ class Bernoulli(Likelihood):
         if y.is_complex():
             raise LikelihoodError(f"Bernoulli needs boolean, integer or floating-point targets, got {y.dtype}.")
         check_shape("Bernoulli", f, y, tuple(f.shape))
+
+
+def _bits(y: Tensor) -> Tensor:
+    """Targets of 0 and 1; all others, which `check` refuses, are NaN, so that no wrong number looks right. An error
+    would cost a wait for the device, and cannot be raised under `vmap`."""
+    return torch.where((y == 0) | (y == 1), y, math.nan)

@@ -115,10 +115,8 @@ class Categorical(Likelihood):
         return S
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """`p (1 − p)`, by `log p` where `1 − p` would cancel."""
         self._check_logits(f)
-        log_p = widen(f).log_softmax(1)
-        return self._where_observed(-log_p.exp() * log_p.expm1(), f, y)
+        return self._where_observed(_variance(widen(f).softmax(1)), f, y)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
@@ -134,7 +132,7 @@ class Categorical(Likelihood):
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
         self._check_logits(f)
         p = widen(f).softmax(1)
-        return p, p * (1 - p)
+        return p, _variance(p)
 
     def integrate(
         self,
@@ -158,6 +156,9 @@ class Categorical(Likelihood):
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         return self.log_likelihood_per_example(predictive.mean.log(), y)
+
+    def n_targets(self, y: Tensor) -> int:
+        return int(self._observed(y).sum())
 
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
@@ -184,6 +185,11 @@ class Categorical(Likelihood):
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
                 "or y.argmax(1) for one-hot targets."
             )
+        if y.shape == f.shape:
+            raise LikelihoodError(
+                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
+                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use y.argmax(1) for one-hot targets."
+            )
         check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
 
 
@@ -195,6 +201,14 @@ def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
         of_difference = (of_difference - covariance - covariance.mT).clamp_min(0)
     difference = (m.unsqueeze(2) - m.unsqueeze(1)) / (1 + math.pi / 8 * of_difference).sqrt()  # [B, C, C, ...]
     return (-(-difference).logsumexp(2)).softmax(1)
+
+
+def _variance(p: Tensor) -> Tensor:
+    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of
+    all others.  # [B, C, …]"""
+    top = p.argmax(1, keepdim=True)
+    rest = p.scatter(1, top, 0).sum(1, keepdim=True)
+    return p * (1 - p).scatter(1, top, rest)
 
 
 def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
@@ -218,6 +232,6 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     known = (variance <= floor).all(1, keepdim=True)
     log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
     p = torch.where(known, m, log_α).softmax(1)
-    spread = p * (1 - p)
+    spread = _variance(p)
     # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
     return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0))

@@ -75,6 +75,11 @@ class Gaussian(Likelihood):
         log_σ = torch.as_tensor(self.noise_std, dtype=torch.float64).log().mean()
         return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
 
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = f.double()
+        return ((y.double() - f) / self._noise(f)).square().sum()
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)

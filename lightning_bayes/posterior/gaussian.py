@@ -66,6 +66,7 @@ class GaussianPosterior:
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
+        check_theta(theta, self.mean)
         d = theta - self.mean
         distance = (d * self.precision.matmul(d)).sum(-1)
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
@@ -171,8 +172,7 @@ class GaussianPosterior:
 
     def check_weights(self) -> None:
         """Raise if the network's weights are not the ones this posterior was fitted to."""
-        now = fingerprint(self.network)
-        if now.shape != self.fingerprint.shape or not torch.allclose(now, self.fingerprint, rtol=1e-6, atol=1e-12):
+        if not same_weights(fingerprint(self.network), self.fingerprint):
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
                 "the posterior again"
@@ -195,12 +195,17 @@ class GaussianPosterior:
         return from_state(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
-        torch.save(self.state_dict(), path)
+        """Write the posterior as one file, whole or not at all; `path` may be a URL that `fsspec` knows."""
+        from lightning_bayes.posterior.files import write
+
+        write(self.state_dict(), path)
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return GaussianPosterior.from_state_dict(network, state, likelihood)
+        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        from lightning_bayes.posterior.files import read
+
+        return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
@@ -220,30 +225,51 @@ class GaussianPosterior:
         )
 
 
+def check_theta(theta: Tensor, mean: Tensor) -> None:
+    """Refuse what broadcasting would make a weight vector of."""
+    if theta.shape[-1:] != mean.shape:
+        raise ValueError(
+            f"log_prob takes weight vectors [..., {len(mean)}], one number for each weight of the posterior, got shape "
+            f"{list(theta.shape)}"
+        )
+
+
 def fingerprint(network: nn.Module) -> Tensor:
-    """Three sums over every floating-point weight and buffer, in float64: of the values, of their squares, and of the
-    rows weighted by their numbers, because hidden units may have changed places.  # [n, 3]"""
+    """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
+    because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
     state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
     state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
-    lengths = torch.tensor([len(t) for t in state], dtype=torch.float64)
-    number = torch.arange(1, int(lengths.max()) + 1, dtype=torch.float64, device=state[0].device)
-    weights = torch.stack((torch.ones_like(number), number), dim=1)  # [rows, 2]
-    linear, squares = [], []
+    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
+    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
+    sums = []
     for t in state:
-        rows, square = _row_sums(t)
-        linear.append(rows @ weights[: len(rows)].to(t.device))
-        squares.append(square)
-    value, numbered = torch.stack(linear).cpu().unbind(1)
-    return torch.stack((value, torch.stack(squares).cpu(), numbered / lengths), dim=1)
+        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
+        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
+    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
 
 
-def _row_sums(t: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of the rows and of all squares, a few rows at a time, so that their float64 copies stay in the cache.
-    # [rows, columns] -> [rows], []"""
-    columns = t.shape[1]
+def same_weights(now: Tensor, then: Tensor) -> bool:
+    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, the
+    squares alone, which stand in the same column, can be compared."""
+    if len(now) != len(then):
+        return False
+    squares = then[:, 1]
+    moved = now.shape[1] == then.shape[1] == 2 and ((now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12).any()
+    return not moved and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
+
+
+def _scattered(n: int, step: float, device: torch.device) -> Tensor:
+    """Numbers in ±[½, 1], no two of which are alike: from the fractions of the multiples of an irrational.  # [n]"""
+    fraction = torch.arange(1, n + 1, dtype=torch.float64, device=device).mul_(step).remainder_(1).sub_(0.5)
+    return fraction + 0.5 * fraction.sign()
+
+
+def _row_sums(t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """`Tc` and the sum of all squares, a few rows at a time, so that their float64 copies stay in the cache.
+    # [rows, columns], [columns] -> [rows], []"""
     if t.numel() > _CACHED and len(t) > 1:
-        parts = [_row_sums(part) for part in t.split(max(1, _CACHED // columns))]
+        parts = [_row_sums(part, c) for part in t.split(max(1, _CACHED // t.shape[1]))]
         return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
     wide = t.double()
     flat = wide.reshape(-1)
-    return flat if columns == 1 else wide.sum(1), flat @ flat
+    return wide @ c, flat @ flat

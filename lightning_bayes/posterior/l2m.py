@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def fit_l2m(
     likelihood, network = resolve(likelihood), unwrap(network)
     if scaling not in SCALINGS:
         raise ValueError(f"unknown scaling {scaling!r}: use one of {', '.join(map(repr, SCALINGS))}")
+    if scaling == "dataset":
+        _check_numbers(n_data=n_data, batch_size=batch_size, n_outputs=n_outputs, loss_scale=loss_scale)
     every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     reshard(network)
     parameters = trainable(network)
@@ -99,6 +102,14 @@ def fit_l2m(
     if is_sharded(network):
         return ShardedPosterior.from_curvature(network, found, δ)
     return from_curvature(network, found, δ)
+
+
+def _check_numbers(loss_scale: Any, **counts: Any) -> None:
+    for name, value in counts.items():
+        if not (isinstance(value, Real) and value >= 1):  # type: ignore[operator]
+            raise ValueError(f"{name} must be a number of at least 1, got {value!r}")
+    if loss_scale is not None and not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):  # type: ignore[operator]
+        raise ValueError(f"loss_scale must be a positive, finite number, got {loss_scale!r}")
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:

@@ -109,12 +109,14 @@ class LaplacePosterior(GaussianPosterior):
         with torch.inference_mode(False), torch.no_grad():
             ρ = self._noise_ratio(noise_std)
             likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
+            known = self.curvature.squared_error
             curvature = replace(
                 self.curvature,
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
                 log_likelihood=self._log_likelihood(ρ),
                 gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
+                squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
         moved = replace(self, curvature=curvature, likelihood=likelihood)
         return moved.with_prior(self.prior_precision)
@@ -167,13 +169,16 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def squared_error(self) -> Tensor:
-        """`Σ (y − f)²/σ²` over all outputs, recovered from the log-likelihood of a Gaussian. What is less than the
-        rounding of that log-likelihood cannot be told from it: a network that interpolates its data has that much."""
-        n = self.curvature.n_outputs
+        """`Σ (y − f)²/σ²` over all outputs; at least the square of the rounding of `σ`, for a network that interpolates
+        its data. Where the pass did not keep it (files of older versions), it is recovered from the log-likelihood, and
+        what is less than the rounding of that cannot be told from it."""
+        n, error = self.curvature.n_outputs, self.curvature.squared_error
+        eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
+        if error is not None:
+            return error.clamp(min=n * eps**2)
         log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()  # type: ignore[attr-defined]
         error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
-        dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
-        return error.clamp(min=n * torch.finfo(dtype).eps)
+        return error.clamp(min=n * eps)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
         """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""

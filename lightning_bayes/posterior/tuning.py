@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
-from lightning_bayes.structures import Dense
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -58,7 +56,7 @@ def tune(
                     )
                 posterior = posterior.with_log_likelihood(loader)
             by = {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
-            return _by_evidence(by, posterior, per_layer, options)
+            return by(posterior, per_layer, **options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
         if per_layer:
@@ -66,22 +64,6 @@ def tune(
         from lightning_bayes.predictive.grid import grid
 
         return grid(posterior, loader, **options)
-
-
-def _by_evidence(
-    method: Any, posterior: LaplacePosterior, per_layer: bool, options: dict[str, Any]
-) -> LaplacePosterior:
-    """Rounding makes a float32 matrix indefinite, and its determinant with a small prior has no logarithm: such a one
-    is tuned in float64, with its negative eigenvalues taken for the zeros they are."""
-    H = posterior.curvature.structure
-    if not isinstance(H, Dense) or H.dtype == torch.float64:
-        return method(posterior, per_layer, **options)
-    λ, Q = torch.linalg.eigh(H.matrix.double())
-    curvature = replace(posterior.curvature, structure=Dense((Q * λ.clamp(min=0)) @ Q.mT))
-    wide = replace(posterior, mean=posterior.mean.double(), curvature=curvature)
-    tuned = method(wide.with_prior(posterior.prior_precision), per_layer, **options)
-    σ = _noise_std(tuned)
-    return (posterior if σ is None else posterior.with_noise(σ.to(posterior.mean))).with_prior(tuned.prior_precision)
 
 
 def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
@@ -111,6 +93,7 @@ def marglik(
     with torch.enable_grad():
         _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)
     δ, noise_std = values()
+    _say_bound(posterior, δ.detach())
     return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
 
 
@@ -151,9 +134,29 @@ def mackay(
             posterior = posterior.with_noise(σ)
         posterior = posterior.with_prior(α)
         if step.abs().max() < tolerance:
+            _say_bound(posterior, α)
             return posterior
     logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
     return posterior
+
+
+def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
+    """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
+    names = posterior.subset.layers if δ.ndim else ("all layers",)
+    for bound, meaning in (
+        (_LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
+        (1 / _LARGEST, "the evidence falls with it, so that the data want no prior at all"),
+    ):
+        at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()
+        if any(at):
+            layers = ", ".join(name for name, reached in zip(names, at, strict=True) if reached)
+            logger.warning(
+                "tuning stopped at the bound of %g for the prior precision of %s: %s; choose it yourself with "
+                "with_prior, or on validation data with tune_prior('grid')",
+                bound,
+                layers,
+                meaning,
+            )
 
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
