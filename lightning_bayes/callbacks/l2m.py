@@ -27,6 +27,7 @@ from lightning_bayes.callbacks.data import (
     validation_pass,
 )
 from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import directory, forward_context
 from lightning_bayes.curvature import Processes, inputs
 from lightning_bayes.curvature.preserve import preserved_rng, unwrap
@@ -87,7 +88,8 @@ class L2MCallback(PosteriorCallback):
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
         check_word("scaling", scaling, SCALINGS)
         check_word("tune", tune, (None, *METHODS))
-        self.scaling, self.prior_precision, self.tune, self.per_layer = scaling, prior_precision, tune, per_layer
+        self.scaling, self.tune, self.per_layer = scaling, tune, per_layer
+        self.prior_precision = plain_values(prior_precision)
         self.loss_scale, self.n_data = loss_scale, n_data
         self._batches, self._resumed, self._decay = Batches(), False, 1.0
 

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
 from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Processes
@@ -79,8 +80,8 @@ class LaplaceCallback(PosteriorCallback):
         check_word("tune", tune, (None, *METHODS))
         check_word("damping", damping, DAMPINGS)
         check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
-        self.structure, self.subset, self.curvature = structure, subset, curvature
-        self.prior_precision, self.tune, self.per_layer = prior_precision, tune, per_layer
+        self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
+        self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.temperature, self.damping = temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
 

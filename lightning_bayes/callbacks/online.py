@@ -29,6 +29,7 @@ from lightning_bayes.callbacks.base import PosteriorCallback, check_word, descri
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
@@ -114,7 +115,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling
-        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, subset
+        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, plain_values(subset)
         self._memory: CurvatureMemory | None = None
         self._remembered: dict[str, Any] | None = None  # of a checkpoint, until training starts
         self._diagonal: BatchDiagonal | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
 
 CURVATURES = ("fisher", "empirical", "hessian")
@@ -108,7 +109,7 @@ class Settings:
 def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:
     """`defaults` are those that differ from one mixin to the next; `unused` among them names keys it has no use for."""
     unused = set(defaults.pop("unused", ()))
-    options: dict[str, Any] = dict(given or {})
+    options: dict[str, Any] = plain_values(given or {})
     known = [f.name for f in fields(Settings) if f.name not in unused]
     for key in options:
         if key not in known:
@@ -123,7 +124,7 @@ def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings
 
 def plain(given: VariationalOptions | None) -> dict[str, Any]:
     """The same options as tensors, numbers and strings only, which any checkpoint can hold."""
-    options: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in (given or {}).items()}
+    options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
         name = type(likelihood).__name__
