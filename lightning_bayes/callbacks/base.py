@@ -7,13 +7,16 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
+from lightning_bayes.callbacks.dry_run import DryRun, check_writable
+from lightning_bayes.callbacks.loss_check import LossFit, explain
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
 from lightning_bayes.curvature.preserve import unwrap
@@ -25,6 +28,8 @@ from lightning_bayes.predictive.predict import PREDICTIVES
 
 class PosteriorCallback(ScoringCallback):
     """Use a posterior over the weights of any LightningModule."""
+
+    trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class PosteriorCallback(ScoringCallback):
         self._module: LightningModule | None = None
         self._users_step: Any = None  # while `predict` runs: the module's own `predict_step`, if it was an attribute
         self._swapped = False
+        self._dry_run: DryRun | None = None  # of a running fit
 
     @property
     def state_key(self) -> str:
@@ -115,6 +121,7 @@ class PosteriorCallback(ScoringCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._posterior = self._stored = None  # of the weights before this training
+        self._begin_dry_run(trainer)
 
     def store(self, trainer: Trainer) -> None:
         """Write the posterior's own file, and put it into the last checkpoint; on all processes."""
@@ -138,6 +145,59 @@ class PosteriorCallback(ScoringCallback):
             for logger in trainer.loggers:
                 logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
                 logger.save()
+
+    # -- the dry run on the first batch ----------------------------------------------------------------------------
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether the fit asks the module for the targets of a batch."""
+        return True
+
+    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        """Fit a posterior to one or two examples, for the errors that this may raise."""
+
+    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """The targets in the shape that the fit compares with outputs `f`."""
+        return y
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """Warn of a loss that is not the likelihood's."""
+        if not fit.fits:
+            kind = type(self.likelihood).__name__
+            rank_zero_warn(
+                f"{self.name}: the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on "
+                f"the network's outputs as the negative log-likelihood of {kind} does, whose mean is {fit.nll:.6g}. "
+                f"The posterior assumes this likelihood; {explain(self.likelihood, outputs)}"
+            )
+
+    def _begin_dry_run(self, trainer: Trainer) -> None:
+        self._dry_run = DryRun(self)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            folder = directory(trainer)
+            if trainer.is_global_zero:
+                check_writable(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._dry_run is not None:
+            self._dry_run.begin(trainer, pl_module, batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._dry_run is None:
+            return
+        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.outputs
+        self._end_dry_run()
+        if fit is not None:
+            self.judge_loss(fit, outputs)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end_dry_run()
+
+    def _end_dry_run(self) -> None:
+        if self._dry_run is not None:
+            self._dry_run.stop()
+            self._dry_run = None
 
     # -- predict ---------------------------------------------------------------------------------------------------
 
@@ -167,6 +227,7 @@ class PosteriorCallback(ScoringCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._give_back_predict_step(pl_module)
+        self._end_dry_run()
 
     def _give_back_predict_step(self, module: LightningModule) -> None:
         if not self._swapped:

@@ -73,6 +73,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         seed: of everything that is drawn.
     """
 
+    trains_at_its_weights = False
+
     def __init__(
         self,
         likelihood: str | Likelihood = "regression",
@@ -227,6 +229,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._memory is not None:
             self._memory.forget()
         if self._step is not None:
@@ -242,6 +245,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._put_back()
         self._end_step()
 
