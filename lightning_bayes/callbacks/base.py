@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
 from lightning_bayes.callbacks.loss_check import LossFit, explain
-from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
+from lightning_bayes.callbacks.module import network_of, refuse_variational
+from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -42,8 +43,10 @@ class PosteriorCallback(ScoringCallback):
         ood: bool,
         plots: bool,
         seed: int,
+        predict_step: str = "replace",
     ) -> None:
         super().__init__()
+        check_word("predict_step", predict_step, PREDICT_STEPS)
         self.name = name
         self.likelihood = resolve(likelihood)
         check_word("predictive", predictive, PREDICTIVES)
@@ -54,8 +57,9 @@ class PosteriorCallback(ScoringCallback):
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._module: LightningModule | None = None
-        self._users_step: Any = None  # while `predict` runs: the module's own `predict_step`, if it was an attribute
-        self._swapped = False
+        self.predict_step = predict_step
+        self._predict_step: PredictStep | None = None  # while `predict` runs
+        self._said_replaced = False
         self._dry_run: DryRun | None = None  # of a running fit
 
     @property
@@ -210,32 +214,29 @@ class PosteriorCallback(ScoringCallback):
             return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        callbacks = scoring_callbacks(trainer)
-        if callbacks[0] is not self:
+        callbacks = [callback for callback in scoring_callbacks(trainer) if callback.predict_step != "keep"]
+        if not callbacks or callbacks[0] is not self:
             return
-
-        def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-            x, _ = split_batch(pl_module, batch, predicting=True)
-            found = {callback.name: callback.predict(x) for callback in callbacks}
-            return found if len(found) > 1 else next(iter(found.values()))
-
-        self._users_step, self._swapped = pl_module.__dict__.get("predict_step"), True
-        pl_module.predict_step = predict_step  # type: ignore[method-assign]
+        self._predict_step = PredictStep(pl_module, callbacks)
+        if self._predict_step.replaces_own and not self._said_replaced:
+            self._said_replaced = True
+            rank_zero_info(
+                f"{self.name}: predict returns the posterior's predictions instead of "
+                f"{type(pl_module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
+            )
+        self._predict_step.install()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_back_predict_step(pl_module)
+        self._give_back_predict_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._give_back_predict_step(pl_module)
+        self._give_back_predict_step()
         self._end_dry_run()
 
-    def _give_back_predict_step(self, module: LightningModule) -> None:
-        if not self._swapped:
-            return
-        self._swapped = False
-        del module.predict_step
-        if self._users_step is not None:
-            module.predict_step, self._users_step = self._users_step, None  # type: ignore[method-assign]
+    def _give_back_predict_step(self) -> None:
+        if self._predict_step is not None:
+            self._predict_step.remove()
+            self._predict_step = None
 
 
 def _last_paths(checkpoint: Any, step: int) -> list[str]:

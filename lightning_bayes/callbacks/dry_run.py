@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.callbacks.loss_check import LossFit, Watch, compare_gradients, compare_values
-from lightning_bayes.callbacks.module import ModuleError, network_of, split_batch
+from lightning_bayes.callbacks.module import ModuleError, is_variational, network_of, split_batch
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.curvature import CurvatureError, DataError, Processes, inputs
 from lightning_bayes.curvature.preserve import eager, kept_buffers, preserved_rng, unwrap
@@ -77,7 +77,7 @@ class DryRun:
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
         """With the loss before its backward pass: how it relates to the likelihood; None if that cannot be known."""
         y, f, watch, likelihood = self._y, self._f, self._watch, self._callback.likelihood
-        if y is None or not module.automatic_optimization:
+        if y is None or not module.automatic_optimization or is_variational(module):  # whose mixin compares itself
             return None
         # Lightning has divided by the batches to accumulate, and 16-bit precision has scaled.
         scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_bayes.callbacks.scores import OODScores, Scores
+from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
@@ -44,7 +44,9 @@ def evaluate(
         for batch in loader:
             x, y = inputs.split_pair(batch)
             prediction = predict(x)
-            scores.update(prediction, y.to(device))
+            y = y.to(device)
+            check_targets(predictor.likelihood, prediction, y)
+            scores.update(prediction, y)
             for ood in unknown:
                 ood.update(prediction, is_ood=False)
         for ood, others in zip(unknown, ood_loaders, strict=True):

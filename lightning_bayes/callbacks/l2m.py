@@ -69,8 +69,9 @@ class L2MCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class L2MCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step)
         check_word("scaling", scaling, SCALINGS)
         check_word("tune", tune, (None, *METHODS))
         self.scaling, self.tune, self.per_layer = scaling, tune, per_layer

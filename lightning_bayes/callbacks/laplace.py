@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.block_summary import block_summary
 from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
 from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
 from lightning_bayes.callbacks.module import network_of, refuse_variational
@@ -48,9 +49,10 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class LaplaceCallback(PosteriorCallback):
         plots: bool = False,
         seed: int = 0,
         progress: bool = True,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step)
         check_word("structure", structure, tuple(STRUCTURES))
         check_word("curvature", curvature, tuple(CURVATURES))
         check_word("tune", tune, (None, *METHODS))
@@ -161,5 +164,6 @@ class LaplaceCallback(PosteriorCallback):
         }
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior) -> None:
-        what = f"{self.structure} posterior over {posterior.subset.size} weights"
+        blocks = block_summary(posterior.curvature.structure)
+        what = f"{self.structure} posterior over {posterior.subset.size} weights" + (f" ({blocks})" if blocks else "")
         self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})

@@ -69,8 +69,9 @@ class OnlineLaplaceCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
     trains_at_its_weights = False
@@ -100,8 +101,11 @@ class OnlineLaplaceCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed)
+        super().__init__(
+            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step
+        )
         check_word("hessian", hessian, MODES)
         check_word("at", at, ("mean", "sample"))
         check_word("scaling", scaling, ("dataset", "batch"))

@@ -30,6 +30,7 @@ class VariationalCallback(PosteriorCallback):
             settings.ood,
             settings.plots,
             settings.seed,
+            settings.predict_step,
         )
 
     def _find_posterior(self) -> GaussianPosterior | None:

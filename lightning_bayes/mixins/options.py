@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from lightning_bayes.callbacks.plain import plain_values
+from lightning_bayes.callbacks.predict_step import PREDICT_STEPS
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
 
 CURVATURES = ("fisher", "empirical", "hessian")
@@ -45,7 +46,8 @@ class VariationalOptions(TypedDict, total=False):
     link: how "glm" integrates over a classifier's outputs: "probit", "bridge" or "mc".
     samples: drawn where a prediction draws, 10 by default.
     ood: dataloaders after the first hold out-of-distribution data.
-    plots: write reliability diagrams to the logger, or as PNG files.
+    plots: write reliability diagrams (of a regression, calibration curves) to the logger, or as PNG files.
+    predict_step: "replace" the module's own in `trainer.predict` (default), "keep" it, or return "both".
     """
 
     likelihood: str | Likelihood | dict[str, Any]
@@ -66,6 +68,7 @@ class VariationalOptions(TypedDict, total=False):
     samples: int
     ood: bool
     plots: bool
+    predict_step: str
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,12 @@ class Settings:
     samples: int = 10
     ood: bool = False
     plots: bool = False
+    predict_step: str = "replace"
 
     def __post_init__(self) -> None:
         _check_word("predictive", self.predictive, tuple(PREDICTIVES))
         _check_word("loss", self.loss, LOSSES)
+        _check_word("predict_step", self.predict_step, PREDICT_STEPS)
         _check_word("curvature", self.curvature, CURVATURES)
         _check_word("method", self.method, METHODS)
         if self.curvature == "hessian" and self.method == "finite_difference":
