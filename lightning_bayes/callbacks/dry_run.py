@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.callbacks.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.callbacks.module import ModuleError, is_variational, network_of, split_batch
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.curvature import CurvatureError, DataError, Processes, inputs
-from lightning_bayes.curvature.preserve import eager, kept_buffers, preserved_rng, unwrap
+from lightning_bayes.curvature.preserve import borrowed, eager, kept_buffers, preserved_rng, unwrap
 from lightning_bayes.posterior.sharded import is_sharded
 from lightning_bayes.structures import Factor
 
@@ -43,8 +44,10 @@ class DryRun:
         self._callback = callback
         self._waiting = True  # for the first batch
         self._watch: Watch | None = None
-        self._f: Tensor | None = None  # outputs at the weights before the step; None for a sharded network
+        self._f: Tensor | None = None  # outputs as the fit sees them, in eval mode; None for a sharded network
+        self._x: Any = None
         self._y: Any = None
+        self._rng = torch.empty(0)  # state at the start of the batch
 
     def begin(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Before the first batch's step: raise for what cannot work, and look on while the step runs."""
@@ -63,16 +66,15 @@ class DryRun:
         if not isinstance(y, Tensor):
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         if not is_sharded(network):  # whose first forward pass must be the step's own
-            with forward_context(trainer), kept_buffers(network):
+            with preserved_rng(), forward_context(trainer), kept_buffers(network):
                 self._f, modules = _run(network, callback.network, x, size)
                 y = callback.align_targets(self._f, y)
                 callback.likelihood.check(self._f, y)
-                with preserved_rng():
-                    some = slice(EXAMPLES)
-                    callback.try_fit(network, inputs.take(x, some), y[some])
+                some = slice(EXAMPLES)
+                callback.try_fit(network, inputs.take(x, some), y[some])
         if module.automatic_optimization and not _is_compiled(module):
             self._watch = Watch(modules, size, None if self._f is None else self._f.shape)
-        self._y = y
+        self._x, self._y, self._rng = x, y, torch.get_rng_state()
 
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
         """With the loss before its backward pass: how it relates to the likelihood; None if that cannot be known."""
@@ -88,8 +90,11 @@ class DryRun:
                 y = self._callback.align_targets(seen[0], y)
                 likelihood.check(seen[0].detach(), y)
             found: LossFit | None = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
-            if found is None and f is not None and self._callback.trains_at_its_weights:
-                found = compare_values(likelihood, loss, f, y, scale)
+        if found is None and f is not None and self._callback.trains_at_its_weights:
+            network = unwrap(network_of(module, self._callback.network))
+            now = _in_own_mode(network, self._x, self._rng, trainer)
+            if isinstance(now, Tensor) and now.shape == f.shape:
+                found = compare_values(likelihood, loss, now, y, scale)
         return found
 
     @property
@@ -101,7 +106,7 @@ class DryRun:
         """Let go of the batch and of the modules."""
         if self._watch is not None:
             self._watch.stop()
-        self._watch = self._f = self._y = None
+        self._watch = self._f = self._x = self._y = None
 
 
 def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, needed: bool = True) -> Any:
@@ -112,7 +117,7 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
         (batch,) = batch.values()
     elif isinstance(loaders, (list, tuple)) and len(loaders) == 1:
         (batch,) = batch
-    with preserved_rng(), kept_buffers(module), torch.no_grad():
+    with preserved_rng(), torch.no_grad():
         try:
             return split_batch(module, batch)
         except ModuleError:
@@ -156,7 +161,7 @@ _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
 
 
 def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
-    """The outputs, in the module's own mode, and the modules that return them, the network first."""
+    """The outputs, as the fit will see them, and the modules that return them, the network first."""
     what = f"the network {path!r}" if path else f"the network {type(network).__name__}"
     returned: list[tuple[nn.Module, Any]] = []  # weak references: activations need not be kept
 
@@ -164,12 +169,8 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
         if isinstance(output, Tensor):
             returned.append((module, weakref.ref(output)))
 
-    with _without_collectives(network), ExitStack() as stack:
-        for context in (preserved_rng(), torch.no_grad(), eager()):
-            stack.enter_context(context)
+    with borrowed(network, ()), torch.no_grad(), _silence(), ExitStack() as stack:
         stack.callback(register_module_forward_hook(note).remove)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the step itself will say it
         try:
             f = inputs.call(network, x)
         except Exception as error:
@@ -192,17 +193,27 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 
+def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> Any:
+    """The outputs in training, at the random numbers that the step began with; None where they cannot be had."""
+    if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in network.modules()):
+        return None  # it would wait for all processes
+    # On copies: the graph of the step still needs the buffers as they are.
+    buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
+    args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
+    with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
+        torch.set_rng_state(rng)
+        try:
+            return functional_call(network, buffers, tuple(args), kwargs)
+        except Exception:  # in this mode the step itself may not call it so
+            return None
+
+
 @contextmanager
-def _without_collectives(network: nn.Module) -> Iterator[None]:
-    """A synchronised batch norm in training waits for all processes: it is in eval mode here."""
-    waiting = [m for m in network.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
-    try:
-        for module in waiting:
-            module.training = False
+def _silence() -> Iterator[None]:
+    """The step itself will say what the network warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
-    finally:
-        for module in waiting:
-            module.training = True
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -384,3 +384,28 @@ def test_a_compiled_module_is_judged_by_the_value(tmp_path: Path) -> None:
             model = torch.compile(Trained(lambda f, y, c=factor: c * F.cross_entropy(f, y)), backend="eager")
             run(tmp_path, laplace(tune=None), model, limit_train_batches=1)  # type: ignore[arg-type]
         assert any("the loss of the training step" in str(w.message) for w in said) is warned
+
+
+class Auxiliary(nn.Linear):
+    """Returns more in training, as Inception does, and has a norm that one example is not enough for."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.norm = nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x: Tensor) -> Any:
+        f = super().forward(self.norm(x))
+        return (f, x) if self.training else f
+
+
+class OneExample(Trained):
+    def __init__(self) -> None:
+        super().__init__(lambda f, y: F.cross_entropy(f[0], y))
+        self.net = Auxiliary()  # type: ignore[assignment]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.norm.eval()  # type: ignore[union-attr]
+
+
+def test_the_network_is_judged_as_the_fit_sees_it(tmp_path: Path) -> None:
+    run(tmp_path, laplace(tune=None), OneExample(), batches(batch_size=1), limit_train_batches=2)
