@@ -7,14 +7,18 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 
-from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
+from lightning_bayes.callbacks.dry_run import DryRun, check_writable
+from lightning_bayes.callbacks.loss_check import LossFit, explain
+from lightning_bayes.callbacks.module import network_of, refuse_variational
+from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -25,6 +29,8 @@ from lightning_bayes.predictive.output_law import PREDICTIVES
 
 class PosteriorCallback(ScoringCallback):
     """Use a posterior over the weights of any LightningModule."""
+
+    trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
 
     def __init__(
         self,
@@ -37,8 +43,10 @@ class PosteriorCallback(ScoringCallback):
         ood: bool,
         plots: bool,
         seed: int,
+        predict_step: str = "replace",
     ) -> None:
         super().__init__()
+        check_word("predict_step", predict_step, PREDICT_STEPS)
         self.name = name
         self.likelihood = resolve(likelihood)
         check_word("predictive", predictive, PREDICTIVES)
@@ -49,8 +57,10 @@ class PosteriorCallback(ScoringCallback):
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._module: LightningModule | None = None
-        self._users_step: Any = None  # while `predict` runs: the module's own `predict_step`, if it was an attribute
-        self._swapped = False
+        self.predict_step = predict_step
+        self._predict_step: PredictStep | None = None  # while `predict` runs
+        self._said_replaced = False
+        self._dry_run: DryRun | None = None  # of a running fit
 
     @property
     def state_key(self) -> str:
@@ -115,6 +125,7 @@ class PosteriorCallback(ScoringCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._posterior = self._stored = None  # of the weights before this training
+        self._begin_dry_run(trainer)
 
     def store(self, trainer: Trainer) -> None:
         """Write the posterior's own file, and put it into the last checkpoint; on all processes."""
@@ -139,6 +150,59 @@ class PosteriorCallback(ScoringCallback):
                 logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
                 logger.save()
 
+    # -- the dry run on the first batch ----------------------------------------------------------------------------
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether the fit asks the module for the targets of a batch."""
+        return True
+
+    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        """Fit a posterior to one or two examples, for the errors that this may raise."""
+
+    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """The targets in the shape that the fit compares with outputs `f`."""
+        return y
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """Warn of a loss that is not the likelihood's."""
+        if not fit.fits:
+            kind = type(self.likelihood).__name__
+            rank_zero_warn(
+                f"{self.name}: the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on "
+                f"the network's outputs as the negative log-likelihood of {kind} does, whose mean is {fit.nll:.6g}. "
+                f"The posterior assumes this likelihood; {explain(self.likelihood, outputs)}"
+            )
+
+    def _begin_dry_run(self, trainer: Trainer) -> None:
+        self._dry_run = DryRun(self)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            folder = directory(trainer)
+            if trainer.is_global_zero:
+                check_writable(folder)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._dry_run is not None:
+            self._dry_run.begin(trainer, pl_module, batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._dry_run is None:
+            return
+        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.outputs
+        self._end_dry_run()
+        if fit is not None:
+            self.judge_loss(fit, outputs)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._end_dry_run()
+
+    def _end_dry_run(self) -> None:
+        if self._dry_run is not None:
+            self._dry_run.stop()
+            self._dry_run = None
+
     # -- predict ---------------------------------------------------------------------------------------------------
 
     def predict(self, x: Any) -> Prediction:
@@ -150,31 +214,29 @@ class PosteriorCallback(ScoringCallback):
             return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        callbacks = scoring_callbacks(trainer)
-        if callbacks[0] is not self:
+        callbacks = [callback for callback in scoring_callbacks(trainer) if callback.predict_step != "keep"]
+        if not callbacks or callbacks[0] is not self:
             return
-
-        def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-            x, _ = split_batch(pl_module, batch, predicting=True)
-            found = {callback.name: callback.predict(x) for callback in callbacks}
-            return found if len(found) > 1 else next(iter(found.values()))
-
-        self._users_step, self._swapped = pl_module.__dict__.get("predict_step"), True
-        pl_module.predict_step = predict_step  # type: ignore[method-assign]
+        self._predict_step = PredictStep(pl_module, callbacks)
+        if self._predict_step.replaces_own and not self._said_replaced:
+            self._said_replaced = True
+            rank_zero_info(
+                f"{self.name}: predict returns the posterior's predictions instead of "
+                f"{type(pl_module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
+            )
+        self._predict_step.install()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_back_predict_step(pl_module)
+        self._give_back_predict_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._give_back_predict_step(pl_module)
+        self._give_back_predict_step()
+        self._end_dry_run()
 
-    def _give_back_predict_step(self, module: LightningModule) -> None:
-        if not self._swapped:
-            return
-        self._swapped = False
-        del module.predict_step
-        if self._users_step is not None:
-            module.predict_step, self._users_step = self._users_step, None  # type: ignore[method-assign]
+    def _give_back_predict_step(self) -> None:
+        if self._predict_step is not None:
+            self._predict_step.remove()
+            self._predict_step = None
 
 
 def _last_paths(checkpoint: Any, step: int) -> list[str]:

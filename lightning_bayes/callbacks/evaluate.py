@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_bayes.callbacks.scores import OODScores, Scores
+from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.preserve import preserved_rng
@@ -46,8 +46,7 @@ def evaluate(
         for batch in loader:
             x, y = inputs.split_pair(batch)
             prediction, y = predict(x), y.to(device)
-            if prediction.probs is not None:
-                likelihood.check(prediction.probs, y)
+            check_targets(likelihood, prediction, y)
             batches, targets = batches + 1, targets + likelihood.n_targets(y)
             scores.update(prediction, y)
             for ood in unknown:

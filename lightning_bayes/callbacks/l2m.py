@@ -6,12 +6,13 @@ No pass over the data: at the end of training, or whenever `fit_now` is called, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
 from lightning_bayes.callbacks.batches import Batches
@@ -26,7 +27,10 @@ from lightning_bayes.callbacks.data import (
     single,
     validation_pass,
 )
-from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.dry_run import split_training_batch
+from lightning_bayes.callbacks.loss_check import LossFit
+from lightning_bayes.callbacks.module import network_of
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import directory, forward_context
 from lightning_bayes.curvature import Processes, inputs
 from lightning_bayes.curvature.preserve import preserved_rng, unwrap
@@ -38,6 +42,7 @@ from lightning_bayes.posterior.second_moment import check_optimizers, longest_me
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
 from lightning_bayes.posterior.tuning import METHODS
 
+_SAME_SCALE = 0.01  # relative, of two scales of a loss
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -55,6 +60,8 @@ class L2MCallback(PosteriorCallback):
         per_layer: tune one prior per layer.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
+            It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
+            is taken for what it is; any other scale is a warning.
         n_data: examples in the training data; None counts them.
         predictive: "glm", "bnn" or "map".
         link: "probit", "bridge" or "mc"; by default the likelihood's first.
@@ -62,8 +69,9 @@ class L2MCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
     def __init__(
@@ -83,11 +91,13 @@ class L2MCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step)
         check_word("scaling", scaling, SCALINGS)
         check_word("tune", tune, (None, *METHODS))
-        self.scaling, self.prior_precision, self.tune, self.per_layer = scaling, prior_precision, tune, per_layer
+        self.scaling, self.tune, self.per_layer = scaling, tune, per_layer
+        self.prior_precision = plain_values(prior_precision)
         self.loss_scale, self.n_data = loss_scale, n_data
         self._batches, self._resumed, self._decay = Batches(), False, 1.0
 
@@ -135,18 +145,50 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, size * replicas(trainer) * trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._counts:
             return
-        if self.loss_scale is None and not self._batches.n_targets:
-            with preserved_rng(), torch.no_grad():
-                targets = inputs.tensors(split_batch(pl_module, batch)[1])
-            self._batches.n_targets = max(1, sum(y[0].numel() for y in targets))
-        self._batches.add(inputs.batch_size(batch) * replicas(trainer))
+        x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
+        if not self._batches.n_targets:
+            self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
+        self._batches.add(inputs.batch_size(x) * replicas(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._count_step(trainer, pl_module)
+
+    @property
+    def needs_targets(self) -> bool:
+        return self._counts and self.loss_scale is None
+
+    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """One output with a dimension of its own is as good as one without, for a fit that sees neither."""
+        return y.reshape(f.shape) if y.is_floating_point() and f.shape == (*y.shape, 1) else y
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
+        if not self._counts:
+            return
+        super().judge_loss(fit, outputs)
+        if fit.scale is None:
+            return
+        c, n = fit.scale, self._batches.n_targets
+        assumed = default_loss_scale(self.likelihood, n) if self.loss_scale is None else self.loss_scale
+        if math.isclose(c, assumed, rel_tol=_SAME_SCALE):
+            return
+        said = f"{self.name}: the loss of the training step is {c:.4g} times the mean negative log-likelihood"
+        known = {s / over for s in self.likelihood.loss_scales for over in (1, n)}
+        fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=_SAME_SCALE)]
+        if self.loss_scale is None and fitting:
+            self._batches.loss_scale = fitting[0]
+            rank_zero_info(f"{said}, a sum or mean over the {n} targets of an example: taken as loss_scale=")
+            return
+        rank_zero_warn(
+            f"{said}, but loss_scale={assumed:.4g} is assumed, with which the curvature is {(c / assumed) ** 2:.4g} "
+            f"times what it should be: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
+        )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         posterior = self.fit_now(trainer, pl_module)
@@ -211,7 +253,7 @@ class L2MCallback(PosteriorCallback):
             batch_size=self._batches.size,
             scaling=self.scaling,
             prior_precision=1.0 if self.prior_precision is None and self.tune is not None else self.prior_precision,
-            loss_scale=self.loss_scale,
+            loss_scale=self.loss_scale or self._batches.loss_scale or None,
             n_outputs=self._batches.n_targets or 1,
         )
         if isinstance(posterior, LaplacePosterior):

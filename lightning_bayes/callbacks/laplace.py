@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.block_summary import block_summary
 from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
-from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
+from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
+from lightning_bayes.callbacks.module import network_of, refuse_variational
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
-from lightning_bayes.curvature import Processes
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
+from lightning_bayes.curvature import Processes, choose_subset, fit_curvature
+from lightning_bayes.curvature.accumulate import SHARINGS, SMALL, STRUCTURES
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.curvature.roots import CURVATURES
 from lightning_bayes.likelihoods import Likelihood
@@ -45,9 +49,10 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
     def __init__(
@@ -72,15 +77,16 @@ class LaplaceCallback(PosteriorCallback):
         plots: bool = False,
         seed: int = 0,
         progress: bool = True,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step)
         check_word("structure", structure, tuple(STRUCTURES))
         check_word("curvature", curvature, tuple(CURVATURES))
         check_word("tune", tune, (None, *METHODS))
         check_word("damping", damping, DAMPINGS)
         check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
-        self.structure, self.subset, self.curvature = structure, subset, curvature
-        self.prior_precision, self.tune, self.per_layer = prior_precision, tune, per_layer
+        self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
+        self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.temperature, self.damping = temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
 
@@ -101,9 +107,15 @@ class LaplaceCallback(PosteriorCallback):
         if self.tune == "grid":
             check_validation(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and trainer.current_epoch == 0 and not hasattr(pl_module, "split_batch"):
-            split_batch(pl_module, batch)
+    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        if self.structure == "full":
+            weights = choose_subset(network, x, self.subset)
+            first = next(iter(weights.parameters(network).values()))
+            check_memory(weights.size, first.dtype, first.device)
+            if weights.size > SMALL:  # the gradients are the same, and the matrix would be built for nothing
+                fit_curvature(network, [(x, y)], self.likelihood, "diag", self.subset, self.curvature)
+                return
+        fit_laplace(network, [(x, y)], **self._words(), processes=Undecomposed())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.fit_now(trainer, pl_module, trainer.train_dataloader)
@@ -126,17 +138,8 @@ class LaplaceCallback(PosteriorCallback):
         posterior = fit_laplace(
             network_of(module, self.network),
             data,
-            self.likelihood,
-            self.structure,
-            self.subset,
-            self.curvature,
-            self.prior_precision,
+            **self._words(),
             progress=self.progress and not quiet,
-            temperature=self.temperature,
-            damping=self.damping,
-            samples=self.mc_samples,
-            seed=self.seed,
-            weight_sharing=self.weight_sharing,
             processes=processes,
             probe=data.probe(),
         )
@@ -145,6 +148,22 @@ class LaplaceCallback(PosteriorCallback):
         validation = validation_pass(trainer, module) if self.tune == "grid" else None
         return posterior.tune_prior(self.tune, loader=validation, per_layer=self.per_layer)
 
+    def _words(self) -> dict[str, Any]:
+        """The arguments of `fit_laplace` that are this callback's own."""
+        return {
+            "likelihood": self.likelihood,
+            "structure": self.structure,
+            "subset": self.subset,
+            "curvature": self.curvature,
+            "prior_precision": self.prior_precision,
+            "temperature": self.temperature,
+            "damping": self.damping,
+            "samples": self.mc_samples,
+            "seed": self.seed,
+            "weight_sharing": self.weight_sharing,
+        }
+
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior) -> None:
-        what = f"{self.structure} posterior over {posterior.subset.size} weights"
+        blocks = block_summary(posterior.curvature.structure)
+        what = f"{self.structure} posterior over {posterior.subset.size} weights" + (f" ({blocks})" if blocks else "")
         self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})

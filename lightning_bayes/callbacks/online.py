@@ -29,6 +29,7 @@ from lightning_bayes.callbacks.base import PosteriorCallback, check_word, descri
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
@@ -68,9 +69,12 @@ class OnlineLaplaceCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
+
+    trains_at_its_weights = False
 
     def __init__(
         self,
@@ -97,8 +101,11 @@ class OnlineLaplaceCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed)
+        super().__init__(
+            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step
+        )
         check_word("hessian", hessian, MODES)
         check_word("at", at, ("mean", "sample"))
         check_word("scaling", scaling, ("dataset", "batch"))
@@ -114,7 +121,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling
-        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, subset
+        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, plain_values(subset)
         self._memory: CurvatureMemory | None = None
         self._remembered: dict[str, Any] | None = None  # of a checkpoint, until training starts
         self._diagonal: BatchDiagonal | None = None
@@ -226,6 +233,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._memory is not None:
             self._memory.forget()
         if self._step is not None:
@@ -241,6 +249,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._put_back()
         self._end_step()
 

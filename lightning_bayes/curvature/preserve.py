@@ -40,7 +40,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_no_attention_fast_path())
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         if any(isinstance(module, nn.RNNBase) for module in network.modules()):
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -80,6 +80,19 @@ def preserved_rng() -> Iterator[None]:
 
 
 @contextmanager
+def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
+    """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
+    saved = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None] if keep else []
+    values = [b.detach().clone() for _, _, b in saved]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(saved, values, strict=True):
+                owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
+
+
+@contextmanager
 def _no_attention_fast_path() -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -90,7 +103,7 @@ def _no_attention_fast_path() -> Iterator[None]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
     if not hasattr(torch.compiler, "set_stance"):
         yield

@@ -151,6 +151,16 @@ class Likelihood(ABC):
         """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
         return None
 
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The `s` for which a usual loss, summed over all targets, is `s` times the negative log-likelihood but for
+        its `constant`; that of torch's own loss first."""
+        return (1.0,)
+
+    def constant(self, y: Tensor) -> float:
+        """The part of `−Σₙ log p(yₙ | fₙ)` that does not depend on `f` and that losses leave out."""
+        return 0.0
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero where there is no target."""
         gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)

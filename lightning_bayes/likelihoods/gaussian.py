@@ -59,6 +59,15 @@ class Gaussian(Likelihood):
         """This likelihood with another noise."""
         return replace(self, noise_std=noise_std)
 
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """`2σ²` of the squared error, `σ²` of its half; no squared error has a noise for every output."""
+        σ = torch.as_tensor(self.noise_std, dtype=torch.float64)
+        return (1.0,) if σ.numel() > 1 else (2 * float(σ) ** 2, float(σ) ** 2, 1.0)
+
+    def constant(self, y: Tensor) -> float:
+        return -float(self.log_likelihood(y, y))
+
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)
         check_output("Gaussian", f)

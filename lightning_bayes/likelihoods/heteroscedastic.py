@@ -48,6 +48,9 @@ class HeteroscedasticGaussian(Likelihood):
     # No link to approximate: every word means the exact integral.
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 
+    def constant(self, y: Tensor) -> float:
+        return 0.5 * math.log(2 * math.pi) * y.numel()
+
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)
         check_output("HeteroscedasticGaussian", f)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from lightning_bayes.callbacks.plain import plain_values
+from lightning_bayes.callbacks.predict_step import PREDICT_STEPS
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
 
 CURVATURES = ("fisher", "empirical", "hessian")
@@ -44,7 +46,8 @@ class VariationalOptions(TypedDict, total=False):
     link: how "glm" integrates over a classifier's outputs: "probit", "bridge" or "mc".
     samples: drawn where a prediction draws, 10 by default.
     ood: dataloaders after the first hold out-of-distribution data.
-    plots: write reliability diagrams to the logger, or as PNG files.
+    plots: write reliability diagrams (of a regression, calibration curves) to the logger, or as PNG files.
+    predict_step: "replace" the module's own in `trainer.predict` (default), "keep" it, or return "both".
     """
 
     likelihood: str | Likelihood | dict[str, Any]
@@ -65,6 +68,7 @@ class VariationalOptions(TypedDict, total=False):
     samples: int
     ood: bool
     plots: bool
+    predict_step: str
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,12 @@ class Settings:
     samples: int = 10
     ood: bool = False
     plots: bool = False
+    predict_step: str = "replace"
 
     def __post_init__(self) -> None:
         _check_word("predictive", self.predictive, tuple(PREDICTIVES))
         _check_word("loss", self.loss, LOSSES)
+        _check_word("predict_step", self.predict_step, PREDICT_STEPS)
         _check_word("curvature", self.curvature, CURVATURES)
         _check_word("method", self.method, METHODS)
         if self.curvature == "hessian" and self.method == "finite_difference":
@@ -108,7 +114,7 @@ class Settings:
 def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:
     """`defaults` are those that differ from one mixin to the next; `unused` among them names keys it has no use for."""
     unused = set(defaults.pop("unused", ()))
-    options: dict[str, Any] = dict(given or {})
+    options: dict[str, Any] = plain_values(given or {})
     known = [f.name for f in fields(Settings) if f.name not in unused]
     for key in options:
         if key not in known:
@@ -123,7 +129,7 @@ def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings
 
 def plain(given: VariationalOptions | None) -> dict[str, Any]:
     """The same options as tensors, numbers and strings only, which any checkpoint can hold."""
-    options: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in (given or {}).items()}
+    options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
         name = type(likelihood).__name__

@@ -129,7 +129,7 @@ def test_one_log_line_has_examples_evidence_effective_parameters_and_prior(
     posterior = callback.posterior
     (line,) = [message for message in caplog.messages if message.startswith("laplace: ")]
     assert line == (
-        f"laplace: kron posterior over 53 weights; n_data 37, "
+        f"laplace: kron posterior over 53 weights (Kronecker: 2 layers; dense: 1 (net.1)); n_data 37, "
         f"log_evidence {float(posterior.log_marginal_likelihood()):.6g}, "
         f"effective_parameters {float(posterior.effective_parameters):.6g}, "
         f"prior_precision {float(posterior.prior_precision):.6g}"
