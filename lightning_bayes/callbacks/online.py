@@ -70,6 +70,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         ood: dataloaders after the first hold out-of-distribution data.
         plots: write a reliability diagram to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class OnlineLaplaceCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        save: bool | str | None = None,
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, save)
         check_word("hessian", hessian, MODES)
         check_word("at", at, ("mean", "sample"))
         check_word("scaling", scaling, ("dataset", "batch"))
