@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
@@ -305,6 +306,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return from_curvature(self._network_of(module), found, self.prior_precision)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+        # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
+        super()._put_into(trainer, [each for each in checkpoints if not each.has_posterior])
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:

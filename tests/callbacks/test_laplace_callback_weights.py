@@ -1,4 +1,4 @@
-"""`trainer.test` with the weights in memory, of the best and of the last checkpoint: each has a posterior of its own."""
+"""Weights in memory, of the best and of the last checkpoint: `trainer.test` finds the posterior of each."""
 
 from pathlib import Path
 from typing import Any
