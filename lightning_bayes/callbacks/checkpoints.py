@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.callbacks.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.callbacks.strategy import share
 from lightning_bayes.posterior import GaussianPosterior
 
 WEIGHTS = ("both", "last", "best")
@@ -121,23 +121,12 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
             raise RuntimeError(f"the weights of {path} cannot be loaded for their posterior: {problem}")
-        _share(tensors)
+        share(tensors)  # their file systems may not have the checkpoint
         yield
     finally:
         with torch.no_grad():
             for t, value in zip(tensors, own, strict=True):
                 t.copy_(value)
-
-
-def _share(tensors: list[Tensor]) -> None:
-    """Rank zero's values for all processes, whose file systems may not have the checkpoint."""
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    with torch.no_grad():
-        for t in tensors:
-            value = t.detach().contiguous()
-            dist.broadcast(value, 0)
-            t.copy_(value)
 
 
 def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from lightning_bayes.callbacks.epoch import Epoch
 from lightning_bayes.callbacks.files import run_folder
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.callbacks.strategy import refuse_sharded
+from lightning_bayes.callbacks.strategy import refuse_sharded, share
 from lightning_bayes.curvature import Processes
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
 from lightning_bayes.curvature.preserve import preserved_rng
@@ -224,6 +224,8 @@ class LaplaceCallback(PosteriorCallback):
     def _fitted(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         self._check_module(module)
         self._module = module
+        # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
+        share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             return self._fit(trainer, module, dataloader)
 

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
@@ -43,3 +46,14 @@ def on_device(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         yield
     finally:
         module.to(before)
+
+
+def share(tensors: list[Tensor]) -> None:
+    """Rank zero's values for all processes, in place."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    with torch.no_grad():
+        for t in tensors:
+            value = t.detach().contiguous()
+            dist.broadcast(value, 0)
+            t.copy_(value)

@@ -33,7 +33,7 @@ def plain_loader() -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("sent", "kind"),
     [
-        pytest.param(signal.SIGTERM, "plain", id="term"),
+        pytest.param(signal.SIGTERM, "plain", id="term", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "monitored", id="term, without a checkpoint of the last weights"),
         pytest.param(signal.SIGKILL, "plain", id="kill", marks=pytest.mark.slow),
     ],
