@@ -6,23 +6,26 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_bayes.callbacks.checkpoints import Stored, beside, put_posterior, survey
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
+from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
+from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.loss_check import LossFit, explain
 from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
+from lightning_bayes.callbacks.strategy import on_device, run_last
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
@@ -44,6 +47,7 @@ class PosteriorCallback(ScoringCallback):
         plots: bool,
         seed: int,
         predict_step: str = "replace",
+        save: bool | str | None = None,
     ) -> None:
         super().__init__()
         check_word("predict_step", predict_step, PREDICT_STEPS)
@@ -53,7 +57,10 @@ class PosteriorCallback(ScoringCallback):
         self.likelihood.choose_link(link)
         self.predictive, self.link, self.samples = predictive, link, samples
         self.network, self.ood, self.plots, self.seed = network, ood, plots, seed
-        self.posterior_path: Path | None = None
+        self.save = save
+        self._posterior_path: File | None = None
+        self._mailbox = Mailbox()
+        self._has_trained = False  # in the `fit` that runs
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._module: LightningModule | None = None
@@ -80,8 +87,25 @@ class PosteriorCallback(ScoringCallback):
             "written after it, or call fit_now"
         )
 
+    @property
+    def posterior_path(self) -> File | None:
+        """The posterior's own file, once it has been written."""
+        self._receive()
+        return self._posterior_path
+
+    def _receive(self) -> None:
+        """In the parent of processes that have trained: what they have left."""
+        content = self._mailbox.receive()
+        if content is not None:
+            self._posterior = self._stored = None
+            self.load_state_dict(content["state"])
+            path = content["posterior_path"]
+            self._posterior_path = None if path is None else as_file(path)
+            self._module = self._module or module_of(self)
+
     def _find_posterior(self) -> GaussianPosterior | None:
         """The posterior, on the network (and device) that the callback last saw."""
+        self._receive()
         held, state = self._posterior, self._stored
         network = None if self._module is None else unwrap(network_of(self._module, self.network))
         if held is not None:
@@ -108,13 +132,19 @@ class PosteriorCallback(ScoringCallback):
         if state_dict["posterior"] is not None:
             self._posterior, self._stored = None, state_dict["posterior"]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what a checkpoint would hold of the posterior."""
+        return {**self.__dict__, "_posterior": None, "_stored": self.state_dict().get("posterior")}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._module = pl_module
+        run_last(trainer, scoring_callbacks(trainer))
         names = [callback.name for callback in scoring_callbacks(trainer)]
         if names.count(self.name) > 1:
             raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= of its own")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_trained = False
         network_of(pl_module, self.network)  # a wrong name is an error before training, not after it
         self._check_module(pl_module)
 
@@ -124,22 +154,56 @@ class PosteriorCallback(ScoringCallback):
         refuse_variational(module, problem, "train the module without the mixin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_trained = True
+        self._mailbox.clear()
         self._posterior = self._stored = None  # of the weights before this training
         self._begin_dry_run(trainer)
 
-    def store(self, trainer: Trainer) -> None:
-        """Write the posterior's own file, and put it into the last checkpoint; on all processes."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A resumed run with nothing left to train never reaches `on_train_end`.
+        if not self._has_trained and trainer.train_dataloader is not None:
+            with on_device(trainer, pl_module):
+                self._fit_untrained(trainer, pl_module)
+        if is_launched(trainer):
+            path = None if self._posterior_path is None else str(self._posterior_path)
+            self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        """After a `fit` without a step: what a checkpoint has not brought."""
+
+    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
+        """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        folder = directory(trainer)
-        self.posterior_path = folder / f"{self.name}_posterior.pt"
-        if trainer.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.posterior.save(self.posterior_path)
-        for checkpoint in trainer.checkpoint_callbacks:
-            for path in _last_paths(checkpoint, trainer.global_step):
-                if trainer.strategy.broadcast(Path(path).exists()):
-                    trainer.save_checkpoint(path, checkpoint.save_weights_only)  # type: ignore[attr-defined]
+        self._save(trainer, self.posterior)
+        self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
+
+    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+        for checkpoint in checkpoints:
+            if checkpoint.in_memory:
+                self._put(trainer, checkpoint, self.posterior)
+
+    def _save(self, trainer: Trainer, posterior: GaussianPosterior) -> None:
+        self._posterior_path = posterior_file(trainer, f"{self.name}_posterior.pt", self.save, self._posterior_path)
+        if self._posterior_path is not None and trainer.is_global_zero:
+            save_posterior(posterior, self._posterior_path)
+
+    def _survey(self, trainer: Trainer) -> list[Stored]:
+        return survey(trainer, trainer.lightning_module, self.state_key, self.name)
+
+    def _put(self, trainer: Trainer, checkpoint: Stored, posterior: GaussianPosterior) -> None:
+        put_posterior(trainer, checkpoint.path, self.state_key, self.name, self.state_dict(), posterior)
+
+    def _warn_without_posterior(self, trainer: Trainer) -> None:
+        self._load_beside(trainer)
+        super()._warn_without_posterior(trainer)
+
+    def _load_beside(self, trainer: Trainer) -> None:
+        """A checkpoint of weights only has the posterior in a file beside it."""
+        path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
+        if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
+            network = unwrap(network_of(self._module, self.network))
+            self._posterior = load_posterior(path, network, self.likelihood_if_own())
 
     def report(self, trainer: Trainer | None, what: str, numbers: dict[str, float]) -> None:
         """Say and log what was fitted."""
@@ -214,6 +278,7 @@ class PosteriorCallback(ScoringCallback):
             return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._load_beside(trainer)
         callbacks = [callback for callback in scoring_callbacks(trainer) if callback.predict_step != "keep"]
         if not callbacks or callbacks[0] is not self:
             return
@@ -239,12 +304,13 @@ class PosteriorCallback(ScoringCallback):
             self._predict_step = None
 
 
-def _last_paths(checkpoint: Any, step: int) -> list[str]:
-    """The checkpoints of the last weights: `last.ckpt`, and the newest other one if it was written at this step."""
-    if not isinstance(checkpoint, ModelCheckpoint):
-        return []
-    newest = checkpoint._last_checkpoint_saved if checkpoint._last_global_step_saved == step else ""
-    return [path for path in dict.fromkeys((newest, checkpoint.last_model_path)) if path]
+def is_of_weights(posterior: GaussianPosterior) -> bool:
+    """Whether the network still has the weights that the posterior was fitted to."""
+    try:
+        posterior.check_weights()
+    except PosteriorError:
+        return False
+    return True
 
 
 def check_word(argument: str, word: Any, known: tuple[Any, ...]) -> None:

@@ -14,8 +14,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe, is_of_weights
 from lightning_bayes.callbacks.batches import Batches
+from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import (
     batch_size,
     check_validation,
@@ -28,21 +29,26 @@ from lightning_bayes.callbacks.data import (
     validation_pass,
 )
 from lightning_bayes.callbacks.dry_run import split_training_batch
+from lightning_bayes.callbacks.files import posterior_file
 from lightning_bayes.callbacks.loss_check import LossFit
 from lightning_bayes.callbacks.module import network_of
 from lightning_bayes.callbacks.plain import plain_values
-from lightning_bayes.callbacks.scoring import directory, forward_context
+from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.curvature import Processes, inputs
 from lightning_bayes.curvature.preserve import preserved_rng, unwrap
 from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.l2m import SCALINGS, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
 from lightning_bayes.posterior.tuning import METHODS
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
+_LAST_ONLY = (
+    "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
+)
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -72,6 +78,8 @@ class L2MCallback(PosteriorCallback):
         plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
 
     def __init__(
@@ -92,8 +100,9 @@ class L2MCallback(PosteriorCallback):
         plots: bool = False,
         seed: int = 0,
         predict_step: str = "replace",
+        save: bool | str | None = None,
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
         check_word("scaling", scaling, SCALINGS)
         check_word("tune", tune, (None, *METHODS))
         self.scaling, self.tune, self.per_layer = scaling, tune, per_layer
@@ -191,7 +200,23 @@ class L2MCallback(PosteriorCallback):
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        posterior = self.fit_now(trainer, pl_module)
+        self._finish(trainer, pl_module)
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
+            self._finish(trainer, module)
+
+    def _missing(self) -> str:
+        return f"{super()._missing()}; {_LAST_ONLY}"
+
+    def _load_beside(self, trainer: Trainer) -> None:
+        super()._load_beside(trainer)
+        posterior = self._find_posterior()
+        if trainer.ckpt_path and isinstance(posterior, LaplacePosterior) and not is_of_weights(posterior):
+            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        posterior = self.fit_now(trainer, module)
         numbers: dict[str, float] = {}
         if self._counts:
             numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
@@ -284,10 +309,11 @@ class L2MCallback(PosteriorCallback):
         super().load_state_dict(state_dict)
         self._batches, self._resumed = Batches(**state_dict["batches"]), True
 
-    def store(self, trainer: Trainer) -> None:
+    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """A sharded posterior is a folder of its own, which all processes write."""
         if not isinstance(self._posterior, ShardedPosterior):
-            super().store(trainer)
+            super().store(trainer, checkpoints)
         elif not trainer.fast_dev_run:
-            self.posterior_path = directory(trainer) / f"{self.name}_posterior"
-            self._posterior.save(self.posterior_path)
+            self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
+            if self._posterior_path is not None:
+                self._posterior.save(self._posterior_path)

@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
@@ -72,6 +73,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
 
     trains_at_its_weights = False
@@ -102,9 +105,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
         plots: bool = False,
         seed: int = 0,
         predict_step: str = "replace",
+        save: bool | str | None = None,
     ) -> None:
         super().__init__(
-            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step
+            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step, save
         )
         check_word("hessian", hessian, MODES)
         check_word("at", at, ("mean", "sample"))
@@ -311,6 +315,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return from_curvature(self._network_of(module), found, self.prior_precision)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+        # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
+        super()._put_into(trainer, [each for each in checkpoints if not each.has_posterior])
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:

@@ -183,9 +183,15 @@ def test_fit_now_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_without_a_step_of_training_there_is_no_posterior_and_the_error_says_how_to_get_one(tmp_path: Path) -> None:
+def test_without_a_step_of_training_the_posterior_is_that_of_the_weights_as_they_are(tmp_path: Path) -> None:
+    callback = laplace(tune=None)
+    model, _ = fitted(tmp_path, callback, max_epochs=0)
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), draw(5, 4, seed=9))
+
+
+def test_without_data_there_is_no_posterior_and_the_error_says_how_to_get_one(tmp_path: Path) -> None:
     callback = laplace()
-    fitted(tmp_path, callback, max_epochs=0)
+    fitted(tmp_path, callback, limit_train_batches=0)
     with pytest.raises(RuntimeError, match=r"'laplace' has no posterior yet: run trainer.fit, load .* or call fit_now"):
         _ = callback.posterior
 
