@@ -73,11 +73,15 @@ class Gaussians:
 def load_gaussians(folder: str | Path, group: str = "choose", only: str = "") -> Iterator[Gaussians]:
     """Those that are cached so far, in the order of `SETUPS`."""
     for setup in SETUPS:
-        path = file_of(Path(folder), setup)
-        if group in (setup.group, "all") and only in setup.name and path.exists():
-            held = torch.load(path, weights_only=True)
-            parts = {name: None if held[name] is None else Outputs(**held[name]) for name in ("val", "test", "ood")}
-            yield Gaussians(setup, **{**held, **parts})
+        wanted = group in (setup.group, "all") and only in setup.name
+        if wanted and file_of(Path(folder), setup).exists():
+            yield load(setup, Path(folder))
+
+
+def load(setup: SetUp, folder: Path) -> Gaussians:
+    held = torch.load(file_of(folder, setup), weights_only=True)
+    parts = {name: None if held[name] is None else Outputs(**held[name]) for name in ("val", "test", "ood")}
+    return Gaussians(setup, **{**held, **parts})
 
 
 def file_of(folder: Path, setup: SetUp) -> Path:

@@ -91,7 +91,6 @@ def _train_all(setup: SetUp, task: Task) -> dict[str, Any]:
 
 def _train(setup: SetUp, task: Task, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Weights and the optimizer's state: of the best epoch with early stopping, else of the last."""
-    quiet()
     L.seed_everything(seed, verbose=False)
     module = make_module(setup, task)
     t = setup.training
