@@ -66,8 +66,9 @@ def uci_regression(
     kind = "gap" if gap else "standard"
     if f"{kind}_train_{split}" not in held:
         raise MissingDataError(f"{name} has no {kind} split {split}: choose a smaller number")
-    rows = (torch.tensor(held[f"{kind}_{part}_{split}"], dtype=torch.long) for part in ("train", "test"))
-    return torch.tensor(held["X"], dtype=torch.float32), torch.tensor(held["y"], dtype=torch.float32).flatten(), *rows
+    train, test = (torch.tensor(held[f"{kind}_{part}_{split}"], dtype=torch.long) for part in ("train", "test"))
+    x, y = (torch.tensor(held[name], dtype=torch.float32) for name in ("X", "y"))
+    return x, y.flatten(), train, test
 
 
 def _mnist_like(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:

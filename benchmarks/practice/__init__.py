@@ -9,6 +9,7 @@
 | `tasks`, `networks` | the data of a set-up, split; its network and LightningModule |
 | `training` | trains, or reads what an earlier run has trained |
 | `gaussians` | caches the Gaussian over outputs for many priors, to try a rule in milliseconds |
-| `methods`, `scores` | trained network to predictions, predictions to numbers |
-| `results`, `table`, `targets` | numbers to a CSV; the CSV to a Markdown table and a list of targets |
+| `methods`, `subject`, `scores` | trained network to predictions, predictions to numbers |
+| `results`, `report`, `targets` | numbers to a CSV; the CSV to Markdown tables and a list of targets |
+| `stages` | what is done with each set-up, in several processes |
 """

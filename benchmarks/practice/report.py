@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.practice.comparison import CLOSE, Comparison, mean, median
-from benchmarks.practice.methods import MAP, METHODS, TEMPERATURE
+from benchmarks.practice.methods import MAP, METHODS, TEMPERATURE, WITHOUT_US
 from benchmarks.practice.results import SKIPPED, Row
 from benchmarks.practice.targets import targets
 from benchmarks.report import table
@@ -14,14 +14,15 @@ from benchmarks.report import table
 GROUPS = {"choose": "CHOOSE, which rules were chosen on", "report": "REPORT, which no rule was chosen on"}
 
 
-def report(rows: Sequence[Row]) -> str:
+def report(rows: Sequence[Row], code: str = "") -> str:
+    """With the `code` of the package as it is, rows of another are pointed out."""
     sections = ["# Practice"]
     for group, title in GROUPS.items():
         of_group = [row for row in rows if row["group"] == group]
         if of_group:
             sections += [f"## {title}", *_group(Comparison(of_group))]
     sections += ["## Targets, on REPORT", "\n".join(f"- {target}" for target in targets(rows))]
-    return "\n\n".join([*sections, *_failures(rows)])
+    return "\n\n".join([*sections, *_failures(rows), *(_outdated(rows, code) if code else [])])
 
 
 def _group(rows: Comparison) -> list[str]:
@@ -104,6 +105,13 @@ def _failures(rows: Sequence[Row]) -> list[str]:
         lines = [f"- {method}: {error} ({n} set-ups)" for (method, error), n in skipped.items()]
         sections += ["## Skipped", "\n".join(lines)]
     return sections
+
+
+def _outdated(rows: Sequence[Row], code: str) -> list[str]:
+    old = Counter(row["method"] for row in rows if row["code"] != code and row["method"] not in WITHOUT_US)
+    lines = [f"- {method} ({n} set-ups)" for method, n in old.items()]
+    advice = "The package has changed since these were measured; `--again --methods NAME` measures one anew."
+    return ["## Outdated", advice, "\n".join(lines)] if lines else []
 
 
 def _short(value: float) -> str:

@@ -100,7 +100,8 @@ def _images(setup: SetUp) -> Task:
     pixels = x[rows["train"]].float()
     mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True)
 
-    def part(x: Tensor, y: Tensor, chosen: Tensor) -> Part:
+    def part(x: Tensor, y: Tensor | None, chosen: Tensor) -> Part:
+        assert y is not None  # only SVHN comes without labels
         return Part((x[chosen].float() - mean) / std, y[chosen])
 
     elsewhere = []

@@ -12,7 +12,7 @@ from benchmarks.practice.targets import targets
 
 # Two classifiers with two seeds and one regression; of "a" a later row replaces an earlier one.
 CSV = """\
-setup,key,group,kind,family,data,seed,method,nll,ece,brier,acc,ood_auroc,coverage,rmse,seconds,train_passes,val_passes,error
+setup,key,group,kind,family,data,seed,method,nll,ece,brier,acc,ood_auroc,coverage,rmse,seconds,train_passes,val_passes,error,code
 a,1,report,classification,MNIST,MNIST,0,MAP,9,.9,.5,.9,.1,,,0,0,0,
 a,1,report,classification,MNIST,MNIST,0,MAP,.5,.10,.5,.9,.70,,,0,0,0,
 b,1,report,classification,MNIST,MNIST,1,MAP,.3,.06,.5,.9,.80,,,0,0,0,
@@ -54,6 +54,10 @@ def test_means_spread_and_win_rates(rows: list[results.Row]) -> None:
     assert cells(text, "default")[2] == ["1.50 / .980"]
     assert cells(text, "L2M")[0] == [".900 / .040 / .820 [1]"]  # on one of two networks
     assert "- laplace-torch: ValueError: no, not this one (1 set-ups)" in text
+    assert "## Outdated" not in text
+    outdated = report(rows, code="now").partition("## Outdated")[2]
+    assert "- default (4 set-ups)" in outdated
+    assert "MAP" not in outdated  # which does not change with the package
     assert "- L2M: skipped: SGD keeps no second moment (1 set-ups)" in text
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.practice import gaussians, results, tasks, training
-from benchmarks.practice.__main__ import run_methods
-from benchmarks.practice.methods import DEFAULT, L2M, MAP, TEMPERATURE
+from benchmarks.practice.methods import DEFAULT, ENSEMBLE, L2M, MAP, TEMPERATURE
 from benchmarks.practice.setups import FAST, SetUp, Training
+from benchmarks.practice.stages import run_methods
 from benchmarks.practice.subject import Subject
 from lightning_bayes import LaplacePosterior
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("practice")
-    command = [sys.executable, "-m", "benchmarks.practice", "--fast", "--jobs", "1", "--output", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.practice", "--fast", "--output", str(folder)]
     stages = [f"--stage={stage}" for stage in ("train", "gaussians", "methods", "table")]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *stages], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=300)
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_method_has_a_row(folder: Path) -> None:
     rows = {row["method"]: row for row in results.read(results.file_of(folder))}
-    for method in (MAP, TEMPERATURE, "ensemble of 5", DEFAULT, L2M, "kron grid probit"):
+    for method in (MAP, TEMPERATURE, ENSEMBLE, DEFAULT, L2M, "kron grid probit"):
         assert rows[method]["error"] == "", method
         assert 0 <= rows[method]["nll"] < 2, method
     subject = Subject(training.trained(FAST, folder))
