@@ -2,7 +2,7 @@
 
 A training is a network, an optimizer and when to stop, as people choose them; a set-up is a training on one split of
 one data set with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by a look at
-REPORT. The two share no split with its training, no seed, no network trained with the same optimizer on the same data.
+REPORT. On the same data the two share neither a split nor a network with the same optimizer.
 """
 
 from __future__ import annotations
