@@ -10,6 +10,6 @@
 | `training` | trains, or reads what an earlier run has trained |
 | `gaussians` | caches the Gaussian over outputs for many priors, to try a rule in milliseconds |
 | `methods`, `subject`, `scores` | trained network to predictions, predictions to numbers |
-| `results`, `report`, `targets` | numbers to a CSV; the CSV to Markdown tables and a list of targets |
+| `results`, `comparison`, `report`, `targets` | numbers to a CSV; the CSV to Markdown tables and a list of targets |
 | `stages` | what is done with each set-up, in several processes |
 """
