@@ -6,6 +6,7 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.loss_check import LossFit, explain
 from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
-from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
+from lightning_bayes.callbacks.scoring import ScoringCallback, scoring_callbacks
 from lightning_bayes.callbacks.strategy import on_device, run_last
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -240,10 +241,11 @@ class PosteriorCallback(ScoringCallback):
 
     def _begin_dry_run(self, trainer: Trainer) -> None:
         self._dry_run = DryRun(self)
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            folder = directory(trainer)
-            if trainer.is_global_zero:
-                check_writable(folder)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        path = posterior_file(trainer, f"{self.name}_posterior.pt", self.save, self._posterior_path)
+        if isinstance(path, Path) and trainer.is_global_zero:
+            check_writable(path.parent)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._dry_run is not None:

@@ -9,7 +9,6 @@ so that an error on one of them leaves none hanging.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -146,8 +145,6 @@ def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:
 
 def check_writable(folder: Path) -> None:
     """Refuse a folder on this machine that what is fitted cannot be written to."""
-    if re.match(r"[a-z][a-z0-9]+:/", folder.as_posix()):  # a remote address
-        return
     existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "cannot be written to" if existing.is_dir() else "is a file"
