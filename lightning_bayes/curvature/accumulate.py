@@ -55,6 +55,10 @@ class Accumulator(ABC):
         """The tensors to sum over processes."""
 
     @abstractmethod
+    def overflowing(self) -> str | None:
+        """A parameter whose sums are not finite."""
+
+    @abstractmethod
     def structure(self, processes: Processes) -> Structure:
         """The finished curvature; its decompositions are shared out over the processes."""
 
@@ -109,10 +113,13 @@ class BlockAccumulator(Accumulator):
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]
 
+    def overflowing(self) -> str | None:
+        bad = (name for name, _, block in self._all() if not all(t.isfinite().all() for t in block.sums))
+        return next(bad, None)
+
     def structure(self, processes: Processes) -> BlockDiagonal | Diagonal:
-        for name, _, block in self._all():
-            if not all(t.isfinite().all() for t in block.sums):
-                raise not_finite(name)
+        if (name := self.overflowing()) is not None:
+            raise not_finite(name)
         subset = self._plan.subset
         layouts = [layout for _, layout, _ in self._all()]
         structures = _finish([block for _, _, block in self._all()], processes)
@@ -199,13 +206,18 @@ class FullAccumulator(Accumulator):
     def sums(self) -> list[Tensor]:
         return self._block.sums
 
-    def structure(self, processes: Processes) -> Dense:
+    def overflowing(self) -> str | None:
         subset = self._plan.subset
         bad = ~self._block.sums[0][0].diagonal().isfinite()
-        if bad.any():
-            place = int(bad.nonzero()[0])
-            place = place if subset.mask is None else int(subset.mask[place])
-            raise not_finite(next(name for name in reversed(subset.names) if subset.starts[name] <= place))
+        if not bad.any():
+            return None
+        place = int(bad.nonzero()[0])
+        place = place if subset.mask is None else int(subset.mask[place])
+        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+
+    def structure(self, processes: Processes) -> Dense:
+        if (name := self.overflowing()) is not None:
+            raise not_finite(name)
         return self._block.structure()
 
     def blocks(self) -> list[tuple[str, str]]:

@@ -178,6 +178,11 @@ class Sum:
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
         outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
+            raise DataError(
+                f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
+                "not finite"
+            )
         self._batches += 1
         self._n_data += B
         self._n_outputs += outputs.numel()
