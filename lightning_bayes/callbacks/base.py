@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_bayes.callbacks.checkpoints import Stored, beside, put_posterior, survey
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
 from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
+from lightning_bayes.callbacks.held_out import tune_and_calibrate, validation_data
 from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.loss_check import LossFit, explain
 from lightning_bayes.callbacks.module import network_of, refuse_variational
@@ -28,11 +29,15 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.predictive import Prediction
+from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
 
 class PosteriorCallback(ScoringCallback):
     """Use a posterior over the weights of any LightningModule."""
+
+    tune: str | None = None
+    calibrate: str | None = None
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
 
@@ -206,14 +211,32 @@ class PosteriorCallback(ScoringCallback):
             network = unwrap(network_of(self._module, self.network))
             self._posterior = load_posterior(path, network, self.likelihood_if_own())
 
+    def _held_out_choice(
+        self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior
+    ) -> LaplacePosterior:
+        """Tuned, if by "auto", and calibrated, if at all, on validation data; what came of it is said and logged."""
+        of = "outputs" if self.calibrate == "outputs" else "probs"
+        scoring = Scoring(self.predictive, self.link, self.samples, self.seed, of)
+        if self.predictive == "map":
+            return posterior
+        data = validation_data(trainer, module)
+        posterior, scores = tune_and_calibrate(posterior, data, scoring, self.tune, self.calibrate)
+        if scores is not None:
+            scores.say(self.name)
+            self._log(trainer, scores.numbers(self.name))
+        return posterior
+
+    def _log(self, trainer: Trainer | None, numbers: dict[str, float]) -> None:
+        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+                logger.save()
+
     def report(self, trainer: Trainer | None, what: str, numbers: dict[str, float]) -> None:
         """Say and log what was fitted."""
         text = ", ".join(f"{key} {value:.6g}" for key, value in numbers.items())
         rank_zero_info(f"{self.name}: {what}; {text}")
-        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                logger.log_metrics({f"{key}_{self.name}": v for key, v in numbers.items()}, step=trainer.global_step)
-                logger.save()
+        self._log(trainer, {f"{key}_{self.name}": v for key, v in numbers.items()})
 
     # -- the dry run on the first batch ----------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class DryRun:
                 y = callback.align_targets(self._f, y)
                 callback.likelihood.check(self._f, y)
                 some = slice(EXAMPLES)
-                callback.try_fit(network, inputs.take(x, some), y[some])
+                callback.try_fit(network, inputs.take(network, x, some), y[some])
         if module.automatic_optimization and not _is_compiled(module):
             self._watch = Watch(modules, size, None if self._f is None else self._f.shape)
         self._x, self._y, self._rng = x, y, torch.get_rng_state()
@@ -200,7 +200,7 @@ def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> A
     with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
         torch.set_rng_state(rng)
         try:
-            return functional_call(network, buffers, tuple(args), kwargs)
+            return functional_call(network, buffers, tuple(args), dict(kwargs))
         except Exception:  # in this mode the step itself may not call it so
             return None
 

@@ -30,6 +30,7 @@ from lightning_bayes.callbacks.data import (
 )
 from lightning_bayes.callbacks.dry_run import split_training_batch
 from lightning_bayes.callbacks.files import posterior_file
+from lightning_bayes.callbacks.held_out import CALIBRATIONS
 from lightning_bayes.callbacks.loss_check import LossFit
 from lightning_bayes.callbacks.module import network_of
 from lightning_bayes.callbacks.plain import plain_values
@@ -60,10 +61,12 @@ class L2MCallback(PosteriorCallback):
         scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
             "paper_literal", with the prior's variance in the place of its precision, as the paper prints it.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay for it.
-        tune: how to choose the prior (and a regression's noise) at the end: "marglik" or "mackay", which make one
-            forward pass over the training data for their likelihood, "grid" (on the first validation dataloader), or
-            None.
-        per_layer: tune one prior per layer.
+        tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
+            decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
+            likelihood, "grid" (on the first validation dataloader), or None.
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected, "outputs" a temperature of the network's outputs; None finds none.
+        per_layer: tune one prior per layer, for "marglik" and "mackay".
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
             It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
@@ -87,7 +90,7 @@ class L2MCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
-        tune: str | None = None,
+        tune: str | None = "auto",
         per_layer: bool = False,
         loss_scale: float | None = None,
         n_data: int | None = None,
@@ -101,10 +104,13 @@ class L2MCallback(PosteriorCallback):
         seed: int = 0,
         predict_step: str = "replace",
         save: bool | str | None = None,
+        calibrate: str | None = "auto",
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
         check_word("scaling", scaling, SCALINGS)
-        check_word("tune", tune, (None, *METHODS))
+        check_word("tune", tune, (None, *(method for method in METHODS if method != "linear")))
+        check_word("calibrate", calibrate, CALIBRATIONS)
+        self.calibrate = calibrate
         self.scaling, self.tune, self.per_layer = scaling, tune, per_layer
         self.prior_precision = plain_values(prior_precision)
         self.loss_scale, self.n_data = loss_scale, n_data
@@ -255,7 +261,7 @@ class L2MCallback(PosteriorCallback):
         problem = "needs the whole network on every process, but its weights are sharded"
         if self.predictive == "glm":
             raise RuntimeError(f"predictive='glm' {problem}: use predictive='bnn' or 'map'")
-        if self.tune is not None:
+        if self.tune not in (None, "auto"):
             raise RuntimeError(f"tune={self.tune!r} {problem}: give prior_precision= or weight decay")
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -277,7 +283,7 @@ class L2MCallback(PosteriorCallback):
             n_data=self._batches.n_data,
             batch_size=self._batches.size,
             scaling=self.scaling,
-            prior_precision=1.0 if self.prior_precision is None and self.tune is not None else self.prior_precision,
+            prior_precision=1.0 if self.prior_precision is None and self._chooses(trainer) else self.prior_precision,
             loss_scale=self.loss_scale or self._batches.loss_scale or None,
             n_outputs=self._batches.n_targets or 1,
         )
@@ -286,17 +292,20 @@ class L2MCallback(PosteriorCallback):
         self._posterior = posterior  # type: ignore[assignment]
         return posterior
 
+    def _chooses(self, trainer: Trainer) -> bool:
+        """Whether the prior is chosen from data, and need not be the optimizer's weight decay."""
+        return self.tune not in (None, "auto") or (self.tune == "auto" and trainer.val_dataloaders is not None)
+
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        if self.tune == "grid":
-            with preserved_rng(), forward_context(trainer):
-                return posterior.tune_prior("grid", loader=validation_pass(trainer, module))
-        if not self._by_evidence(trainer):
-            return posterior
         with preserved_rng(), forward_context(trainer):
-            processes, loader = Processes.current(), trainer.train_dataloader
-            limit = drawn_batches(trainer)
-            known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
-            return known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
+            if self.tune == "grid":
+                posterior = posterior.tune_prior("grid", loader=validation_pass(trainer, module))
+            elif self._by_evidence(trainer):
+                processes, loader = Processes.current(), trainer.train_dataloader
+                limit = drawn_batches(trainer)
+                known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
+                posterior = known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
+            return self._held_out_choice(trainer, module, posterior)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

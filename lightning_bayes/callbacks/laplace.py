@@ -25,6 +25,7 @@ from lightning_bayes.callbacks.data import (
 from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
 from lightning_bayes.callbacks.epoch import Epoch
 from lightning_bayes.callbacks.files import run_folder
+from lightning_bayes.callbacks.held_out import CALIBRATIONS
 from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
@@ -60,11 +61,15 @@ class LaplaceCallback(PosteriorCallback):
         subset: "all", "last_layer", or a list of parameter or module names.
         curvature: "ggn", "fisher_mc" or "empirical_fisher".
         prior_precision: a number, or one per layer.
-        tune: how to choose the prior (and a regression's noise) after the fit: "marglik", "mackay", "grid" (on the
-            first validation dataloader), or None to keep what was given.
-        per_layer: tune one prior per layer.
+        tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
+            dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
+            (validation data), or None to keep what was given.
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
+            temperature of the network's outputs instead; None finds none.
+        per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
         predictive: "glm", "bnn" or "map".
-        link: "probit", "bridge" or "mc"; by default the likelihood's first.
+        link: "pairwise", "probit", "bridge" or "mc"; by default the likelihood's first.
         samples: drawn where a prediction draws.
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
@@ -95,7 +100,7 @@ class LaplaceCallback(PosteriorCallback):
         subset: str | list[str] = "all",
         curvature: str = "ggn",
         prior_precision: float | list[float] = 1.0,
-        tune: str | None = "marglik",
+        tune: str | None = "auto",
         per_layer: bool = False,
         predictive: str = "glm",
         link: str | None = None,
@@ -115,11 +120,17 @@ class LaplaceCallback(PosteriorCallback):
         data: Any = None,
         max_batches: int | None = None,
         save: bool | str | None = None,
+        calibrate: str | None = "auto",
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
         check_word("structure", structure, tuple(STRUCTURES))
         check_word("curvature", curvature, tuple(CURVATURES))
         check_word("tune", tune, (None, *METHODS))
+        check_word("calibrate", calibrate, CALIBRATIONS)
+        if per_layer and tune in ("auto", "grid"):
+            raise ValueError(
+                f"tune={tune!r} tunes one prior for all layers: per_layer=True needs 'marglik' or 'linear'"
+            )
         check_word("damping", damping, DAMPINGS)
         check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
@@ -127,6 +138,7 @@ class LaplaceCallback(PosteriorCallback):
         check_word("weights", weights, WEIGHTS)
         if max_batches is not None and max_batches < 1:
             raise ValueError(f"max_batches must be at least 1, got {max_batches}")
+        self.calibrate, self._held_out = calibrate, None
         self.weights, self.data, self.max_batches = weights, data, max_batches
         self._epoch, self._warned = Epoch(), False
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
@@ -267,10 +279,16 @@ class LaplaceCallback(PosteriorCallback):
             processes=Processes.current(),
             probe=data.probe(),
         )
-        if self.tune is None:
-            return posterior
-        validation = validation_pass(trainer, module) if self.tune == "grid" else None
-        return posterior.tune_prior(self.tune, loader=validation, per_layer=self.per_layer)
+        return self._tuned(trainer, module, posterior)
+
+    def _tuned(self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
+        if self.tune == "grid":
+            loader = validation_pass(trainer, module)
+            scoring: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
+            posterior = posterior.tune_prior("grid", loader, samples=self.samples, seed=self.seed, **scoring)
+        elif self.tune not in (None, "auto"):
+            posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+        return self._held_out_choice(trainer, module, posterior)
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""

@@ -92,11 +92,10 @@ class LaplacePosterior(GaussianPosterior):
             raise PosteriorError(
                 "the linear model's optimum needs the exact sum of curvature and prior, without damping"
             )
-        least = self.likelihood.least_nll(self.curvature.n_outputs)
-        if isinstance(self.likelihood, Gaussian):
-            least = least + self.curvature.n_outputs * ρ.log()
-        least = torch.as_tensor(least).to(self.mean) / self.temperature
-        return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least)
+        n = self.curvature.n_outputs
+        least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
+        least = least + n * ρ.log() if isinstance(self.likelihood, Gaussian) else least
+        return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
     def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
         """The same curvature with another prior."""

@@ -55,7 +55,7 @@ def tune(
                         "has made no pass: pass loader="
                     )
                 posterior = posterior.with_log_likelihood(loader)
-            by = {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
+            by: Any = {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
             return by(posterior, per_layer, **options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
