@@ -22,7 +22,7 @@ from lightning_bayes.structures import Structure
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
-LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-12, 13))  # 1/8 to 8
+LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
 FEW = 50  # examples, below which one number is hardly known
 
 
