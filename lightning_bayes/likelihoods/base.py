@@ -39,6 +39,10 @@ class Predictive:
     epistemic: Tensor  # Var_f(E[y | f]): what more data would remove
     aleatoric: Tensor  # E_f[Var(y | f)]: noise
 
+    def tempered(self, T: float) -> Predictive:
+        """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
+        return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
+
     @property
     def variance(self) -> Tensor:
         """The variance of `y`, noise included."""

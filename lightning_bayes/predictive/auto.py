@@ -10,7 +10,8 @@ Nothing held out: the evidence at the linear model's optimum.
 **Real targets.** The prior by the evidence at a fixed noise, the training RMSE. Held-out data then scale both, `σ²` by
 the mean of `(y − m)²/v` and `δ` by its inverse, which scales the predictive variance by that factor: the noise that
 maximises the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so
-that the factor is at least one.
+that the factor is at least one. Where the noise is the network's own, or no training error is known, the rule is that
+of classes, with a factor on the variance as the temperature.
 
 `make practice` measures this against other rules.
 """
@@ -78,11 +79,11 @@ def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
     """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
     factor, if `calibrate`."""
-    knows = posterior.curvature.knows_likelihood
-    if not issubclass(posterior.likelihood.predictive, ClassPredictive):
-        posterior = by_evidence(posterior) if tune and knows else posterior
+    classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
+    if not classes and (not tune or _has_noise(posterior)):
+        posterior = by_evidence(posterior) if tune else posterior
         (ratio, plain), link = squared_errors(posterior, [posterior.precision, None], loader, scoring)
-        return NoiseChoice(posterior, scoring, link, tune and knows, calibrate, ratio, plain)
+        return NoiseChoice(posterior, scoring, link, tune, calibrate, ratio, plain)
     priors = _priors(posterior, scoring) if tune else ()
     precisions = [posterior.with_prior(δ).precision for δ in priors] if tune else [posterior.precision]
     nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
@@ -110,7 +111,7 @@ class Choice(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PriorChoice(Choice):
-    """Of classes: a prior and a temperature."""
+    """A prior and a temperature."""
 
     priors: tuple[float, ...]  # ascending
     nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
@@ -121,11 +122,13 @@ class PriorChoice(Choice):
         chosen = self.posterior.with_prior((*self.priors, NEGLIGIBLE)[row]) if self.tune else self.posterior
         if not self.calibrate:
             return chosen
-        return chosen.with_calibration(self.scoring.calibration(self.link, best_temperature(nll[row].mean(-1))))
+        return chosen.with_calibration(self._calibration(nll[row]))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        T = best_temperature(self.nll[-1, :, examples].mean(-1))
-        return replace(self.scoring.calibration(self.link, T), predictive="map")
+        return replace(self._calibration(self.nll[-1, :, examples]), predictive="map")
+
+    def _calibration(self, nll: Tensor) -> Calibration:
+        return self.scoring.calibration(self.posterior.likelihood, self.link, best_temperature(nll.mean(-1)))
 
     def _widest(self, nll: Tensor) -> int:
         """The first row that is within one standard error of the best, each at its own temperature."""
@@ -139,7 +142,7 @@ class PriorChoice(Choice):
 
 @dataclass(frozen=True, eq=False)
 class NoiseChoice(Choice):
-    """Of real targets: the size of the predictive variance."""
+    """The size of a regression's predictive variance."""
 
     ratio: Tensor  # (y − m)²/v [N]
     plain: Tensor  # the same of the plain network [N]
@@ -147,15 +150,19 @@ class NoiseChoice(Choice):
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
         if self.tune:
-            factor = max(factor, 1.0)
-            if isinstance(self.posterior.likelihood, Gaussian) and self.posterior.noise_power == -2:
-                return _scaled(self.posterior, factor)
+            return _scaled(self.posterior, max(factor, 1.0))
         if not self.calibrate:
             return self.posterior
         return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
         return Calibration("map", self.link, variance_factor=float(self.plain[examples].mean()))
+
+
+def _has_noise(posterior: LaplacePosterior) -> bool:
+    """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
+    scales = isinstance(posterior.likelihood, Gaussian) and posterior.noise_power == -2
+    return scales and posterior.curvature.knows_likelihood
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:

@@ -54,14 +54,15 @@ class Scoring:
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
-        if self.of == "outputs":
+        if self.of == "outputs" and issubclass(likelihood.predictive, ClassPredictive):
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
-        assert isinstance(predictive, ClassPredictive)
         yield from (predictive.tempered(math.exp(t)) for t in LOG_TEMPERATURES)
 
-    def calibration(self, link: str, T: float) -> Calibration:
+    def calibration(self, likelihood: Likelihood, link: str, T: float) -> Calibration:
+        if not issubclass(likelihood.predictive, ClassPredictive):
+            return Calibration(self.predictive, link, variance_factor=T**2)
         place = {"outputs": "output_temperature", "probs": "probs_temperature"}[self.of]
         return Calibration(self.predictive, link, **{place: T})
 
@@ -72,7 +73,8 @@ def calibrate(
     scoring = Scoring(predictive, link, samples, seed, of)
     if issubclass(posterior.likelihood.predictive, ClassPredictive):
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
-        return posterior.with_calibration(scoring.calibration(chosen, best_temperature(nll[0].mean(-1))))
+        T = best_temperature(nll[0].mean(-1))
+        return posterior.with_calibration(scoring.calibration(posterior.likelihood, chosen, T))
     ratio, chosen = squared_errors(posterior, [posterior.precision], loader, scoring)
     return posterior.with_calibration(Calibration(predictive, chosen, variance_factor=float(ratio.mean())))
 
