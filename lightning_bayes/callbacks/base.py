@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_bayes.arguments import word
+from lightning_bayes.callbacks.arguments import check_use
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import ScoringCallback, directory, scoring_callbacks
 from lightning_bayes.curvature.preserve import unwrap
@@ -41,8 +43,8 @@ class PosteriorCallback(ScoringCallback):
         super().__init__()
         self.name = name
         self.likelihood = resolve(likelihood)
-        check_word("predictive", predictive, PREDICTIVES)
-        self.likelihood.choose_link(link)
+        word("predictive", predictive, PREDICTIVES)
+        check_use(name, self.likelihood, link, samples, network, ood, plots, seed)
         self.predictive, self.link, self.samples = predictive, link, samples
         self.network, self.ood, self.plots, self.seed = network, ood, plots, seed
         self.posterior_path: Path | None = None
@@ -183,12 +185,6 @@ def _last_paths(checkpoint: Any, step: int) -> list[str]:
         return []
     newest = checkpoint._last_checkpoint_saved if checkpoint._last_global_step_saved == step else ""
     return [path for path in dict.fromkeys((newest, checkpoint.last_model_path)) if path]
-
-
-def check_word(argument: str, word: Any, known: tuple[Any, ...]) -> None:
-    """Refuse an unknown word when the callback is made, not when training has ended."""
-    if word not in known:
-        raise ValueError(f"unknown {argument} {word!r}: use one of {', '.join(map(repr, known))}")
 
 
 def describe(posterior: LaplacePosterior) -> dict[str, float]:

@@ -13,7 +13,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.arguments import count, word
+from lightning_bayes.callbacks.arguments import check_tuning
+from lightning_bayes.callbacks.base import PosteriorCallback, describe
 from lightning_bayes.callbacks.batches import Batches
 from lightning_bayes.callbacks.data import (
     batch_size,
@@ -33,10 +35,9 @@ from lightning_bayes.curvature.preserve import preserved_rng, unwrap
 from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.posterior.l2m import SCALINGS, default_loss_scale, fisher_factor, fit_l2m
+from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
-from lightning_bayes.posterior.tuning import METHODS
 
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
@@ -85,8 +86,11 @@ class L2MCallback(PosteriorCallback):
         seed: int = 0,
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
-        check_word("scaling", scaling, SCALINGS)
-        check_word("tune", tune, (None, *METHODS))
+        word("scaling", scaling, SCALINGS)
+        check_tuning(tune, per_layer)
+        check_l2m(prior_precision, loss_scale)
+        if n_data is not None:
+            count("n_data", n_data)
         self.scaling, self.prior_precision, self.tune, self.per_layer = scaling, prior_precision, tune, per_layer
         self.loss_scale, self.n_data = loss_scale, n_data
         self._batches, self._resumed, self._decay = Batches(), False, 1.0

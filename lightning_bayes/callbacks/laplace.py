@@ -6,19 +6,20 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.arguments import count
+from lightning_bayes.callbacks.arguments import check_module, check_tuning
+from lightning_bayes.callbacks.base import PosteriorCallback, describe
 from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Processes
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
+from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.curvature.preserve import preserved_rng
-from lightning_bayes.curvature.roots import CURVATURES
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.laplace import DAMPINGS
-from lightning_bayes.posterior.tuning import METHODS
+from lightning_bayes.posterior.laplace import check_laplace
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -74,11 +75,10 @@ class LaplaceCallback(PosteriorCallback):
         progress: bool = True,
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
-        check_word("structure", structure, tuple(STRUCTURES))
-        check_word("curvature", curvature, tuple(CURVATURES))
-        check_word("tune", tune, (None, *METHODS))
-        check_word("damping", damping, DAMPINGS)
-        check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
+        check_options(structure, subset, curvature, weight_sharing=weight_sharing, progress=progress)
+        check_laplace(structure, prior_precision, temperature, damping)
+        check_tuning(tune, per_layer, damping)
+        count("mc_samples", mc_samples)
         self.structure, self.subset, self.curvature = structure, subset, curvature
         self.prior_precision, self.tune, self.per_layer = prior_precision, tune, per_layer
         self.temperature, self.damping = temperature, damping
@@ -111,6 +111,8 @@ class LaplaceCallback(PosteriorCallback):
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
+        check_module(module, trainer)
+        check_loader(dataloader, "dataloader", "batches")
         self._check_module(module)
         self._module = module
         with preserved_rng(), forward_context(trainer):

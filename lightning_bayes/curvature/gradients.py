@@ -134,7 +134,7 @@ class NetworkCall(nn.Module):
         self.training = network.training
 
     def forward(self, x: Any) -> Tensor:
-        return inputs.call(self.network, x)
+        return inputs.bare_call(self.network, x)
 
 
 @contextmanager

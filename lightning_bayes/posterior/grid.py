@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, positive, shown
 from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
@@ -44,13 +46,22 @@ def grid(
         nodes: priors at which the variances are computed; by default 24 for eight decades.
         samples: of the outputs, for a likelihood that has no integral in closed form.
     """
-    if not 0 < low < high or size < 2:
-        raise ValueError(f"the grid needs 0 < low < high and size of at least 2, got {low}, {high} and {size}")
+    positive("low", low)
+    positive("high", high)
+    if not low < high:
+        raise ValueError(f"low must be less than high={high}, got {low}")
+    count("size", size, 2)
+    count("samples", samples)
+    check_loader(loader)
+    if metric is not None and not all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset")):
+        raise TypeError(f"metric must be a torchmetrics metric, or None, got {shown(metric)}")
+    if isinstance(metric, type):
+        raise TypeError(f"metric must be a torchmetrics metric, or None, got the class {metric.__name__}")
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     log_low, log_high = math.log(low), math.log(high)
-    nodes = nodes or max(8, math.ceil(NODES_PER_DECADE * math.log10(high / low)))
+    nodes = count("nodes", nodes) if nodes is not None else max(8, math.ceil(NODES_PER_DECADE * math.log10(high / low)))
     unit = torch.cos(math.pi * (torch.arange(nodes, dtype=torch.float64) + 0.5) / nodes)  # Chebyshev points in (-1, 1)
     at = (log_low + (unit + 1) / 2 * (log_high - log_low)).exp()
     mean, log_variance, y = _collect(posterior, [posterior.with_prior(float(δ)).precision for δ in at], loader)
@@ -72,9 +83,10 @@ def _collect(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the data.  # mean [N, ...], log-variances [nodes, N, ...], targets [N, ...]"""
     means, log_variances, targets = [], [], []
-    for x, y in map(inputs.split_pair, loader):
+    for x, y in map(inputs.split_targets, loader):
         mean, found = posterior.functional_for(precisions, x, "marginal")
         variances = torch.stack(found).reshape(len(found), *mean.shape)
+        posterior.likelihood.check(mean, y.to(mean.device))
         means.append(mean)
         # An output that no weight moves has no variance; its logarithm must still be a number to interpolate.
         log_variances.append(variances.clamp(min=torch.finfo(mean.dtype).tiny).log())

@@ -11,20 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import keywords, positive, word
 from lightning_bayes.curvature import Curvature, Processes, fit_curvature
 from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.curvature.preserve import unwrap
-from lightning_bayes.likelihoods import Gaussian, Likelihood
+from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError
+from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
-from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
 
 DAMPINGS = (None, "glm", "ritter")
+OPTIONS = tuple(n for n, p in signature(fit_curvature).parameters.items() if p.kind is p.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,7 @@ class LaplacePosterior(GaussianPosterior):
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
         with torch.inference_mode(False), torch.no_grad():
-            ρ = self._noise_ratio(noise_std)
+            ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
             likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
             curvature = replace(
                 self.curvature,
@@ -152,6 +156,7 @@ class LaplacePosterior(GaussianPosterior):
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
+        vector("noise_std", noise_std, LikelihoodError)
         σ, new = (
             torch.as_tensor(s, dtype=self.mean.dtype, device=self.device)
             for s in (self.likelihood.noise_std, noise_std)
@@ -166,6 +171,17 @@ class LaplacePosterior(GaussianPosterior):
                 "noise_std times one number, or fit again"
             )
         return first
+
+
+def check_laplace(structure: Any, prior_precision: Any, temperature: Any, damping: Any) -> None:
+    """Refuse what is known to be wrong without a network or data."""
+    positive("temperature", temperature)
+    check_precision(prior_precision)
+    word("damping", damping, DAMPINGS)
+    if damping is not None and structure != "kron":
+        raise ValueError(f"damping={damping!r} needs structure='kron', got structure={structure!r}")
+    if damping is not None and torch.as_tensor(prior_precision).numel() > 1:
+        raise ValueError(f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each")
 
 
 def fit_laplace(
@@ -199,12 +215,8 @@ def fit_laplace(
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
-    if damping not in DAMPINGS or (damping is not None and structure != "kron"):
-        raise ValueError(
-            f"damping must be 'glm' or 'ritter' and needs structure='kron', got {damping!r}, {structure!r}"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    keywords("fit_laplace", options, OPTIONS)
+    check_laplace(structure, prior_precision, temperature, damping)
     network = unwrap(network)
     found = fit_curvature(network, loader, likelihood, structure, subset, curvature, progress=progress, **options)
     return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)

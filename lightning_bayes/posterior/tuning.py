@@ -16,11 +16,13 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.grid import grid
@@ -37,8 +39,10 @@ _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 def tune(
     posterior: LaplacePosterior, method: str, loader: Iterable[Any] | None, per_layer: bool, **options: Any
 ) -> LaplacePosterior:
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
+    word("method", method, METHODS)
+    flag("per_layer", per_layer)
+    known = [name for name in signature(_FUNCTIONS[method]).parameters if name not in _OWN]
+    keywords(f"tune_prior({method!r})", options, known)
     with torch.inference_mode(False):
         if method != "grid":
             if not posterior.curvature.knows_likelihood:
@@ -48,7 +52,7 @@ def tune(
                         "has made no pass: pass loader="
                     )
                 posterior = posterior.with_log_likelihood(loader)
-            return _by_evidence(marglik if method == "marglik" else mackay, posterior, per_layer, options)
+            return _by_evidence(_FUNCTIONS[method], posterior, per_layer, options)
         if loader is None:
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
         if per_layer:
@@ -74,6 +78,8 @@ def _by_evidence(
 
 def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
     """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
+    flag("noise", noise)
+    count("steps", steps)
     σ = _noise_std(posterior) if noise else None
     log_δ = _start(posterior, per_layer).log().requires_grad_()
     log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
@@ -101,6 +107,9 @@ def mackay(
     """
     if posterior.damping is not None:
         raise PosteriorError("MacKay's fixed point belongs to the exact sum of curvature and prior, not to damping")
+    flag("noise", noise)
+    count("steps", steps)
+    positive("tolerance", tolerance)
     tolerance = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
     squares = per_layer_sums(posterior.mean.square(), posterior.subset)  # ‖θ_l‖²
     squares = squares if per_layer else squares.sum()
@@ -131,6 +140,10 @@ def mackay(
             return posterior
     logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
     return posterior
+
+
+_FUNCTIONS: dict[str, Any] = {"marglik": marglik, "mackay": mackay, "grid": grid}
+_OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
 
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:

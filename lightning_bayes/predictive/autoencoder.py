@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature import inputs
+from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.predict import _at_mean, _unflatten
 
@@ -100,8 +102,9 @@ def _moments(
     keep_samples: bool,
 ) -> list[_Moments]:
     """Of what comes out of each of the parts, which are run one after the other."""
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+    count("samples", samples)
+    check_generator(generator)
+    flag("keep_samples", keep_samples)
     _check_parts(posterior.network)
     found = [_Moments(part, keep_samples) for part in parts]
     with _at_mean(posterior, x) as x:

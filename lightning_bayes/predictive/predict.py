@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.preserve import borrowed, preserved_rng
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
-from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.likelihoods.outputs import check_generator, draw_gaussian
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.linearised import Linearised
 from lightning_bayes.predictive.prediction import Prediction
@@ -37,8 +38,9 @@ def predict(
     samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Prediction:
-    if predictive not in PREDICTIVES:
-        raise ValueError(f"unknown predictive {predictive!r}: use one of {', '.join(map(repr, PREDICTIVES))}")
+    word("predictive", predictive, PREDICTIVES)
+    count("samples", samples)
+    check_generator(generator)
     likelihood = posterior.likelihood
     with preserved_rng():
         if predictive == "map":
@@ -112,8 +114,9 @@ def sample_functions(
 ) -> Tensor:
     """`n` functions drawn from the posterior, evaluated at `x`: one weight sample for all inputs, so that the draws are
     smooth in x. Of the linearised network `f(x) + J(x)(θ − θ*)`, or of the network itself.  # [n, B, ...]"""
-    if n < 1:
-        raise ValueError(f"samples must be at least 1, got {n}")
+    count("n", n)
+    check_generator(generator)
+    flag("linearised", linearised)
     draws = []
     with _at_mean(posterior, x) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
@@ -126,6 +129,7 @@ def sample_functions(
 @contextmanager
 def _at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
     posterior.check_weights()
+    inputs.batch_size(x)  # an error where x holds no tensor
     with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
         yield inputs.to_device(x, posterior.device)
 
