@@ -1,15 +1,14 @@
 """Every call that cannot work ends in one clear sentence of ours, and leaves the user's network as it was."""
 
 import inspect
-from collections.abc import Iterator
-from pathlib import Path
+import sys
 
 import pytest
 from bad_calls import ROWS, TABLES, Row, Table, Things, clearness
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Things]:
+def things(tmp_path_factory: pytest.TempPathFactory) -> Things:
     shared = Things(tmp_path_factory.mktemp("bad_calls"))
     shared.forget()
     return shared
@@ -71,7 +70,10 @@ def test_every_public_call_has_a_table() -> None:
     assert [name for name in public if name not in ours | set(without)] == []
 
 
-def test_the_package_is_found() -> None:
-    from bad_calls.cases import PACKAGE
+def test_pictures_need_matplotlib_when_the_callback_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_bayes import LaplaceCallback
 
-    assert (Path(PACKAGE) / "arguments.py").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    LaplaceCallback(plots=False)
+    with pytest.raises(ModuleNotFoundError, match="Pictures need matplotlib, which is not installed: pip install"):
+        LaplaceCallback(plots=True)

@@ -20,7 +20,7 @@ With a posterior for each member it also knows what is uncertain around each of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -51,7 +51,7 @@ class DeepEnsemble:
     weights: Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
-        listed("posteriors", self.posteriors, "posteriors")
+        instance("posteriors", self.posteriors, Iterable, "a list of posteriors")
         object.__setattr__(self, "posteriors", tuple(self.posteriors))
         _check_members(self.posteriors)
         object.__setattr__(self, "weights", _normalised(self.weights, len(self.posteriors)))
@@ -65,7 +65,7 @@ class DeepEnsemble:
     ) -> DeepEnsemble:
         """From the files that posteriors and callbacks write, and the trained network of each."""
         listed("paths", paths, "paths")
-        listed("networks", networks, "networks")
+        listed("networks", [*networks] if isinstance(networks, nn.ModuleList) else networks, "networks")
         if len(paths) != len(networks):
             raise PosteriorError(
                 f"there are {len(paths)} posterior files and {len(networks)} networks: every member needs one of each"

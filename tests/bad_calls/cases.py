@@ -162,7 +162,8 @@ class Things:
 
     def forget(self) -> None:
         """The networks of one row; those of the posteriors stay."""
-        shared = {id(p.network) for p in (self.classifier, self.regressor, self.binary, self.autoencoder)}
+        fitted = (self.classifier, self.diagonal, self.damped, self.regressor, self.binary, self.autoencoder)
+        shared = {id(posterior.network) for posterior in fitted}
         self._watched = [(network, state) for network, state in self._watched if id(network) in shared]
 
     def net(self, outputs: int = 3) -> nn.Sequential:

@@ -67,6 +67,9 @@ laplace("subset", torch.ones(5, dtype=torch.bool), "the mask has shape (5,), but
 laplace("subset", torch.zeros(31, dtype=torch.bool), "selects no weight: choose at least one", **SUBSET)
 laplace("subset", torch.tensor([1, 31]), "position 31, but there are 31 trainable weights", **SUBSET)
 laplace("subset", torch.tensor([-1]), "position -1, but there are 31 trainable weights", **SUBSET)
+laplace("subset", ["zzz"], "no parameter 'zzz'; did you mean one of ", **SUBSET)
+laplace("subset", torch.tensor([1, 2]), "no Kronecker form: use structure='full' or 'diag'", **SUBSET)
+laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the trainable weights", **SUBSET)
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
 
 # -- networks --------------------------------------------------------------------------------------------------------
@@ -145,6 +148,12 @@ laplace("network", wired(lambda s, x: s.head(x).mean(), "scalar"), "one row per 
 laplace("network", wired(lambda s, x: s.head(x).mean(0), "no batch"), "one row per example", "shape (3,)")
 laplace("network", wired(lambda s, x: s.head(x).mT, "time first"), "one row per example", "shape (3, ")
 laplace("network", wired(lambda s, x: s.head(x).detach(), "detached"), "does not depend on any chosen parameter")
+_no_grad = wired(torch.no_grad()(lambda s, x: s.head(x)), "no_grad")
+laplace("network", _no_grad, "is it computed under torch.no_grad")
+_pair = wired(lambda s, x: (s.head(x), x), "tuple")
+laplace("network", _pair, "must return one tensor, but it returned tuple", subset="last_layer")
+laplace("network", wired(lambda s, x: s.head(x).mT, "time first"), "one row per example", subset="last_layer")
+laplace("network", wired(lambda s, x: s.head(x).detach(), "detached"), "any chosen parameter", subset=["head.bias"])
 laplace("network", wired(lambda s, x: s.head(x).argmax(1), "classes"), "does not depend on any chosen parameter")
 laplace("network", wired(lambda s, x: s.head(x)[0, 7], "index"), "Wired cannot be run", "index 7 is out of bounds")
 laplace("network", wired(lambda s, x: s.tail(x), "attribute"), "Wired cannot be run", "no attribute 'tail'")

@@ -22,6 +22,12 @@ DATA: dict[str, dict[str, Any]] = {
 }
 
 
+def _axes(n: int) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure().subplots(1, n)
+
+
 def _table(name: str) -> Table:
     function, given = getattr(plots, name), DATA[name]
     table = Table(f"plots.{name}", lambda t, **bad: function(**{**given, **bad}), function)
@@ -57,6 +63,8 @@ bands("x_data", ZEROS, "belong together", "y_data")
 bands("y_data", ZEROS, "belong together", "x_data")
 bands("x_data", torch.zeros(2), "must have one shape, got [2] and [4]", "y_data", y_data=ZEROS)
 bands("x_data", [0.0], "must be a tensor, got [0.0]", y_data=ZEROS)
+bands("ax", Of(lambda t: _axes(2), "two"), "must hold 3 Axes, one per panel, got 2")
+risk("ax", Of(lambda t: _axes(2), "two"), "must hold 1 Axes, one per panel, got 2")
 bands("ax", [1, 2, 3], "must be", "Axes", "got [1, 2, 3]")
 
 mapped("probs", torch.full((5, 2), 0.5), "must be [H, W, C] or [H·W, C] for 2 × 3 points, got shape [5, 2]")

@@ -279,6 +279,8 @@ mixture_density = Table(
     lambda t, **given: DeepEnsemble([t.regressor]).log_prob(**{"x": t.x, "y": t.r, **given}),
     DeepEnsemble.log_prob,
 )
+_of_classes = Table("density of classes", lambda t, y: _ensemble(t).log_prob(t.x, y), ["y"], named=False)
+_of_classes("y", Of(lambda t: t.y, "classes"), "density of real targets; for classes take the log of predict(x).probs")
 mixture_density("y", None, "must be a tensor of targets, got None")
 mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "needs targets of shape [5, 2]", named=False)
 mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
@@ -320,6 +322,6 @@ parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule '
 
 USING = [
     *(predict, moved, functional, sample, draw, density, with_prior, evidence, with_noise, classes),
-    *(tune, _damped, grids, with_data, variational, scores, ensemble, mixture, mixture_density),
+    *(tune, _damped, grids, with_data, variational, scores, ensemble, mixture, mixture_density, _of_classes),
     *(*AUTOENCODING, decoding, parts),
 ]

@@ -241,14 +241,3 @@ def test_a_single_logit_is_sent_to_bernoulli(shape: tuple[int, ...]) -> None:
 def test_check_names_a_target_out_of_range(target: int) -> None:
     with pytest.raises(LikelihoodError, match=rf"got the target {target}, .*classes 0 to 3"):
         Categorical().check(logits(3, 4), torch.tensor([0, target, 1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
-def test_check_names_a_target_dtype(dtype: torch.dtype) -> None:
-    with pytest.raises(LikelihoodError, match=rf"integer class indices as targets, got {dtype}; use y\.long\(\)"):
-        Categorical().check(logits(3, 4), torch.zeros(3, dtype=dtype))
-
-
-def test_one_hot_targets_are_refused() -> None:
-    with pytest.raises(LikelihoodError, match=r"targets of shape \[3\] .* got shape \[3, 4\]"):
-        Categorical().check(logits(3, 4), torch.zeros(3, 4, dtype=torch.long))
