@@ -20,9 +20,13 @@ def shown(value: Any) -> str:
     >>> shown("ten"), shown([1.0, 2.0])
     ("'ten'", '[1.0, 2.0]')
     """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if hasattr(value, "shape") and len(value.shape):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     text = " ".join(repr(value).split())
+    if text.startswith("<"):  # an address says nothing
+        return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
@@ -39,6 +43,13 @@ def positive(name: str, value: Any, error: type[Exception] = ValueError) -> floa
     """A positive, finite number."""
     if not is_positive(value):
         raise error(f"{name} must be a positive, finite number, got {shown(value)}")
+    return value
+
+
+def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> float:
+    """A finite number of at least 0."""
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise error(f"{name} must be a finite number of at least 0, got {shown(value)}")
     return value
 
 

@@ -19,14 +19,13 @@ Lightning's checkpoints hold no gradients.) It also holds the posterior of its o
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_bayes.arguments import between, count, flag, positive, word
+from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
 from lightning_bayes.callbacks.base import PosteriorCallback, describe
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
@@ -112,7 +111,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         positive("scale", scale)
         flag("average", average)
         flag("same_sample", same_sample)
-        between("initial_curvature", initial_curvature, 0, sys.float_info.max)
+        not_negative("initial_curvature", initial_curvature)
         between("threshold", threshold, 0, math.inf)
         positive("max_std", 1 if max_std is None else max_std)
         count("n_data", 1 if n_data is None else n_data)

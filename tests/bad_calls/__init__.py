@@ -11,10 +11,11 @@ from bad_calls.fitting import FITTING
 from bad_calls.likelihoods import LIKELIHOODS
 from bad_calls.metrics import METRICS
 from bad_calls.mixins import MIXINS
+from bad_calls.networks import NETWORKS
 from bad_calls.plots import PLOTS
 from bad_calls.using import USING
 
-TABLES = [*CALLBACKS, *MIXINS, *FITTING, *USING, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
+TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
 ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
 __all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]

@@ -119,10 +119,10 @@ counts(online, "samples", "predictive_samples", "n_data")
 flags(online, "average", "same_sample")
 for _bad in (-0.1, 1.1, math.inf):
     online("memory_factor", _bad, f"must be between 0 and 1, got {_bad}")
-for _argument in ("memory_factor", "initial_curvature", "threshold"):
+for _argument in ("memory_factor", "threshold"):
     online(_argument, "half", "must be a number, got 'half'")
     online(_argument, math.nan, "must be a number, got nan")
     online(_argument, True, "must be a number, got True")
-online("initial_curvature", -1.0, "must be between 0 and", "got -1.0")
-online("initial_curvature", math.inf, "must be between 0 and", "got inf")
+for _bad in (-1.0, math.inf, "half"):
+    online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
 online("threshold", -1, "must be between 0 and inf, got -1")
