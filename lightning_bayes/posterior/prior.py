@@ -19,8 +19,11 @@ class PriorError(ValueError):
 
 def check_precision(prior: Any) -> None:
     """Refuse a prior precision that fits no network."""
-    values = vector("prior_precision", prior, PriorError)
-    least, most = values.detach().aminmax()
+    _check_values(vector("prior_precision", prior, PriorError))
+
+
+def _check_values(precision: Tensor) -> None:
+    least, most = precision.detach().aminmax()
     if not (least > 0 and most < math.inf):  # nor NaN
         bad = least if not least > 0 else most
         raise PriorError(f"prior_precision must be positive and finite, got {bad.item():g}")
@@ -28,8 +31,9 @@ def check_precision(prior: Any) -> None:
 
 def as_precision(prior: float | Tensor | list[float] | tuple[float, ...], subset: Subset, like: Tensor) -> Tensor:
     """A checked tensor: a scalar, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
-    check_precision(prior)
+    vector("prior_precision", prior, PriorError)
     precision = torch.as_tensor(prior, dtype=like.dtype, device=like.device)
+    _check_values(precision)
     precision = precision.reshape(()) if precision.numel() == 1 else precision
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(

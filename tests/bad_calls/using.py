@@ -115,6 +115,7 @@ for _table in (with_prior, evidence):
     for _bad in ("weak", True, [], [[1.0]], {}):
         _table("prior_precision", _bad, f"{NUMBERS} {_bad!r}")
     _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers", named=False)
+with_prior("prior_precision", 1e300, "must be positive and finite, got inf")  # in float32
 with_prior("prior_precision", None, f"{NUMBERS} None")
 with_prior(
     "prior_precision",
