@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help quickstart test test-slow lint bench docs clean
+.PHONY: help quickstart test test-slow lint bench practice docs clean
 
 help:
 	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
 	@echo "make test         the test suite (make test-slow: the longer checks)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        time and memory against the peers and a plain epoch"
+	@echo "make practice     does a posterior help? ordinary trainings and methods (FULL=1: all of them)"
 	@echo "make docs         the documentation, in site/"
 
 quickstart: $(VENV)/.recipes
@@ -28,6 +29,9 @@ lint: $(VENV)/.test $(VENV)/.dev
 
 bench: $(VENV)/.recipes $(VENV)/.peers
 	$(BIN)/python -m benchmarks
+
+practice: $(VENV)/.recipes $(VENV)/.peers
+	$(BIN)/python -m benchmarks.practice
 
 docs: $(VENV)/.recipes $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_bayes.arguments import count, flag, seed, shown, text, word
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.plots.style import require_matplotlib
 from lightning_bayes.posterior.tuning import METHODS
+
+CALIBRATIONS = ("auto", "outputs", "probs", None)
 
 
 def check_use(
@@ -44,16 +49,34 @@ def check_name(name: Any, error: type[Exception] = ValueError) -> None:
         raise error(f"name must not hold a slash, got {name!r}")
 
 
-def check_tuning(tune: Any, per_layer: Any, damping: str | None = None) -> None:
-    word("tune", tune, (None, *METHODS))
+def check_save(save: Any) -> None:
+    """Whether and where the posterior's file is written."""
+    if save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip()):
+        return
+    raise ValueError(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")
+
+
+def check_data(data: Any) -> None:
+    """A loader for the fit, or the name of a method that returns one."""
+    if isinstance(data, str):
+        text("data", data, "a loader, or the name of a method that returns one")
+    elif data is not None:
+        check_loader(data, "data", "batches")
+
+
+def check_tuning(
+    tune: Any, per_layer: Any, calibrate: Any, damping: str | None = None, methods: Sequence[str] = METHODS
+) -> None:
+    word("tune", tune, (None, *methods))
     flag("per_layer", per_layer)
-    if per_layer and tune == "grid":
-        raise ValueError("tune='grid' tunes one prior for all layers: use tune='marglik' with per_layer=True")
+    word("calibrate", calibrate, CALIBRATIONS)
+    if per_layer and tune in ("auto", "grid"):
+        raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with per_layer=True")
     if per_layer and damping is not None and tune is not None:
         raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out per_layer=True")
-    if tune == "mackay" and damping is not None:
+    if tune in ("mackay", "linear") and damping is not None:
         raise ValueError(
-            "tune='mackay' belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
+            f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
         )
 
 

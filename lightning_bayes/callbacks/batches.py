@@ -21,6 +21,7 @@ class Batches:
 
     n_data: int = 0  # the N examples that batches are drawn from
     n_targets: int = 0  # of one example; a mean loss averages over them too
+    loss_scale: float = 0.0  # that the first batch's loss had; 0 for the default
     global_step: int = 0
     waiting: int = 0  # batches since the last step
     waiting_inverse: float = 0.0  # Σ 1/b over those

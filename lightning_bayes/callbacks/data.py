@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -26,7 +27,8 @@ from torch.utils.data import (
 )
 
 from lightning_bayes.callbacks.module import split_batch
-from lightning_bayes.curvature import DataError, Processes
+from lightning_bayes.curvature import DataError, Processes, inputs
+from lightning_bayes.curvature.preserve import borrowed
 
 _NO_VALIDATION = (
     "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "
@@ -44,7 +46,10 @@ class ExactPass:
     trainer: Trainer | None
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return map(self._prepare, iter(self.loader))
+        for batch in self.loader:
+            if self.trainer is not None and self.trainer.received_sigterm:
+                raise SIGTERMException
+            yield self._prepare(batch)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -52,6 +57,15 @@ class ExactPass:
     def probe(self) -> Any:
         """The first examples of the dataset, to trace the network on."""
         return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))[0]
+
+    def is_random(self) -> bool:
+        """Whether the first examples differ when they are read again, as augmented ones do."""
+        if self.probe_loader is None:
+            return False
+        with borrowed(self.module, ()):
+            first = self._prepare(next(iter(self.probe_loader)))
+            again = (self._prepare(next(iter(self.probe_loader))) for _ in range(3))
+            return any(differ(first, other) for other in again)
 
     def _prepare(self, batch: Any) -> tuple[Any, Any]:
         return split_batch(self.module, to_module(batch, self.module, self.trainer))
@@ -63,8 +77,10 @@ def exact_pass(
     trainer: Trainer | None,
     limit: int | float | None = None,
     processes: Processes | None = None,
+    max_batches: int | None = None,
 ) -> ExactPass:
-    """`loader`'s dataset, once and in order, shared over `processes`; `limit` is `limit_train_batches`."""
+    """`loader`'s dataset, once and in order, shared over `processes`; `limit` is `limit_train_batches`, and with
+    `max_batches` there are no more than so many."""
     loader = single(loader)
     processes = processes or Processes()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -74,15 +90,28 @@ def exact_pass(
                 "that the loader repeats on several processes count several times",
                 stacklevel=2,
             )
-        return ExactPass(_First(loader, limit) if isinstance(limit, int) else loader, None, module, trainer)
+        limits = [each for each in (limit, max_batches) if isinstance(each, int)]
+        return ExactPass(_First(loader, min(limits)) if limits else loader, None, module, trainer)
     size = batch_size(loader)  # None: the dataset gives whole batches
     indices = _indices(loader)
-    indices = indices[: _limit(limit, len(indices), size or 1)]
+    for each in (limit, max_batches):
+        indices = indices[: _limit(each, len(indices), size or 1)]
     if not indices:
         raise DataError("the training data are empty: a posterior needs at least one example")
     mine = indices[processes.rank :: processes.size]
     probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
     return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
+
+
+def named_loader(trainer: Trainer | None, module: LightningModule, name: str) -> Any:
+    """What the data module's or module's method or attribute `name` gives."""
+    owners = [None if trainer is None else trainer.datamodule, module]  # type: ignore[attr-defined]
+    for owner in owners:
+        if hasattr(owner, name):
+            loader = getattr(owner, name)
+            return loader() if callable(loader) else loader
+    kinds = " or ".join(type(owner).__name__ for owner in owners if owner is not None)
+    raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
 
 
 def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPass:
@@ -137,6 +166,21 @@ def is_indexed(loader: Any) -> bool:
     return indexed and batch_size(loader) is not None
 
 
+def is_sized(loader: Any) -> bool:
+    """Whether it is known how many batches there are."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
+
+
+def differ(a: Any, b: Any) -> bool:
+    """Whether two batches hold different numbers."""
+    pairs = zip(inputs.tensors(a), inputs.tensors(b), strict=False)
+    return any(x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
 def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> Any:
     """A batch as the Trainer would hand it to the module: converted, transferred, and through the transfer hooks."""
     if trainer is not None:
@@ -181,8 +225,8 @@ def sampler_of(loader: Any) -> Any:
 def _indices(loader: DataLoader[Any]) -> list[int]:
     """The examples that the loader can give, in order."""
     sampler = sampler_of(loader)
-    if isinstance(sampler, DistributedSamplerWrapper):  # under DDP, Lightning's own around the user's
-        sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
+    if type(sampler).__name__ == "DistributedSamplerWrapper":  # under DDP, Lightning's own around the user's
+        sampler = sampler.dataset._sampler
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(i) for i in sampler.indices)
     if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):

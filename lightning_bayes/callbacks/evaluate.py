@@ -9,9 +9,10 @@ import torch
 
 from lightning_bayes.arguments import instance, listed
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.callbacks.scores import OODScores, Scores
+from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
@@ -48,16 +49,26 @@ def evaluate(
     device = predictor.device
     scores = Scores(device, getattr(predictor.likelihood, "ignore_index", None))
     unknown = [OODScores(device) for _ in ood_loaders]
+    likelihood, batches, targets = predictor.likelihood, 0, 0
     with preserved_rng():  # a shuffling loader draws from the global generator
         for batch in loader:
             x, y = inputs.split_targets(batch)
-            prediction = predict(x)
-            scores.update(prediction, y.to(device))
+            prediction, y = predict(x), y.to(device)
+            check_targets(likelihood, prediction, y)
+            batches, targets = batches + 1, targets + likelihood.n_targets(y)
+            scores.update(prediction, y)
             for ood in unknown:
                 ood.update(prediction, is_ood=False)
-        for ood, others in zip(unknown, ood_loaders, strict=True):
+        if not targets:
+            why = "all targets are marked as unknown (ignore_index)" if batches else "the loader is empty"
+            raise DataError(f"{why}: evaluate needs at least one (x, y) to score")
+        for number, (ood, others) in enumerate(zip(unknown, ood_loaders, strict=True)):
+            batches = 0
             for batch in others:
+                batches += 1
                 ood.update(predict(batch[0] if isinstance(batch, (tuple, list)) else batch), is_ood=True)
+            if not batches:
+                raise DataError(f"ood_loaders[{number}] is empty: it needs at least one batch of inputs")
     found = {name: float(value) for name, value in scores.compute().items()}
     for number, ood in enumerate(unknown):
         suffix = f"/{number}" if len(unknown) > 1 else ""

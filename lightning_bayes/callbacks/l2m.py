@@ -6,17 +6,19 @@ No pass over the data: at the end of training, or whenever `fit_now` is called, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_bayes.arguments import count, word
 from lightning_bayes.callbacks.arguments import check_tuning
-from lightning_bayes.callbacks.base import PosteriorCallback, describe
+from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
 from lightning_bayes.callbacks.batches import Batches
+from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import (
     batch_size,
     check_validation,
@@ -28,17 +30,27 @@ from lightning_bayes.callbacks.data import (
     single,
     validation_pass,
 )
-from lightning_bayes.callbacks.module import network_of, split_batch
-from lightning_bayes.callbacks.scoring import directory, forward_context
+from lightning_bayes.callbacks.dry_run import split_training_batch
+from lightning_bayes.callbacks.files import posterior_file
+from lightning_bayes.callbacks.loss_check import LossFit
+from lightning_bayes.callbacks.module import network_of
+from lightning_bayes.callbacks.plain import plain_values
+from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.curvature import Processes, inputs
 from lightning_bayes.curvature.preserve import preserved_rng, unwrap
 from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
 
+_SAME_SCALE = 0.01  # relative, of two scales of a loss
+_LAST_ONLY = (
+    "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
+)
+METHODS = ("auto", "marglik", "mackay", "grid")  # "linear" needs the gradient of the training loss
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -50,12 +62,16 @@ class L2MCallback(PosteriorCallback):
         scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
             "paper_literal", with the prior's variance in the place of its precision, as the paper prints it.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay for it.
-        tune: how to choose the prior (and a regression's noise) at the end: "marglik" or "mackay", which make one
-            forward pass over the training data for their likelihood, "grid" (on the first validation dataloader), or
-            None.
-        per_layer: tune one prior per layer.
+        tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
+            decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
+            likelihood, "grid" (on the first validation dataloader), or None.
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected, "outputs" a temperature of the network's outputs; None finds none.
+        per_layer: tune one prior per layer, for "marglik" and "mackay".
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
+            It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
+            is taken for what it is; any other scale is a warning.
         n_data: examples in the training data; None counts them.
         predictive: "glm", "bnn" or "map".
         link: "probit", "bridge" or "mc"; by default the likelihood's first.
@@ -63,8 +79,11 @@ class L2MCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
 
     def __init__(
@@ -72,7 +91,7 @@ class L2MCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
-        tune: str | None = None,
+        tune: str | None = "auto",
         per_layer: bool = False,
         loss_scale: float | None = None,
         n_data: int | None = None,
@@ -84,14 +103,18 @@ class L2MCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
+        save: bool | str | None = None,
+        calibrate: str | None = "auto",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
         word("scaling", scaling, SCALINGS)
-        check_tuning(tune, per_layer)
-        check_l2m(prior_precision, loss_scale)
+        check_tuning(tune, per_layer, calibrate, methods=METHODS)
+        self.scaling, self.tune, self.per_layer, self.calibrate = scaling, tune, per_layer, calibrate
+        self.prior_precision = plain_values(prior_precision)
+        check_l2m(self.prior_precision, loss_scale)
         if n_data is not None:
             count("n_data", n_data)
-        self.scaling, self.prior_precision, self.tune, self.per_layer = scaling, prior_precision, tune, per_layer
         self.loss_scale, self.n_data = loss_scale, n_data
         self._batches, self._resumed, self._decay = Batches(), False, 1.0
 
@@ -139,21 +162,69 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, size * replicas(trainer) * trainer.accumulate_grad_batches)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._counts:
             return
-        if self.loss_scale is None and not self._batches.n_targets:
-            with preserved_rng(), torch.no_grad():
-                targets = inputs.tensors(split_batch(pl_module, batch)[1])
-            self._batches.n_targets = max(1, sum(y[0].numel() for y in targets))
-        self._batches.add(inputs.batch_size(batch) * replicas(trainer))
+        x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
+        if not self._batches.n_targets:
+            self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
+        self._batches.add(inputs.batch_size(x) * replicas(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._count_step(trainer, pl_module)
 
+    @property
+    def needs_targets(self) -> bool:
+        return self._counts and self.loss_scale is None
+
+    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """One output with a dimension of its own is as good as one without, for a fit that sees neither."""
+        return y.reshape(f.shape) if y.is_floating_point() and f.shape == (*y.shape, 1) else y
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
+        if not self._counts:
+            return
+        super().judge_loss(fit, outputs)
+        if fit.scale is None:
+            return
+        c, n = fit.scale, self._batches.n_targets
+        assumed = default_loss_scale(self.likelihood, n) if self.loss_scale is None else self.loss_scale
+        if math.isclose(c, assumed, rel_tol=_SAME_SCALE):
+            return
+        said = f"{self.name}: the loss of the training step is {c:.4g} times the mean negative log-likelihood"
+        known = {s / over for s in self.likelihood.loss_scales for over in (1, n)}
+        fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=_SAME_SCALE)]
+        if self.loss_scale is None and fitting:
+            self._batches.loss_scale = fitting[0]
+            rank_zero_info(f"{said}, a sum or mean over the {n} targets of an example: taken as loss_scale=")
+            return
+        rank_zero_warn(
+            f"{said}, but loss_scale={assumed:.4g} is assumed, with which the curvature is {(c / assumed) ** 2:.4g} "
+            f"times what it should be: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
+        )
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        posterior = self.fit_now(trainer, pl_module)
+        self._finish(trainer, pl_module)
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
+            self._finish(trainer, module)
+
+    def _missing(self) -> str:
+        return f"{super()._missing()}; {_LAST_ONLY}"
+
+    def _load_beside(self, trainer: Trainer) -> None:
+        super()._load_beside(trainer)
+        posterior = self._find_posterior()
+        if trainer.ckpt_path and isinstance(posterior, LaplacePosterior) and not is_of_weights(posterior):
+            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        posterior = self.fit_now(trainer, module)
         numbers: dict[str, float] = {}
         if self._counts:
             numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
@@ -192,7 +263,7 @@ class L2MCallback(PosteriorCallback):
         problem = "needs the whole network on every process, but its weights are sharded"
         if self.predictive == "glm":
             raise RuntimeError(f"predictive='glm' {problem}: use predictive='bnn' or 'map'")
-        if self.tune is not None:
+        if self.tune not in (None, "auto"):
             raise RuntimeError(f"tune={self.tune!r} {problem}: give prior_precision= or weight decay")
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -214,8 +285,8 @@ class L2MCallback(PosteriorCallback):
             n_data=self._batches.n_data,
             batch_size=self._batches.size,
             scaling=self.scaling,
-            prior_precision=1.0 if self.prior_precision is None and self.tune is not None else self.prior_precision,
-            loss_scale=self.loss_scale,
+            prior_precision=1.0 if self.prior_precision is None and self._chooses(trainer) else self.prior_precision,
+            loss_scale=self.loss_scale or self._batches.loss_scale or None,
             n_outputs=self._batches.n_targets or 1,
         )
         if isinstance(posterior, LaplacePosterior):
@@ -223,17 +294,20 @@ class L2MCallback(PosteriorCallback):
         self._posterior = posterior  # type: ignore[assignment]
         return posterior
 
+    def _chooses(self, trainer: Trainer) -> bool:
+        """Whether the prior is chosen from data, and need not be the optimizer's weight decay."""
+        return self.tune not in (None, "auto") or (self.tune == "auto" and trainer.val_dataloaders is not None)
+
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        if self.tune == "grid":
-            with preserved_rng(), forward_context(trainer):
-                return posterior.tune_prior("grid", loader=validation_pass(trainer, module))
-        if not self._by_evidence(trainer):
-            return posterior
         with preserved_rng(), forward_context(trainer):
-            processes, loader = Processes.current(), trainer.train_dataloader
-            limit = drawn_batches(trainer)
-            known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
-            return known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
+            if self.tune == "grid":
+                posterior = posterior.tune_prior("grid", loader=validation_pass(trainer, module))
+            elif self._by_evidence(trainer):
+                processes, loader = Processes.current(), trainer.train_dataloader
+                limit = drawn_batches(trainer)
+                known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
+                posterior = known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
+            return self._held_out_choice(trainer, module, posterior)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -246,10 +320,11 @@ class L2MCallback(PosteriorCallback):
         super().load_state_dict(state_dict)
         self._batches, self._resumed = Batches(**state_dict["batches"]), True
 
-    def store(self, trainer: Trainer) -> None:
+    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """A sharded posterior is a folder of its own, which all processes write."""
         if not isinstance(self._posterior, ShardedPosterior):
-            super().store(trainer)
+            super().store(trainer, checkpoints)
         elif not trainer.fast_dev_run:
-            self.posterior_path = directory(trainer) / f"{self.name}_posterior"
-            self._posterior.save(self.posterior_path)
+            self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
+            if self._posterior_path is not None:
+                self._posterior.save(self._posterior_path)

@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
 
-from lightning_bayes.arguments import count
-from lightning_bayes.callbacks.arguments import check_module, check_tuning
-from lightning_bayes.callbacks.base import PosteriorCallback, describe
-from lightning_bayes.callbacks.data import check_validation, exact_pass, single, validation_pass
-from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
+from lightning_bayes.arguments import count, word
+from lightning_bayes.callbacks.arguments import check_data, check_module, check_tuning
+from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.callbacks.block_summary import block_summary
+from lightning_bayes.callbacks.checkpoints import WEIGHTS, hold_weights, needing_a_pass, weights_of
+from lightning_bayes.callbacks.data import (
+    ExactPass,
+    check_validation,
+    exact_pass,
+    named_loader,
+    single,
+    validation_pass,
+)
+from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
+from lightning_bayes.callbacks.epoch import Epoch
+from lightning_bayes.callbacks.files import run_folder
+from lightning_bayes.callbacks.module import network_of, refuse_variational
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.callbacks.strategy import refuse_sharded
-from lightning_bayes.curvature import Processes
+from lightning_bayes.callbacks.strategy import refuse_sharded, share
+from lightning_bayes.curvature import Processes, choose_subset, fit_curvature
+from lightning_bayes.curvature.accumulate import SMALL
 from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
+
+_OPEN = (
+    "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
+    "many as training has taken in an epoch; max_batches= sets another number"
+)
+_RANDOM = (
+    "the data differ each time they are read, as augmented data do, so that the posterior depends on the random seed: "
+    "give data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or "
+    "module that returns one)"
+)
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -33,11 +62,15 @@ class LaplaceCallback(PosteriorCallback):
         subset: "all", "last_layer", or a list of parameter or module names.
         curvature: "ggn", "fisher_mc" or "empirical_fisher".
         prior_precision: a number, or one per layer.
-        tune: how to choose the prior (and a regression's noise) after the fit: "marglik", "mackay", "grid" (on the
-            first validation dataloader), or None to keep what was given.
-        per_layer: tune one prior per layer.
+        tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
+            dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
+            (validation data), or None to keep what was given.
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
+            temperature of the network's outputs instead; None finds none.
+        per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
         predictive: "glm", "bnn" or "map".
-        link: "probit", "bridge" or "mc"; by default the likelihood's first.
+        link: "pairwise", "probit", "bridge" or "mc"; by default the likelihood's first.
         samples: drawn where a prediction draws.
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
@@ -46,9 +79,19 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
+            checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
+            checkpoint. The posterior goes into the checkpoints that hold its weights.
+        data: what the pass goes over instead of the training data, for instance the same examples without
+            augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
+        max_batches: the pass ends after so many batches. By default it has no end but that of the data; for data
+            without a length, whose end training has not seen, as many as an epoch of training has taken.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
 
     def __init__(
@@ -58,7 +101,7 @@ class LaplaceCallback(PosteriorCallback):
         subset: str | list[str] = "all",
         curvature: str = "ggn",
         prior_precision: float | list[float] = 1.0,
-        tune: str | None = "marglik",
+        tune: str | None = "auto",
         per_layer: bool = False,
         predictive: str = "glm",
         link: str | None = None,
@@ -73,20 +116,36 @@ class LaplaceCallback(PosteriorCallback):
         plots: bool = False,
         seed: int = 0,
         progress: bool = True,
+        predict_step: str = "replace",
+        weights: str = "both",
+        data: Any = None,
+        max_batches: int | None = None,
+        save: bool | str | None = None,
+        calibrate: str | None = "auto",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed)
-        check_options(structure, subset, curvature, weight_sharing=weight_sharing, progress=progress)
-        check_laplace(structure, prior_precision, temperature, damping)
-        check_tuning(tune, per_layer, damping)
+        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
+        self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
+        self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
+        check_options(structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress)
+        check_laplace(structure, self.prior_precision, temperature, damping)
+        check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)
-        self.structure, self.subset, self.curvature = structure, subset, curvature
-        self.prior_precision, self.tune, self.per_layer = prior_precision, tune, per_layer
+        word("weights", weights, WEIGHTS)
+        check_data(data)
+        if max_batches is not None:
+            count("max_batches", max_batches)
+        self.calibrate, self._held_out = calibrate, None
+        self.weights, self.data, self.max_batches = weights, data, max_batches
+        self._epoch, self._warned = Epoch(), False
+        self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
         self.temperature, self.damping = temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         refuse_sharded(trainer, "LaplaceCallback")
+        if stage == "fit":
+            self._epoch = Epoch()  # what a checkpoint holds comes after this
 
     def _check_module(self, module: LightningModule) -> None:
         # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
@@ -94,59 +153,167 @@ class LaplaceCallback(PosteriorCallback):
             around = "for a Laplace posterior around the means name its network= or its subset= of weights"
             refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        # What cannot work is better known before training than after it.
+        if isinstance(self.data, str):
+            named_loader(trainer, pl_module, self.data)
+        has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
+        if self.weights == "best" and not has_best and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        # What cannot work is better known before training than after it.
-        single(trainer.train_dataloader)
+        if self.data is None:
+            single(trainer.train_dataloader)
         if self.tune == "grid":
             check_validation(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and trainer.current_epoch == 0 and not hasattr(pl_module, "split_batch"):
-            split_batch(pl_module, batch)
+    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        if self.structure == "full":
+            weights = choose_subset(network, x, self.subset)
+            first = next(iter(weights.parameters(network).values()))
+            check_memory(weights.size, first.dtype, first.device)
+            if weights.size > SMALL:  # the gradients are the same, and the matrix would be built for nothing
+                fit_curvature(network, [(x, y)], self.likelihood, "diag", self.subset, self.curvature)
+                return
+        fit_laplace(network, [(x, y)], **self._words(), processes=Undecomposed())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._epoch.count(batch_idx, trainer.is_last_batch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.fit_now(trainer, pl_module, trainer.train_dataloader)
-        self.store(trainer)
+        self._finish(trainer, pl_module, only_missing=False)
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        self._finish(trainer, module, only_missing=True)
+
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        try:
+            self._fit_weights(trainer, module, only_missing)
+        except SIGTERMException:
+            hold_weights(trainer, run_folder(trainer), self.name)
+            raise
+
+    def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
+        checkpoints = [] if trainer.fast_dev_run else self._survey(trainer)  # type: ignore[attr-defined]
+        best = next((each for each in checkpoints if each.role == "best"), None)
+        elsewhere = self.weights == "best" and best is not None and not best.in_memory
+        if only_missing:
+            checkpoints = [each for each in checkpoints if not each.has_posterior]
+        if not elsewhere:
+            held = self._find_posterior() if only_missing else None
+            if held is None or not is_of_weights(held):
+                self.fit_now(trainer, module, self._loader(trainer, module))
+                self.store(trainer, checkpoints)
+            else:
+                self._put_into(trainer, checkpoints)
+        for group in needing_a_pass(checkpoints, self.weights):
+            with weights_of(trainer, module, group[0].path):
+                posterior = self._fitted(trainer, module, self._loader(trainer, module))
+                self._report(None, posterior, f" of {os.path.basename(group[0].path)}")
+                for each in group:
+                    self._put(trainer, each, posterior)
+                if elsewhere:
+                    self._save(trainer, posterior)
+        self._best_path = best.path if elsewhere and best is not None else None
+
+    def _missing(self) -> str:
+        if self._best_path is None:
+            return super()._missing()
+        return (
+            f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "
+            f"memory: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"
+        )
+
+    def _loader(self, trainer: Trainer, module: LightningModule) -> Any:
+        if self.data is None:
+            return trainer.train_dataloader
+        return named_loader(trainer, module, self.data) if isinstance(self.data, str) else self.data
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
         check_module(module, trainer)
         check_loader(dataloader, "dataloader", "batches")
-        self._check_module(module)
-        self._module = module
-        with preserved_rng(), forward_context(trainer):
-            self._posterior = posterior = self._fit(trainer, module, dataloader)
+        self._posterior = posterior = self._fitted(trainer, module, dataloader)
+        self._best_path = None
         self._report(trainer, posterior)
         return posterior
 
+    def _fitted(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
+        self._check_module(module)
+        self._module = module
+        # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
+        share(list(module.buffers()))
+        with preserved_rng(), forward_context(trainer):
+            return self._fit(trainer, module, dataloader)
+
+    def _pass(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> ExactPass:
+        """The data of the fit, as far as `max_batches`, or what training has seen, goes."""
+        limit = None
+        if trainer is not None and self.data is None:
+            limit = trainer.limit_train_batches
+            if self.max_batches is None and not isinstance(limit, int) and self._epoch.is_open(dataloader):
+                limit = self._epoch.batches
+                rank_zero_warn(_OPEN.format(limit))
+        data = exact_pass(dataloader, module, trainer, limit, Processes.current(), self.max_batches)
+        if not self._warned and data.is_random():
+            self._warned = True
+            rank_zero_warn(_RANDOM)
+        return data
+
     def _fit(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
-        processes = Processes.current()
-        limit = None if trainer is None else trainer.limit_train_batches
-        data = exact_pass(dataloader, module, trainer, limit, processes)
+        data = self._pass(trainer, module, dataloader)
         quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
         posterior = fit_laplace(
             network_of(module, self.network),
             data,
-            self.likelihood,
-            self.structure,
-            self.subset,
-            self.curvature,
-            self.prior_precision,
+            **self._words(),
             progress=self.progress and not quiet,
-            temperature=self.temperature,
-            damping=self.damping,
-            samples=self.mc_samples,
-            seed=self.seed,
-            weight_sharing=self.weight_sharing,
-            processes=processes,
+            processes=Processes.current(),
             probe=data.probe(),
         )
-        if self.tune is None:
-            return posterior
-        validation = validation_pass(trainer, module) if self.tune == "grid" else None
-        return posterior.tune_prior(self.tune, loader=validation, per_layer=self.per_layer)
+        return self._tuned(trainer, module, posterior)
 
-    def _report(self, trainer: Trainer | None, posterior: LaplacePosterior) -> None:
-        what = f"{self.structure} posterior over {posterior.subset.size} weights"
+    def _tuned(self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
+        if self.tune == "grid":
+            loader = validation_pass(trainer, module)
+            scoring: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
+            posterior = posterior.tune_prior("grid", loader, samples=self.samples, seed=self.seed, **scoring)
+        elif self.tune not in (None, "auto"):
+            posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+        return self._held_out_choice(trainer, module, posterior)
+
+    def _words(self) -> dict[str, Any]:
+        """The arguments of `fit_laplace` that are this callback's own."""
+        return {
+            "likelihood": self.likelihood,
+            "structure": self.structure,
+            "subset": self.subset,
+            "curvature": self.curvature,
+            "prior_precision": self.prior_precision,
+            "temperature": self.temperature,
+            "damping": self.damping,
+            "samples": self.mc_samples,
+            "seed": self.seed,
+            "weight_sharing": self.weight_sharing,
+        }
+
+    def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
+        blocks = block_summary(posterior.curvature.structure)
+        what = f"{self.structure} posterior over {posterior.subset.size} weights{of}"
+        what += f" ({blocks})" if blocks else ""
         self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epoch": asdict(self._epoch)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._epoch = Epoch(**state_dict.get("epoch", {}))

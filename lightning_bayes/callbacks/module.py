@@ -23,8 +23,13 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
     """`(x, y)` by the module's own `split_batch`, or of a pair; a bare tensor is x, and in training its own target."""
     own = getattr(module, "split_batch", None)
     if callable(own):
-        x, y = own(batch)
-        return x, y
+        parts = own(batch)
+        if not isinstance(parts, (tuple, list)) or len(parts) != 2:
+            raise ModuleError(
+                f"{type(module).__name__}.split_batch must return a pair (x, y), but it returned a "
+                f"{type(parts).__name__}" + (f" of {len(parts)} parts" if isinstance(parts, (tuple, list)) else "")
+            )
+        return parts[0], parts[1]
     if isinstance(batch, Tensor):
         return batch, None if predicting else batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -38,9 +43,14 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
     )
 
 
+def is_variational(module: LightningModule) -> bool:
+    """Whether the module has a variational mixin."""
+    return callable(getattr(module, "weights_and_log_sigma", None))
+
+
 def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
     """Raise for a module with a variational mixin, which trains a posterior of its own."""
-    if callable(getattr(module, "weights_and_log_sigma", None)):
+    if is_variational(module):
         raise ModuleError(
             f"{type(module).__name__} is variational and has a posterior of its own, but {problem}: leave the callback "
             f"out, or {instead}"

@@ -27,9 +27,11 @@ from torch import nn
 
 from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
 from lightning_bayes.callbacks.base import PosteriorCallback, describe
+from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
+from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
@@ -70,9 +72,14 @@ class OnlineLaplaceCallback(PosteriorCallback):
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram to the logger, or as a PNG file.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
     """
+
+    trains_at_its_weights = False
 
     def __init__(
         self,
@@ -99,9 +106,13 @@ class OnlineLaplaceCallback(PosteriorCallback):
         ood: bool = False,
         plots: bool = False,
         seed: int = 0,
+        predict_step: str = "replace",
+        save: bool | str | None = None,
     ) -> None:
         count("predictive_samples", predictive_samples)
-        super().__init__(name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed)
+        super().__init__(
+            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step, save
+        )
         word("hessian", hessian, MODES)
         word("at", at, ("mean", "sample"))
         word("scaling", scaling, ("dataset", "batch"))
@@ -119,7 +130,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling
-        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, subset
+        self.max_std, self.threshold, self.n_data, self.subset = max_std, threshold, n_data, plain_values(subset)
         self._memory: CurvatureMemory | None = None
         self._remembered: dict[str, Any] | None = None  # of a checkpoint, until training starts
         self._diagonal: BatchDiagonal | None = None
@@ -231,6 +242,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._memory is not None:
             self._memory.forget()
         if self._step is not None:
@@ -246,6 +258,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._put_back()
         self._end_step()
 
@@ -307,6 +320,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
         return from_curvature(self._network_of(module), found, self.prior_precision)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+        # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
+        super()._put_into(trainer, [each for each in checkpoints if not each.has_posterior])
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:

@@ -16,8 +16,9 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import checkpoint
+
+from lightning_bayes.curvature.preserve import call_with
 
 Moves = dict[str, Tensor]  # by the parameter's name in the module
 
@@ -108,7 +109,7 @@ class SampledStep:
                 state = {name: self._module.get_parameter(name) + d for name, d in moves.items()}
                 if number:
                     state.update({name: t.clone() for name, t in self._module.named_buffers()})
-                returned = functional_call(step, {f"module.{n}": t for n, t in state.items()}, (batch, *args), kwargs)
+                returned = call_with(step, {f"module.{n}": t for n, t in state.items()}, (batch, *args), kwargs)
                 if returned is None:
                     return None
                 losses.append(returned["loss"] if isinstance(returned, Mapping) else returned)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError
 
+from lightning_bayes.callbacks.loss_check import chooses_one_class
 from lightning_bayes.curvature import DataError
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
     BrierScore,
     CalibrationError,
@@ -16,6 +18,7 @@ from lightning_bayes.metrics import (
     IntervalCoverage,
     NegativeLogLikelihood,
     OODDetection,
+    RegressionCalibrationError,
 )
 from lightning_bayes.predictive import Prediction
 
@@ -26,6 +29,7 @@ class Scores:
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
         self._device, self._ignore_index = device, ignore_index
         self._metrics: dict[str, Any] = {}
+        self._curve: RegressionCalibrationError | None = None  # drawn, but not among the numbers
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
         if prediction.probs is not None:
@@ -37,8 +41,11 @@ class Scores:
         return {name: metric.compute() for name, metric in self._metrics.items()}
 
     @property
-    def calibration(self) -> CalibrationError | None:
-        return self._metrics.get("ece")
+    def picture(self) -> tuple[str, Any] | None:
+        """What `plots=True` draws: its name, and the metric that draws it."""
+        if "ece" in self._metrics:
+            return "reliability", self._metrics["ece"]
+        return None if self._curve is None else ("calibration", self._curve)
 
     def _classification(self, probs: Tensor, y: Tensor) -> None:
         expected = probs.shape if probs.ndim == y.ndim else probs.shape[:1] + probs.shape[2:]
@@ -67,18 +74,26 @@ class Scores:
         metrics = self._make(nll=GaussianNLL, rmse=lambda: MeanSquaredError(squared=False), coverage=IntervalCoverage)
         assert prediction.mean is not None
         assert prediction.variance is not None
+        self._curve = self._curve or RegressionCalibrationError().to(self._device)
         if len(y) == 0:
             return
         mean, variance, y = (t.flatten().double() for t in (prediction.mean, prediction.variance, y))
         metrics["nll"].update(mean, variance, y)
         metrics["coverage"].update(mean, variance, y)
         metrics["rmse"].update(mean, y)
+        self._curve.update(mean, variance, y)
 
     def _make(self, **kinds: Any) -> dict[str, Any]:
         if not self._metrics:
             # In float64 whatever the default, which a Trainer in half precision changes.
             self._metrics = {name: kind().set_dtype(torch.float64).to(self._device) for name, kind in kinds.items()}
         return self._metrics
+
+
+def check_targets(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> None:
+    """Refuse targets that would be scored as something else, such as one-hot vectors where classes are numbered."""
+    if chooses_one_class(likelihood) and prediction.probs is not None:
+        likelihood.check(prediction.probs, y)  # which have the shape of the outputs
 
 
 class OODScores:

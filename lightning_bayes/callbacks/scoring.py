@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_bayes.callbacks.arguments import check_module
 from lightning_bayes.callbacks.data import batch_size, sampler_of, to_module
 from lightning_bayes.callbacks.module import split_batch
-from lightning_bayes.callbacks.scores import OODScores, Scores
+from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
 from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import Likelihood
@@ -134,6 +134,7 @@ class ScoringCallback(Callback):
             for index in [dataloader_idx] if is_ood else range(1, self._ood_loaders + 1):
                 self._ood_of(who, index, module).update(prediction, is_ood)
             if not is_ood:
+                check_targets(self.likelihood, prediction, y[:real])
                 self._scores_of(who, dataloader_idx, module).update(prediction, y[:real])
 
     def _scores_of(self, who: str, dataloader_idx: int, module: LightningModule) -> Scores:
@@ -169,11 +170,12 @@ class ScoringCallback(Callback):
 
         folder = directory(trainer) / "figures"
         for (who, index), scores in self._scores.items():
-            if scores.calibration is None:
+            if scores.picture is None:
                 continue
-            figure, _ = scores.calibration.plot()  # on all processes: it gathers
+            kind, metric = scores.picture
+            figure, _ = metric.plot()  # on all processes: it gathers
             if trainer.is_global_zero:
-                name = f"{stage}_reliability_{who}" + (f"_{index}" if index else "")
+                name = f"{stage}_{kind}_{who}" + (f"_{index}" if index else "")
                 log_figure(trainer.loggers, name, figure, trainer.global_step, folder)
 
 

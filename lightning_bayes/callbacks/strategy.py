@@ -1,8 +1,15 @@
-"""Which of Lightning's strategies a callback can work with."""
+"""What a callback needs of a Trainer's strategy and of the order of its callbacks."""
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
@@ -15,3 +22,38 @@ def refuse_sharded(trainer: Trainer, who: str) -> None:
                 f"{who} needs every process to hold the whole network, which {kind.__name__} does not: use "
                 "strategy='ddp' or a single device"
             )
+
+
+def run_last(trainer: Trainer, last: list[Any]) -> None:
+    """Move the callbacks `last` behind all but checkpoints: weight averaging changes the weights when training ends."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    # Two packages have a class of that name.
+    checkpoints = [each for each in callbacks if any(kind.__name__ == "Checkpoint" for kind in type(each).__mro__)]
+    moved = {id(each) for each in (*last, *checkpoints)}
+    # A new list: Lightning may be walking through the old one.
+    trainer.callbacks = [*(each for each in callbacks if id(each) not in moved), *last, *checkpoints]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def on_device(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """The module on the Trainer's device, from which Lightning has taken it at the end of `fit`."""
+    before, device = module.device, trainer.strategy.root_device
+    if before == device:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(before)
+
+
+def share(tensors: list[Tensor]) -> None:
+    """Rank zero's values for all processes, in place."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    with torch.no_grad():
+        for t in tensors:
+            value = t.detach().contiguous()
+            dist.broadcast(value, 0)
+            t.copy_(value)

@@ -7,15 +7,18 @@ Jacobian side by side.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from lightning_bayes.curvature.errors import SubsetError, not_finite
+from lightning_bayes.curvature.grouping import all_rows
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
 
 STRUCTURES = ("full", "diag", "kron")
@@ -26,6 +29,8 @@ SMALL = 1024  # an exact block of at most this size is kept whole
 class Accumulator(ABC):
     """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
     `add_leftover`, `end_chunk`."""
+
+    needs_axes = False  # whether an example's rows must lie along an axis
 
     def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -48,6 +53,10 @@ class Accumulator(ABC):
     @abstractmethod
     def sums(self) -> list[Tensor]:
         """The tensors to sum over processes."""
+
+    @abstractmethod
+    def overflowing(self) -> str | None:
+        """A parameter whose sums are not finite."""
 
     @abstractmethod
     def structure(self, processes: Processes) -> Structure:
@@ -79,20 +88,23 @@ class BlockAccumulator(Accumulator):
             return kind(size, dtype, device)
 
         def block(site: Site) -> Block:
-            if self._diagonal or not site.layer.kronecker:
+            if self._diagonal or not site.kronecker:
                 return exact(site.layout.size)
             return KroneckerBlock(site, sharing, dtype, device)
 
+        self.needs_axes = sharing == "reduce" and not self._diagonal
         self._sites = [block(site) for site in plan.sites]
         self._leftovers = {name: exact(plan.leftover_layout(name).size) for name in plan.leftovers}
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
         for site, block, calls in zip(self._plan.sites, self._sites, matched, strict=True):
-            block.add_inputs(site, calls)
+            if calls:
+                block.add_inputs(site, _rows_for(block, calls))
 
     def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site = self._plan.sites[index]
-        self._sites[index].add_gradients(site, calls, site.gradients(calls, grads))
+        site, block = self._plan.sites[index], self._sites[index]
+        calls = _rows_for(block, calls)
+        block.add_gradients(site, calls, site.gradients(calls, grads))
 
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
@@ -101,10 +113,13 @@ class BlockAccumulator(Accumulator):
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]
 
+    def overflowing(self) -> str | None:
+        bad = (name for name, _, block in self._all() if not all(t.isfinite().all() for t in block.sums))
+        return next(bad, None)
+
     def structure(self, processes: Processes) -> BlockDiagonal | Diagonal:
-        for name, _, block in self._all():
-            if not all(t.isfinite().all() for t in block.sums):
-                raise not_finite(name)
+        if (name := self.overflowing()) is not None:
+            raise not_finite(name)
         subset = self._plan.subset
         layouts = [layout for _, layout, _ in self._all()]
         structures = _finish([block for _, _, block in self._all()], processes)
@@ -191,17 +206,29 @@ class FullAccumulator(Accumulator):
     def sums(self) -> list[Tensor]:
         return self._block.sums
 
-    def structure(self, processes: Processes) -> Dense:
+    def overflowing(self) -> str | None:
         subset = self._plan.subset
         bad = ~self._block.sums[0][0].diagonal().isfinite()
-        if bad.any():
-            place = int(bad.nonzero()[0])
-            place = place if subset.mask is None else int(subset.mask[place])
-            raise not_finite(next(name for name in reversed(subset.names) if subset.starts[name] <= place))
+        if not bad.any():
+            return None
+        place = int(bad.nonzero()[0])
+        place = place if subset.mask is None else int(subset.mask[place])
+        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+
+    def structure(self, processes: Processes) -> Dense:
+        if (name := self.overflowing()) is not None:
+            raise not_finite(name)
         return self._block.structure()
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, "full") for name in self._plan.subset.names]
+
+
+def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
+    """Rows without a pattern are taken together where it does not matter whose they are."""
+    if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
+        return calls
+    return [replace(call, rows=all_rows(call)) for call in calls]
 
 
 def _finish(blocks: list[Block], processes: Processes) -> list[Structure]:

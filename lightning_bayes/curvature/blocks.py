@@ -20,6 +20,7 @@ from lightning_bayes.curvature.gradients import CACHE
 from lightning_bayes.curvature.layers import Embedding
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.curvature.rows import BatchAxis
 from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
@@ -30,6 +31,7 @@ class Block(ABC):
     """The running sum of one block."""
 
     label: str
+    needs_examples = True  # whether it matters which example a row belongs to
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -58,7 +60,7 @@ class DiagonalBlock(Block):
         self._values = torch.zeros(size, dtype=dtype, device=device)
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
-        if isinstance(site.layer, Embedding):
+        if site.kind == "embedding":
             self._values += _embedding_diagonal(site, calls, g.to(self._values.dtype))
             return
         if g.shape[3] == 1:
@@ -111,18 +113,18 @@ class KroneckerBlock(Block):
 
     def __init__(self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         G, O, I = site.layout.shape
-        one_hot = isinstance(site.layer, Embedding) and sharing == "expand"
+        one_hot = site.kind == "embedding" and sharing == "expand"
         self._A = torch.zeros((G, I) if one_hot else (G, I, I), dtype=dtype, device=device)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
         self._rows = torch.zeros((), dtype=torch.float64, device=device)  # N·T ("expand") or N ("reduce")
-        self._reduce = sharing == "reduce"
+        self._reduce = self.needs_examples = sharing == "reduce"
         self._bias = site.bias is not None
         self._pending: list[Tensor] = []  # inputs of a few small batches: one large product is faster than many small
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:
-        if isinstance(site.layer, Embedding) and not self._reduce:
-            for call, axis in zip(calls, site.axes, strict=True):
-                self._add_tokens(call.layer, call.layer.token_grid(axis))  # type: ignore[attr-defined, arg-type]
+        if site.kind == "embedding" and not self._reduce:
+            for call in calls:
+                self._add_tokens(call.layer)  # type: ignore[arg-type]
             return
         faster = [None if self._reduce or site.weight is None else call.layer.input_gram() for call in calls]
         if all(found is not None for found in faster):
@@ -185,12 +187,12 @@ class KroneckerBlock(Block):
             self._A[:, I, :I] += a.sum(1)
             self._A[:, I, I] += a.shape[1]
 
-    def _add_tokens(self, layer: Embedding, tokens: Tensor) -> None:
-        counts = torch.bincount(tokens.flatten(), minlength=self._A.shape[1]).to(self._A.dtype)
+    def _add_tokens(self, layer: Embedding) -> None:
+        counts = torch.bincount(layer.tokens.flatten(), minlength=self._A.shape[1]).to(self._A.dtype)
         if layer.padding_idx is not None:
             counts[layer.padding_idx] = 0
         self._A += counts
-        self._rows += tokens.numel()
+        self._rows += layer.tokens.numel()
 
     def _add_bordered(self, gram: Tensor, total: Tensor, rows: int) -> None:
         I = gram.shape[-1]
@@ -202,12 +204,12 @@ class KroneckerBlock(Block):
 
     def _count(self, site: Site, calls: list[Call]) -> float:
         """Only the bias: its input is one."""
-        rows = 0
-        for call, axis in zip(calls, site.axes, strict=True):
-            outputs = call.output_shape.numel() // (site.layout.shape[0] * site.layout.shape[1])
-            rows += outputs if not self._reduce else call.output_shape[axis.dim] // axis.repeats
         if self._reduce:
-            rows //= len(calls)
+            axis = calls[0].rows
+            assert isinstance(axis, BatchAxis)
+            rows = calls[0].output_shape[axis.dim] // axis.repeats
+        else:
+            rows = sum(call.output_shape.numel() for call in calls) // (site.layout.shape[0] * site.layout.shape[1])
         self._rows += rows
         return float(rows)
 
@@ -245,13 +247,10 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
 
 def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:
     """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
-    layer = site.layer
+    layer = calls[0].layer
     assert isinstance(layer, Embedding)
     V, D = layer.weight_shape
-    tokens = torch.cat(
-        [call.layer.token_grid(axis) for call, axis in zip(calls, site.axes, strict=True)],  # type: ignore[attr-defined]
-        dim=1,
-    )  # [B, T]
+    tokens = torch.cat([call.layer.token_grid(call.rows) for call in calls], dim=1)  # type: ignore[attr-defined]  # [B, T]
     pairs = tokens + V * torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)  # (example, token)
     unique, inverse = pairs.flatten().unique(return_inverse=True)
     summed = g.new_zeros(len(g), len(unique), D)

@@ -6,6 +6,8 @@ own gradient (`empirical_fisher`); the sum is over data, never a mean.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulat
 from lightning_bayes.curvature.checks import check_loader, check_network, check_real
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
-from lightning_bayes.curvature.plan import Plan, check_finite, check_output, describe, find_last_layer, make_plan
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.plan import Plan, describe, find_last_layer, make_plan
 from lightning_bayes.curvature.preserve import borrowed, preserved_rng, unwrap
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call, recording
@@ -30,6 +33,8 @@ from lightning_bayes.curvature.roots import CURVATURES, output_columns
 from lightning_bayes.curvature.subset import Subset, check_subset, resolve_subset
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.structures import Structure
+
+logger = logging.getLogger("lightning_bayes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +48,8 @@ class Curvature:
     n_data: int  # examples seen
     n_outputs: int  # numbers that the network put out for them
     log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
+    gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]; None where no data were passed over
+    squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
 
     @property
     def knows_likelihood(self) -> bool:
@@ -143,21 +150,21 @@ def check_processes(processes: Any) -> None:
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
-    """What a pass over the data learns beside the curvature: `n_data`, `n_outputs` and `log_likelihood`."""
+    """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
     check_loader(loader)
     check_processes(processes)
-    totals = torch.zeros(3, dtype=torch.float64, device=_device(network))
+    totals = torch.zeros(5, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
             x, y = _prepare(network, batch)
             f = inputs.call(network, x)
             likelihood.check(f, y)
-            here = [inputs.batch_size(x), f.numel(), likelihood.log_likelihood(f, y).item()]
+            here = [inputs.batch_size(x), f.numel(), *_fit_of(likelihood, f, y)]
             totals += torch.tensor(here, dtype=torch.float64, device=totals.device)
     (processes or Processes()).sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")
-    return {"n_data": int(totals[0]), "n_outputs": int(totals[1]), "log_likelihood": totals[2].cpu()}
+    return _numbers(totals)
 
 
 def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
@@ -190,12 +197,29 @@ class Sum:
         self._processes = processes
         self._parameters = plan.subset.parameters(network)
         self._layer_gradients = LayerGradients()
-        leftovers = {name: self._parameters[name] for name in plan.leftovers}
-        self._leftover_gradients = ParameterGradients(network, leftovers) if leftovers else None
+        self._leftover_gradients = ParameterGradients(network, self._parameters)
+        self._slow = False  # whether some batch had to be taken one example at a time
         self._batches = self._n_data = self._n_outputs = 0
-        self._log_likelihood = torch.zeros((), dtype=torch.float64)
+        self._fit = [0.0, 0.0, 0.0]  # see `_fit_of`
+        first = next(iter(self._parameters.values()))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
 
     def add(self, x: Any, y: Tensor) -> None:
+        B = inputs.batch_size(x)
+        outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
+            raise DataError(
+                f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
+                "not finite"
+            )
+        self._batches += 1
+        self._n_data += B
+        self._n_outputs += outputs.numel()
+        self._fit = [a + b for a, b in zip(self._fit, _fit_of(self._likelihood, outputs, y), strict=True)]
+
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        """Returns the outputs."""
         B = inputs.batch_size(x)
         with recording(self._parameters) as calls:
             f = inputs.call(self._network, x)
@@ -203,30 +227,43 @@ class Sum:
         outputs = f.detach()
         check_finite(outputs, x, self._batches)
         self._likelihood.check(outputs, y)
-        examples = self._processes.examples(self._n_data, B, f.device)
-
-        matched = self._plan.match(calls)
-        used = [call for here in matched for call in here]
+        matched = self._plan.match(f, calls, self._parameters)
+        slow = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
+        if slow and B > 1:
+            self._add_one_by_one(x, y, examples, outputs, slow)
+            return outputs
+        used = matched.used
         with torch.no_grad():
-            self._accumulator.add_inputs(matched)
+            self._accumulator.add_inputs(matched.calls)
         size = LayerGradients.chunk_size(used, f)
-        drawn = (examples, self._samples, self._seed)
+        drawn = (examples.to(f.device), self._samples, self._seed)
         for chunk in output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn):
             self._accumulator.begin_chunk(len(chunk), B)
-            self._add_sites(matched, self._layer_gradients(f, used, chunk) if used else [])
-            if self._leftover_gradients is not None:
-                self._leftover_gradients(x, chunk, self._add_leftovers)
+            self._add_sites(matched.calls, self._layer_gradients(f, used, chunk, matched.plain) if used else [])
+            if matched.leftovers:
+                self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
             self._accumulator.end_chunk()
+        self._add_gradient(f, -self._likelihood.residual(outputs, y))
+        return outputs
 
-        self._batches += 1
-        self._n_data += B
-        self._n_outputs += f.numel()
-        self._log_likelihood += self._likelihood.log_likelihood(outputs, y).double().cpu()
+    def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
+        """A single example owns all rows of every layer."""
+        if not self._slow:
+            self._slow = True
+            logger.warning(
+                "batch %d: examples share rows of %s; such batches are taken one example at a time, which is exact and "
+                "slow",
+                self._batches,
+                ", ".join(slow),
+            )
+        each = [slice(n, n + 1) for n in range(len(y))]
+        alone = [self._add(inputs.take(self._network, x, n), y[n], examples[n]) for n in each]
+        check_examples_apart(self._network, torch.cat(alone), outputs)
 
     def finish(self) -> Curvature:
-        numbers = [float(self._n_data), float(self._n_outputs), self._log_likelihood.item()]
+        numbers = [float(self._n_data), float(self._n_outputs), *self._fit]
         totals = torch.tensor(numbers, dtype=torch.float64, device=_device(self._network))
-        self._processes.sum_([*self._accumulator.sums, totals])
+        self._processes.sum_([*self._accumulator.sums, self._gradient, totals])
         if totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
         return Curvature(
@@ -234,20 +271,51 @@ class Sum:
             subset=self._plan.subset,
             likelihood=self._likelihood,
             kind=self._curvature,
-            n_data=int(totals[0]),
-            n_outputs=int(totals[1]),
-            log_likelihood=totals[2].cpu(),
+            **_numbers(totals),
+            gradient=self._plan.subset.narrow(self._gradient),
         )
+
+    def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        self._gradient += torch.cat([part.detach().reshape(-1) for part in parts])
 
     @torch.no_grad()
     def _add_sites(self, matched: list[list[Call]], grads: list[Tensor]) -> None:
-        for site, here in enumerate(matched):
-            self._accumulator.add_site(site, here, grads[: len(here)])
-            del grads[: len(here)]  # a layer's gradients are dropped as soon as they are used
+        for site, calls in enumerate(matched):
+            if calls:
+                self._accumulator.add_site(site, calls, grads[: len(calls)])
+                del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
 
     def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
         for name, J in gradients.items():
             self._accumulator.add_leftover(name, J, examples)
+
+
+def _fit_of(likelihood: Likelihood, f: Tensor, y: Tensor) -> list[float]:
+    """Log-likelihood and squared error of a batch, summed in float64 (NaN for a likelihood without the second), and the
+    number of targets that count."""
+    error = likelihood.squared_error(f, y)
+    return [
+        likelihood.log_likelihood_per_example(f, y).double().sum().item(),
+        math.nan if error is None else error.item(),
+        float(likelihood.n_targets(y)),
+    ]
+
+
+def _numbers(totals: Tensor) -> dict[str, Any]:
+    n_data, n_outputs, log_likelihood, squared_error, n_targets = totals.cpu()
+    if n_targets == 0:
+        raise DataError(
+            "no target counts: all are marked as unknown (ignore_index), and without targets there is nothing to fit"
+        )
+    return {
+        "n_data": int(n_data),
+        "n_outputs": int(n_outputs),
+        "log_likelihood": log_likelihood,
+        "squared_error": None if squared_error.isnan() else squared_error,
+    }
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:

@@ -6,17 +6,22 @@ to a loop where it has not (custom functions, fused recurrent kernels).
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.output_checks import agree
+from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.curvature.recorder import Call
+
+logger = logging.getLogger("lightning_bayes")
 
 MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
 CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
@@ -27,28 +32,40 @@ class LayerGradients:
 
     def __init__(self) -> None:
         self._batched = True
+        self._checked: set[tuple[int, torch.Size]] = (
+            set()
+        )  # columns and outputs for which batching gave the right thing
         self._buffers: list[Tensor] = []
 
-    def __call__(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
-        """Valid until the next call.  # columns [k, *f.shape] -> one [k, *z.shape] per call"""
+    def __call__(self, f: Tensor, calls: list[Call], columns: Tensor, plain: bool = False) -> list[Tensor]:
+        """Valid until the next call. Of operations that are not `plain` batching is checked before it is trusted.
+        # columns [k, *f.shape] -> one [k, *z.shape] per call"""
         columns = columns.to(f.dtype)
-        edges = [call.edge for call in calls]
         if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
                 with quiet():
-                    found = torch.autograd.grad(
-                        f, edges, columns, retain_graph=True, allow_unused=True, is_grads_batched=True
-                    )
-                return [_or_zero(g, call, columns) for g, call in zip(found, calls, strict=True)]
+                    grads = _grad(f, calls, columns, is_grads_batched=True)
+                if plain or self._is_right(f, calls, columns, grads):
+                    return grads
             except RuntimeError:
-                self._batched = False
+                pass
+            self._batched = False
         if len(columns) == 1:
-            found = torch.autograd.grad(f, edges, columns[0], retain_graph=True, allow_unused=True)
-            return [
-                _or_zero(g if g is None else g.unsqueeze(0), call, columns)
-                for g, call in zip(found, calls, strict=True)
-            ]
+            return [g.unsqueeze(0) for g in _grad(f, calls, columns[0])]
         return self._looped(f, calls, columns)
+
+    def _is_right(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> bool:
+        """Whether a random combination of the columns has the same combination of their gradients; once for each shape,
+        because an operator's batching rule may confuse columns with examples where there are as many."""
+        if (len(columns), f.shape) in self._checked:
+            return True
+        r = random_numbers(len(columns), like=columns)
+        combined = {str(i): torch.tensordot(r, g, dims=1) for i, g in enumerate(grads)}
+        true = {str(i): g for i, g in enumerate(_grad(f, calls, torch.tensordot(r, columns, dims=1)))}
+        if not all(agree(combined, true).values()):
+            return False
+        self._checked.add((len(columns), f.shape))
+        return True
 
     def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
         """An example's columns lie together, as its own gradient needs them, and in memory that the next call reuses:
@@ -56,11 +73,9 @@ class LayerGradients:
         shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
         if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
             self._buffers = [columns.new_empty(shape) for shape in shapes]
-        edges = [call.edge for call in calls]
         for k, column in enumerate(columns):
-            found = torch.autograd.grad(f, edges, column, retain_graph=True, allow_unused=True)
-            for buffer, g in zip(self._buffers, found, strict=True):
-                buffer[:, k] = 0 if g is None else g
+            for buffer, g in zip(self._buffers, _grad(f, calls, column), strict=True):
+                buffer[:, k] = g
         return [buffer.movedim(1, 0) for buffer in self._buffers]
 
     @staticmethod
@@ -76,53 +91,79 @@ class ParameterGradients:
         self._network, self._parameters = network, parameters
         self._vectorised = True
 
-    def __call__(self, x: Any, columns: Tensor, consume: Callable[[dict[str, Tensor], slice], None]) -> None:
+    def __call__(
+        self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[dict[str, Tensor], slice], None]
+    ) -> None:
         """Hand the gradients `{name: [k, b, numel]}` of a few examples at a time, and which those are, to `consume`."""
+        parameters = {name: self._parameters[name] for name in names}
         K, B = columns.shape[:2]
-        size = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        size = sum(p.numel() * p.element_size() for p in parameters.values())
         chunk = max(1, MEMORY // max(K * size, 1))
         for start in range(0, B, chunk):
             part = slice(start, min(start + chunk, B))
-            consume(self._some(inputs.take(x, part), columns[:, part]), part)
+            gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
+            with torch.no_grad():
+                consume(gradients, part)
 
-    def _some(self, x: Any, columns: Tensor) -> dict[str, Tensor]:
+    def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         if self._vectorised:
             try:
                 with quiet():
-                    return self._vmapped(x, columns)
+                    gradients = self._vmapped(parameters, x, columns)
+                if self._is_right(parameters, x, columns, gradients):
+                    return gradients
+                logger.info(
+                    "%s: PyTorch's vmap gives wrong gradients in this network; they are taken one example at a time, "
+                    "which is slow",
+                    ", ".join(parameters),
+                )
             except (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError):
-                self._vectorised = False
-        return self._looped(x, columns)
+                pass
+            self._vectorised = False
+        return self._looped(parameters, x, columns)
 
-    def _vmapped(self, x: Any, columns: Tensor) -> dict[str, Tensor]:
-        parameters = {name: p.detach() for name, p in self._parameters.items()}
-        dims = inputs.batch_dims(x)
+    def _is_right(
+        self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor, gradients: dict[str, Tensor]
+    ) -> bool:
+        """Whether the gradients, weighted by random numbers, add up to autograd's gradient of the same weighted sum."""
+        r = random_numbers(*columns.shape[:2], like=columns)  # [k, b]
+        f = inputs.call(self._network, x)
+        cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
+        true = torch.autograd.grad(f, list(parameters.values()), cotangent, allow_unused=True)
+        each = zip(parameters.items(), true, strict=True)
+        sums = {name: torch.tensordot(r.to(g.dtype), g, dims=2) for name, g in gradients.items()}
+        return all(agree(sums, {n: (torch.zeros_like(p) if g is None else g).flatten() for (n, p), g in each}).values())
+
+    def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        values = {name: p.detach() for name, p in parameters.items()}
+        dims = inputs.batch_dims(self._network, x)
 
         def one(x_n: Any, columns_n: Tensor) -> dict[str, Tensor]:
             def f(p: dict[str, Tensor]) -> Tensor:
                 module = NetworkCall(self._network)
                 prefixed = {f"network.{name}": value for name, value in p.items()}
-                return functional_call(module, prefixed, (inputs.add_batch_dim(x_n, dims),)).squeeze(0)
+                return call_with(module, prefixed, (inputs.add_batch_dim(x_n, dims),)).squeeze(0)
 
-            output, pullback = vjp(f, parameters)[:2]
+            output, pullback = vjp(f, values)[:2]
             return vmap(lambda c: pullback(c.to(output.dtype))[0])(columns_n)
 
-        found = vmap(one, in_dims=(dims, 1), out_dims=1)(x, columns)
-        return {name: g.reshape(*g.shape[:2], -1) for name, g in found.items()}  # [k, b, numel]
+        gradients = vmap(one, in_dims=(dims, 1), out_dims=1)(x, columns)
+        return {name: g.detach().reshape(*g.shape[:2], -1) for name, g in gradients.items()}  # [k, b, numel]
 
-    def _looped(self, x: Any, columns: Tensor) -> dict[str, Tensor]:
+    def _looped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         K, B = columns.shape[:2]
-        names, parameters = list(self._parameters), list(self._parameters.values())
-        found = {n: p.new_zeros(K, B, p.numel()) for n, p in self._parameters.items()}
+        gradients = {n: torch.zeros(K, B, p.numel(), dtype=p.dtype, device=p.device) for n, p in parameters.items()}
         for b in range(B):
-            f = inputs.call(self._network, inputs.take(x, slice(b, b + 1)))
+            f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
             for k in range(K):
                 cotangent = columns[k, b : b + 1].to(f.dtype)
-                grads = torch.autograd.grad(f, parameters, cotangent, retain_graph=k < K - 1, allow_unused=True)
-                for name, g in zip(names, grads, strict=True):
+                grads = torch.autograd.grad(
+                    f, list(parameters.values()), cotangent, retain_graph=k < K - 1, allow_unused=True
+                )
+                for name, g in zip(parameters, grads, strict=True):
                     if g is not None:
-                        found[name][k, b] = g.flatten()
-        return found
+                        gradients[name][k, b] = g.flatten()
+        return gradients
 
 
 class NetworkCall(nn.Module):
@@ -145,5 +186,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _or_zero(g: Tensor | None, call: Call, columns: Tensor) -> Tensor:
-    return columns.new_zeros(len(columns), *call.output_shape) if g is None else g
+def _grad(f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
+    """Zero at a layer that `f` does not depend on."""
+    edges = [call.edge for call in calls]
+    grads = torch.autograd.grad(f, edges, columns, retain_graph=True, allow_unused=True, **options)
+    lead = columns.shape[: columns.ndim - f.ndim]
+    return [columns.new_zeros(*lead, *c.output_shape) if g is None else g for g, c in zip(grads, calls, strict=True)]
+
+
+def random_numbers(*shape: int, like: Tensor) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)

@@ -1,17 +1,39 @@
-"""The autograd graph behind an output: which layers it depends on, and how often it uses each parameter."""
+"""The autograd graph behind an output: which layers it depends on, how often it uses each parameter, and whether its
+operations keep every example in its own row."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+
+_ELEMENTWISE = frozenset(
+    f"{name}Backward{n}"
+    for name in """
+    Add Sub Mul Div Neg Pow Exp Log Sqrt Rsqrt Abs Sin Cos Tanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Gelu Silu
+    Mish Hardtanh Hardswish Hardsigmoid Clamp ClampMin Clone ToCopy
+    """.split()  # noqa: SIM905
+    for n in (0, 1)
+)
+_BY_ROW = frozenset(
+    f"{name}Backward{n}"
+    for name in """
+    View UnsafeView ReshapeAlias Squeeze Unsqueeze NativeGroupNorm
+    MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveMaxPool2D
+    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D
+    """.split()  # noqa: SIM905
+    for n in (0, 1)
+)
+_ALONG = frozenset(  # the operations along dimensions that they name
+    f"{name}Backward{n}" for name in ("Mean", "Sum", "Softmax", "LogSoftmax", "Cat", "Slice", "Select") for n in (0, 1)
+)
 
 
 def uses(f: Tensor) -> Counter[Node]:
     """How many edges of the graph of `f` lead to each of its nodes; a parameter's node has one edge per use.
 
-    >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
     >>> uses(w * 3 + w)[get_gradient_edge(w).node]
     2
@@ -25,3 +47,64 @@ def uses(f: Tensor) -> Counter[Node]:
                     open_nodes.append(node)
                 counts[node] += 1
     return counts
+
+
+def keeps_rows(nodes: Counter[Node], B: int) -> bool:
+    """Whether row `n` of the output certainly depends on row `n` alone of every tensor in its graph, `uses(f)`. Where
+    an operation is not known to keep rows the answer is no.
+
+    >>> x, layer = torch.ones(3, 4), torch.nn.Linear(4, 4)
+    >>> keeps_rows(uses(layer(x).relu()), 3), keeps_rows(uses(layer(x).relu()[[2, 0, 1]]), 3)
+    (True, False)
+    """
+    return all(_is_parameter(node) or _keeps_rows(node, B) for node in nodes)
+
+
+def _keeps_rows(node: Node, B: int) -> bool:
+    shape = _shape(node, 0)
+    operands = [(n, _shape(n, i)) for n, i in node.next_functions if n is not None and not _is_parameter(n)]
+    if any(not s or s[0] != B for s in (shape, *(s for _, s in operands))):
+        return False
+    name, dims = node.name(), [len(s) for _, s in operands]
+    saved: Any = node
+    if name in _ELEMENTWISE:
+        return all(d == len(shape) for d in dims)  # fewer dimensions are broadcast from the last one
+    if name in _BY_ROW:
+        return True
+    if name in _ALONG:
+        along = getattr(saved, "_saved_dim", None)
+        along = (along,) if isinstance(along, int) else along or (0,)
+        return all(_signed(i) % dims[0] != 0 for i in along) if dims else False
+    if name in ("AddmmBackward0", "MmBackward0"):
+        return _is_constant(node.next_functions[-1][0])
+    if name == "ConvolutionBackward0":
+        return _is_constant(node.next_functions[1][0])
+    if name == "ConstantPadNdBackward0":
+        return len(saved._saved_pad) < 2 * len(shape)
+    if name in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
+        return not saved._saved_training
+    if name == "NativeLayerNormBackward0":
+        return len(saved._saved_normalized_shape) < len(shape)
+    return False
+
+
+def _is_constant(node: Node | None) -> bool:
+    return node is None or _is_parameter(node)
+
+
+def _is_parameter(node: Node) -> bool:
+    """A parameter, or one transposed."""
+    if node.name() == "TBackward0":
+        node = node.next_functions[0][0]  # type: ignore[assignment]
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _shape(node: Node, output: int) -> tuple[int, ...]:
+    """Of one of the tensors that an operation made; empty where PyTorch does not say."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[output].shape) if output < len(metadata) else ()
+
+
+def _signed(dim: int) -> int:
+    """PyTorch keeps a negative dimension as an unsigned number."""
+    return dim - 2**64 if dim >= 2**63 else dim

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.checks import explained
 from lightning_bayes.curvature.errors import DataError
+from lightning_bayes.curvature.preserve import borrowed
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:
@@ -62,16 +65,34 @@ def batch_size(x: Any) -> int:
     raise DataError(f"the input of the network must hold a tensor with a batch dimension, but it is {type(x).__name__}")
 
 
-def take(x: Any, examples: list[int] | slice) -> Any:
-    """The given examples of `x`; parts without the batch dimension are passed on as they are."""
-    size = batch_size(x)
-    return pytree.tree_map(lambda leaf: leaf[examples] if _has_batch(leaf, size) else leaf, x)
+def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
+    """The given examples of `x`; parts that all examples share are passed on as they are."""
+    return _select(x, batched(network, x), examples)
 
 
-def batch_dims(x: Any) -> Any:
+def batch_dims(network: nn.Module, x: Any) -> Any:
     """`in_dims` for `vmap` over examples: 0 for each part that has the batch dimension."""
+    spec = pytree.tree_structure(x)
+    return pytree.tree_unflatten([0 if has_batch else None for has_batch in batched(network, x)], spec)
+
+
+def batched(network: nn.Module, x: Any) -> list[bool]:
+    """Of each leaf of `x`, whether it has a row for every example.
+
+    Of several tensors, one that all examples share may have as many rows as the batch has examples. The network itself
+    tells which they are, once for each form of input: examples taken out of the batch must give what they gave in it.
+    """
+    leaves, spec = pytree.tree_flatten(x)
     size = batch_size(x)
-    return pytree.tree_map(lambda leaf: 0 if _has_batch(leaf, size) else None, x)
+    fits = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
+    if sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
+        return fits
+    learned = _LEARNED.setdefault(network, {})
+    form = (str(spec), *(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves))
+    if form not in learned:
+        learned[form] = _ask(network, x, fits) if sum(fits) > 1 else fits
+    learned[form] = [before and now for before, now in zip(learned[form], fits, strict=True)]
+    return learned[form]
 
 
 def add_batch_dim(x: Any, dims: Any) -> Any:
@@ -97,5 +118,31 @@ def has_nonfinite(x: Any) -> bool:
     return any(leaf.is_floating_point() and not leaf.isfinite().all() for leaf in tensors(x))
 
 
-def _has_batch(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+_LEARNED: WeakKeyDictionary[nn.Module, dict[Any, list[bool]]] = WeakKeyDictionary()  # by network and form of input
+
+
+def _select(x: Any, has_batch: list[bool], examples: list[int] | slice) -> Any:
+    leaves, spec = pytree.tree_flatten(x)
+    return pytree.tree_unflatten([v[examples] if b else v for v, b in zip(leaves, has_batch, strict=True)], spec)
+
+
+def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
+    """Those of the leaves that fit which have to be taken with their examples; as many of them as possible."""
+    x = to_device(x, next((p.device for p in network.parameters()), torch.device("cpu")))
+    others = [i for i, fit in enumerate(fits) if fit][1:]  # the first says how many examples there are
+    few = [batch_size(x) - 1, 0]
+    with borrowed(network, ()), torch.no_grad():
+        f = call(network, x)
+        if not isinstance(f, Tensor):
+            return fits
+        close = torch.finfo(f.dtype).eps ** 0.5
+        for n_shared in range(len(others) + 1):
+            for shared in combinations(others, n_shared):
+                flags = [fit and i not in shared for i, fit in enumerate(fits)]
+                try:
+                    alone = call(network, _select(x, flags, few))
+                    if torch.allclose(alone, f[few], rtol=close, atol=close * float(f.abs().max()), equal_nan=True):
+                        return flags
+                except Exception:
+                    continue
+    return fits

@@ -29,23 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_bayes.curvature.patches import patch_gram, patches, transposed_patches
-
-
-@dataclass(frozen=True)
-class BatchAxis:
-    """The dimension of a layer's output that counts examples; `repeats` positions of each may be merged into it, lying
-    together (`[B, T]` flattened) or, if `interleaved`, apart (`[T, B]` flattened)."""
-
-    dim: int
-    repeats: int = 1
-    interleaved: bool = False
-
-    def split(self, t: Tensor, lead: int = 0) -> Tensor:
-        """# [*lead, ..., B·repeats, ...] -> [*lead, B, repeats, ...]"""
-        t = t.movedim(lead + self.dim, lead)
-        if self.interleaved:
-            return t.unflatten(lead, (self.repeats, -1)).transpose(lead, lead + 1)
-        return t.unflatten(lead, (-1, self.repeats))
+from lightning_bayes.curvature.rows import PLAIN, Rows
 
 
 class Layer(ABC):
@@ -56,16 +40,20 @@ class Layer(ABC):
     batches = True  # whether one backward pass for many columns beats many passes
 
     @abstractmethod
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         """# [G, B, T, I]"""
 
-    def inputs_of(self, examples: slice, axis: BatchAxis) -> Tensor:
+    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
         """# [G, b, T, I]"""
         return self.inputs(axis)[:, examples]
 
     @abstractmethod
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         """# [K, *z.shape] -> [K, G, B, T, O]"""
+
+    def row_dims(self, ndim: int) -> int:
+        """How many of the output's `ndim` dimensions, the first ones, count rows: not channels, pixels or features."""
+        return ndim - 1
 
     @property
     @abstractmethod
@@ -88,11 +76,11 @@ class LinearLayer(Layer):
     weight_shape: tuple[int, int]  # (O, I)
     kind = "linear"
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         x = axis.split(self.x)
         return x.reshape(1, x.shape[0], -1, x.shape[-1])
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         g = axis.split(g, lead=1)
         return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
@@ -112,10 +100,13 @@ class _Patched(Layer):
     x: Tensor  # [B, C, *S]
     batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
 
-    def inputs_of(self, examples: slice, axis: BatchAxis) -> Tensor:
-        if axis.repeats > 1:
-            return super().inputs_of(examples, axis)
-        return replace(self, x=self.x[examples]).inputs(axis)
+    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
+        if axis == PLAIN:
+            return replace(self, x=self.x[examples]).inputs(axis)
+        return super().inputs_of(examples, axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -127,11 +118,11 @@ class Convolution(_Patched):
     groups: int
     kind = "convolution"
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
         return _grouped_inputs(a, self.groups, axis)
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         return _channels_to_groups(g, self.groups, axis)
 
     @property
@@ -165,12 +156,12 @@ class TransposedConvolution(_Patched):
     groups: int
     kind = "transposed convolution"
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         kernel = self.weight_shape[2:]
         a = transposed_patches(self.x, kernel, self.stride, self.padding, self.output_padding, self.dilation)
         return _grouped_inputs(a, self.groups, axis)
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         return _channels_to_groups(g, self.groups, axis)
 
     @property
@@ -191,7 +182,7 @@ class Embedding(Layer):
     dtype: torch.dtype
     kind = "embedding"
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         """One-hot rows; the padding token's row is zero, because its vector gets no gradient."""
         tokens = self.token_grid(axis)
         one_hot = F.one_hot(tokens, self.weight_shape[0]).to(self.dtype).unsqueeze(0)  # [1, B, T, V]
@@ -199,11 +190,11 @@ class Embedding(Layer):
             one_hot[..., self.padding_idx] = 0
         return one_hot
 
-    def token_grid(self, axis: BatchAxis) -> Tensor:
+    def token_grid(self, axis: Rows) -> Tensor:
         """# [B, T]"""
         return axis.split(self.tokens).flatten(1)
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         g = axis.split(g, lead=1)
         return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
@@ -225,11 +216,14 @@ class ChannelNorm(Layer):
     kind = "norm"
     kronecker = False
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         return _channels_to_groups(self.normalised().unsqueeze(0), self.channels, axis)[0]
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         return _channels_to_groups(g, self.channels, axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
@@ -249,12 +243,15 @@ class FeatureNorm(Layer):
     kind = "norm"
     kronecker = False
 
-    def inputs(self, axis: BatchAxis) -> Tensor:
+    def inputs(self, axis: Rows) -> Tensor:
         return self.gradients(self.normalised().unsqueeze(0), axis)[0]
 
-    def gradients(self, g: Tensor, axis: BatchAxis) -> Tensor:
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         g = axis.split(g.flatten(g.ndim - len(self.shape)), lead=1)  # [K, B, r, ..., C]
         return g.reshape(*g.shape[:2], -1, g.shape[-1]).permute(0, 3, 1, 2).unsqueeze(-1)
+
+    def row_dims(self, ndim: int) -> int:
+        return ndim - len(self.shape)
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
@@ -265,14 +262,14 @@ class FeatureNorm(Layer):
         return prod(self.shape), 1
 
 
-def _grouped_inputs(a: Tensor, groups: int, axis: BatchAxis) -> Tensor:
+def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:
     """# [B·r, C, k, L] -> [G, B, r·L, C/G·k]"""
     a = a.unflatten(1, (groups, -1)).flatten(2, 3)  # [B·r, G, I, L]
     a = axis.split(a).permute(2, 0, 1, 4, 3)  # [G, B, r, L, I]
     return a.flatten(2, 3)
 
 
-def _channels_to_groups(g: Tensor, groups: int, axis: BatchAxis) -> Tensor:
+def _channels_to_groups(g: Tensor, groups: int, axis: Rows) -> Tensor:
     """# [K, B·r, G·O, *S] -> [K, G, B, r·S, O]"""
     g = g.unflatten(2, (groups, -1)).flatten(4) if g.ndim > 3 else g.unflatten(2, (groups, -1)).unsqueeze(-1)
     g = axis.split(g, lead=1).permute(0, 3, 1, 2, 5, 4)  # [K, G, B, r, S, O]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -38,7 +40,7 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(_no_attention_fast_path())
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         if any(isinstance(module, nn.RNNBase) for module in network.modules()):
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -46,6 +48,20 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         for p, _, wanted in parameters:
             p.requires_grad_(wanted)
         yield
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
+    """`functional_call` with other parameters and buffers, also of a module that has two names: there PyTorch's own,
+    left to tie weights itself, puts a wrong tensor back."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    values = {id(t): tensors[name] for name, t in named if name in tensors}
+    places = {
+        f"{prefix}.{name}" if prefix else name: values[id(t)]
+        for prefix, owner in module.named_modules()
+        for name, t in chain(owner._parameters.items(), owner._buffers.items())
+        if id(t) in values
+    }
+    return functional_call(module, places, args, kwargs, tie_weights=False)
 
 
 @contextmanager
@@ -64,6 +80,19 @@ def preserved_rng() -> Iterator[None]:
 
 
 @contextmanager
+def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
+    """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
+    saved = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None] if keep else []
+    values = [b.detach().clone() for _, _, b in saved]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(saved, values, strict=True):
+                owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
+
+
+@contextmanager
 def _no_attention_fast_path() -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -74,7 +103,7 @@ def _no_attention_fast_path() -> Iterator[None]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
     if not hasattr(torch.compiler, "set_stance"):
         yield

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.errors import CurvatureError
 from lightning_bayes.curvature.layers import Layer, from_call
+from lightning_bayes.curvature.rows import PLAIN, Rows
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -61,6 +62,12 @@ class Call:
     edge: GradientEdge
     output_shape: torch.Size
     version: tuple[Tensor, int]  # the input and its version: it must not be overwritten before it is used
+    rows: Rows = PLAIN  # of the output, by example
+
+    @property
+    def row_dims(self) -> int:
+        """How many of the output's first dimensions count rows."""
+        return self.layer.row_dims(len(self.output_shape))
 
     @property
     def parameters(self) -> list[ParameterRows]:

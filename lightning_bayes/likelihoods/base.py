@@ -37,6 +37,7 @@ from .outputs import (
     check_output,
     check_tensor,
     draw_gaussian,
+    sum_per_example,
     widen,
 )
 
@@ -69,6 +70,14 @@ class ClassPredictive(Predictive):
         """The predictive probabilities."""
         return self.mean
 
+    def tempered(self, T: float) -> ClassPredictive:
+        """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic share of the variance stays."""
+        return self._with_probs((self.probs.log() / T).softmax(1))
+
+    def _with_probs(self, probs: Tensor) -> ClassPredictive:
+        scale = probs * (1 - probs) / (self.epistemic + self.aleatoric).clamp_min(torch.finfo(probs.dtype).tiny)
+        return replace(self, mean=probs, epistemic=scale * self.epistemic, aleatoric=scale * self.aleatoric)
+
     @property
     def entropy(self) -> Tensor:
         """The predictive entropy `−Σ_c p_c log p_c` with `0 log 0 = 0`, of shape `[B, *positions]`."""
@@ -78,6 +87,9 @@ class ClassPredictive(Predictive):
 @dataclass(frozen=True)
 class LabelPredictive(ClassPredictive):
     """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
+
+    def tempered(self, T: float) -> ClassPredictive:
+        return self._with_probs((self.probs.logit() / T).sigmoid())
 
     @property
     def entropy(self) -> Tensor:
@@ -138,6 +150,29 @@ class Likelihood(ABC):
         """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
         return self.log_likelihood_per_example(f, y).sum()
 
+    def least_nll(self, n_outputs: int) -> float:
+        """A bound that `−log p(y | f)` cannot fall below, whatever the `n_outputs` outputs are; `-inf` where there is
+        none."""
+        return -math.inf
+
+    def n_targets(self, y: Tensor) -> int:
+        """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
+        return y.numel()
+
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
+        return None
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """The `s` for which a usual loss, summed over all targets, is `s` times the negative log-likelihood but for
+        its `constant`; that of torch's own loss first."""
+        return (1.0,)
+
+    def constant(self, y: Tensor) -> float:
+        """The part of `−Σₙ log p(yₙ | fₙ)` that does not depend on `f` and that losses leave out."""
+        return 0.0
+
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """`∂ log p(y | f) / ∂f` in the shape of `f`; zero where there is no target."""
         gradient: Tensor = torch.func.grad(self.log_likelihood)(widen(f), y)
@@ -170,6 +205,13 @@ class Likelihood(ABC):
         self.choose_link(link)
         self._check_gaussian(mean, covariance, samples, generator)
         return self.from_samples(draw_gaussian(widen(mean), widen(covariance), samples, generator))
+
+    def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
+        """`log p(yₙ)` of every example under a predictive distribution, `f` integrated out: that of the Gaussian with
+        its mean and variance.  # [B]"""
+        variance = predictive.variance
+        error = y.reshape(variance.shape).to(variance.dtype) - predictive.mean
+        return sum_per_example(-0.5 * (error.square() / variance + (2 * math.pi * variance).log()))
 
     def choose_link(self, link: str | None) -> str:
         """`link`, or the default for `None`; an error with the words to choose from otherwise."""

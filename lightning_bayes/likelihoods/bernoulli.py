@@ -5,8 +5,8 @@
 **Integrals** over `f ~ N(m, v)`:
 
 - `"probit"`: `σ(κm)` with `κ = 1/√(1 + πv/8)` (MacKay, 1992, "The evidence framework applied to classification
-  networks"); the epistemic and aleatoric parts come from samples of `f`, and are NaN for `samples=0`, which draws
-  nothing;
+  networks"), which is also what `"pairwise"` means for one logit; the epistemic and aleatoric parts come from samples
+  of `f`, and are NaN for `samples=0`, which draws nothing;
 - `"mc"`: the average of `σ` over samples of `f`.
 """
 
@@ -43,7 +43,7 @@ class Bernoulli(Likelihood):
     """
 
     predictive = LabelPredictive
-    links = ("probit", "mc")
+    links = ("probit", "pairwise", "mc")
 
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)
@@ -58,12 +58,15 @@ class Bernoulli(Likelihood):
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)
-        return sum_per_example(logsigmoid((2 * y.to(f.dtype) - 1) * f))
+        return sum_per_example(logsigmoid((2 * _bits(y).to(f.dtype) - 1) * f))
+
+    def least_nll(self, n_outputs: int) -> float:
+        return 0.0
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)
-        return y.to(f.dtype) - f.sigmoid()
+        return _bits(y).to(f.dtype) - f.sigmoid()
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         return diagonal_root(self.fisher_diagonal(f).sqrt())  # [L, B, L, *positions]
@@ -95,10 +98,13 @@ class Bernoulli(Likelihood):
         self._check_gaussian(mean, covariance, samples, generator)
         mean, covariance = widen(mean), widen(covariance)
         link = self.choose_link(link)
-        if link == "probit":
+        if link in ("probit", "pairwise"):
             κ = (1 + math.pi / 8 * marginal_variance(mean, covariance)).rsqrt()
             return self._decompose((κ * mean).sigmoid(), mean, covariance, samples, generator)
         return super().integrate(mean, covariance, link, samples, generator)
+
+    def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
+        return self.log_likelihood_per_example(predictive.mean.logit(), y)
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
         check_floating("Bernoulli", f)
@@ -106,3 +112,9 @@ class Bernoulli(Likelihood):
         if y.is_complex():
             raise LikelihoodError(f"Bernoulli needs boolean, integer or floating-point targets, got {y.dtype}.")
         check_shape("Bernoulli", f, y, tuple(f.shape))
+
+
+def _bits(y: Tensor) -> Tensor:
+    """Targets of 0 and 1; all others, which `check` refuses, are NaN, so that no wrong number looks right. An error
+    would cost a wait for the device, and cannot be raised under `vmap`."""
+    return torch.where((y == 0) | (y == 1), y, math.nan)

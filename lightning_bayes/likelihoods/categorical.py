@@ -10,8 +10,16 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
 
 **Integrals** over `f ~ N(m, Σ)`:
 
-- `"probit"`: `softmax(m / √(1 + π/8 · diag Σ))`, MacKay's approximation in its multiclass form (Gibbs, 1997); the
-  epistemic and aleatoric parts come from samples of `f`, and are NaN for `samples=0`, which draws nothing;
+- `"pairwise"`: every class against every other (Lu, Ie and Sha 2020, "Mean-field approximation to Gaussian-softmax
+  integral with application to uncertainty estimation"). `1/p_k = Σ_j e^{f_j − f_k}`, and each difference of two logits
+  is shrunk as a binary probit would,
+
+      p_k ∝ 1 / Σ_j exp(−(m_k − m_j) / √(1 + π/8 · Var(f_k − f_j))),
+
+  so that a common shift of all logits, which a softmax ignores, changes nothing, whatever its variance. With two
+  classes it is MacKay's probit of the difference, exactly;
+- `"probit"`: `softmax(m / √(1 + π/8 · diag Σ))`, MacKay's approximation in its multiclass form (Gibbs, 1997), which
+  does count a common shift;
 - `"bridge"`: the Laplace bridge of Hobbhahn et al. (2022), "Fast predictive uncertainty for classification with
   Bayesian deep networks", to a Dirichlet with
 
@@ -20,6 +28,9 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
   after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace the bridge lives in: with row sums `r = Σ1` and
   `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The moments are the Dirichlet's, in closed form;
 - `"mc"`: the average of `softmax` over samples of `f`.
+
+For `"pairwise"` and `"probit"`, the epistemic and aleatoric parts come from samples of `f`, and are NaN for
+`samples=0`, which draws nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +70,7 @@ class Categorical(Likelihood):
     ignore_index: int = -100
 
     predictive = ClassPredictive
-    links = ("probit", "bridge", "mc")
+    links = ("pairwise", "probit", "bridge", "mc")
 
     def __post_init__(self) -> None:
         integer("ignore_index", self.ignore_index, LikelihoodError)
@@ -82,6 +93,9 @@ class Categorical(Likelihood):
         index = y.long().masked_fill(~observed, 0).unsqueeze(1)  # [B, 1, *positions]
         log_p = widen(f).log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
         return sum_per_example(log_p.masked_fill(~observed, 0))
+
+    def least_nll(self, n_outputs: int) -> float:
+        return 0.0
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
@@ -107,10 +121,8 @@ class Categorical(Likelihood):
         return S
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """`p (1 − p)`, by `log p` where `1 − p` would cancel."""
         self._check_logits(f)
-        log_p = widen(f).log_softmax(1)
-        return self._where_observed(-log_p.exp() * log_p.expm1(), f, y)
+        return self._where_observed(_variance(widen(f).softmax(1)), f, y)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
@@ -126,7 +138,7 @@ class Categorical(Likelihood):
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
         self._check_logits(f)
         p = widen(f).softmax(1)
-        return p, p * (1 - p)
+        return p, _variance(p)
 
     def integrate(
         self,
@@ -142,10 +154,18 @@ class Categorical(Likelihood):
         link = self.choose_link(link)
         if link == "bridge":
             return _laplace_bridge(mean, covariance)
+        if link == "pairwise":
+            return self._decompose(_pairwise(mean, covariance), mean, covariance, samples, generator)
         if link == "probit":
             probs = (mean / (1 + math.pi / 8 * marginal_variance(mean, covariance)).sqrt()).softmax(1)
             return self._decompose(probs, mean, covariance, samples, generator)
         return super().integrate(mean, covariance, link, samples, generator)
+
+    def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
+        return self.log_likelihood_per_example(predictive.mean.log(), y)
+
+    def n_targets(self, y: Tensor) -> int:
+        return int(self._observed(y).sum())
 
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
@@ -173,7 +193,30 @@ class Categorical(Likelihood):
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
                 "or y.argmax(1) for one-hot targets."
             )
+        if y.shape == f.shape:
+            raise LikelihoodError(
+                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
+                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use y.argmax(1) for one-hot targets."
+            )
         check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
+
+
+def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
+    """Logits with variances alone are independent.  # [B, C, ...] and [B, C, C] or [B, C, ...] -> [B, C, ...]"""
+    variance = marginal_variance(m, covariance)
+    of_difference = variance.unsqueeze(2) + variance.unsqueeze(1)  # Var(f_k − f_j) [B, C, C, ...]
+    if covariance.shape != m.shape:
+        of_difference = (of_difference - covariance - covariance.mT).clamp_min(0)
+    difference = (m.unsqueeze(2) - m.unsqueeze(1)) / (1 + math.pi / 8 * of_difference).sqrt()  # [B, C, C, ...]
+    return (-(-difference).logsumexp(2)).softmax(1)
+
+
+def _variance(p: Tensor) -> Tensor:
+    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of
+    all others.  # [B, C, …]"""
+    top = p.argmax(1, keepdim=True)
+    rest = p.scatter(1, top, 0).sum(1, keepdim=True)
+    return p * (1 - p).scatter(1, top, rest)
 
 
 def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
@@ -197,6 +240,6 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     known = (variance <= floor).all(1, keepdim=True)
     log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
     p = torch.where(known, m, log_α).softmax(1)
-    spread = p * (1 - p)
+    spread = _variance(p)
     # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
     return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0))

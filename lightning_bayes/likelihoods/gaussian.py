@@ -43,7 +43,8 @@ class Gaussian(Likelihood):
 
     noise_std: float | Tensor = 1.0
 
-    links = ("exact", "probit", "bridge", "mc")  # no link to approximate: every word means the exact integral
+    # No link to approximate: every word means the exact integral.
+    links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     def __post_init__(self) -> None:
         σ = vector("noise_std", self.noise_std, LikelihoodError)
@@ -55,6 +56,15 @@ class Gaussian(Likelihood):
         """This likelihood with another noise."""
         return replace(self, noise_std=noise_std)
 
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """`2σ²` of the squared error, `σ²` of its half; no squared error has a noise for every output."""
+        σ = torch.as_tensor(self.noise_std, dtype=torch.float64)
+        return (1.0,) if σ.numel() > 1 else (2 * float(σ) ** 2, float(σ) ** 2, 1.0)
+
+    def constant(self, y: Tensor) -> float:
+        return -float(self.log_likelihood(y, y))
+
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)
         check_output("Gaussian", f)
@@ -65,6 +75,16 @@ class Gaussian(Likelihood):
         f = widen(f)
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
+
+    def least_nll(self, n_outputs: int) -> float:
+        """That of a perfect fit."""
+        log_σ = torch.as_tensor(self.noise_std, dtype=torch.float64).log().mean()
+        return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
+
+    def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
+        self._check_fit(f, y)
+        f = f.double()
+        return ((y.double() - f) / self._noise(f)).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)

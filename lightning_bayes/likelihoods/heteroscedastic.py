@@ -45,7 +45,11 @@ class HeteroscedasticGaussian(Likelihood):
     tensor([[1.]])
     """
 
-    links = ("exact", "probit", "bridge", "mc")  # no link to approximate: every word means the exact integral
+    # No link to approximate: every word means the exact integral.
+    links = ("exact", "pairwise", "probit", "bridge", "mc")
+
+    def constant(self, y: Tensor) -> float:
+        return 0.5 * math.log(2 * math.pi) * y.numel()
 
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)

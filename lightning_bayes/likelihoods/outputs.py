@@ -59,14 +59,24 @@ def standard_normal(uniform: Tensor) -> Tensor:
 def marginal_variance(mean: Tensor, covariance: Tensor) -> Tensor:
     """The variances, in the shape of `mean`, of a Gaussian given by its variances or by covariances `[B, C, C]`."""
     if covariance.shape == mean.shape:
-        return covariance.clamp_min(0)
+        return _without_rounding(covariance)
     if mean.ndim == 2 and covariance.shape == (*mean.shape, mean.shape[1]):
-        return covariance.diagonal(dim1=1, dim2=2).clamp_min(0)  # [B, C]
+        return _without_rounding(covariance.diagonal(dim1=1, dim2=2))  # [B, C]
     full = f" or covariances of shape {[*mean.shape, mean.shape[1]]}" if mean.ndim == 2 else ""
     raise LikelihoodError(
         f"an output mean of shape {list(mean.shape)} needs variances of the same shape{full}, "
         f"got shape {list(covariance.shape)}."
     )
+
+
+def _without_rounding(variance: Tensor) -> Tensor:
+    """Variances, or a covariance's eigenvalues: what rounding has left just below zero is zero, more is an error."""
+    if variance.numel() and bool(variance.amin() < -1e-3 * variance.abs().amax()):
+        raise LikelihoodError(
+            f"the covariance of the outputs must be positive semi-definite, but has a variance of "
+            f"{variance.amin().item():.3g}; pass a covariance, neither its negative nor a precision."
+        )
+    return variance.clamp_min(0)
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
@@ -82,7 +92,7 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     if covariance.shape == mean.shape:
         return mean + variance.sqrt() * noise  # [S, B, …]
     λ, Q = torch.linalg.eigh(covariance)
-    root = (Q * λ.clamp_min(0).sqrt().unsqueeze(-2)) @ Q.mT  # [B, C, C]
+    root = (Q * _without_rounding(λ).sqrt().unsqueeze(-2)) @ Q.mT  # [B, C, C]
     return mean + torch.einsum("bij,sbj->sbi", root, noise)  # [S, B, C]
 
 

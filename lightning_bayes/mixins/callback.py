@@ -30,6 +30,7 @@ class VariationalCallback(PosteriorCallback):
             settings.ood,
             settings.plots,
             settings.seed,
+            settings.predict_step,
         )
 
     def _find_posterior(self) -> GaussianPosterior | None:
@@ -54,6 +55,9 @@ class VariationalCallback(PosteriorCallback):
 
     def _check_module(self, module: LightningModule) -> None:
         pass
+
+    def _begin_dry_run(self, trainer: Trainer) -> None:
+        """The mixin looks at every step itself, and the callback stores nothing."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -21,15 +21,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 
 LARGEST_HESSIAN = 20_000  # weights
-
-
-def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """`−(1/S) Σₙ log p(yₙ | fₙ)`."""
-    return -likelihood.log_likelihood(f, y) / len(f)
 
 
 def kl_divergence(μ: Tensor, log_σ: Tensor, s: float) -> Tensor:

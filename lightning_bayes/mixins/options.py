@@ -8,6 +8,8 @@ from typing import Any, TypedDict
 
 from lightning_bayes.arguments import count, flag, positive, shown, word
 from lightning_bayes.callbacks.arguments import check_use
+from lightning_bayes.callbacks.plain import plain_values
+from lightning_bayes.callbacks.predict_step import PREDICT_STEPS
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
 
 CURVATURES = ("fisher", "empirical", "hessian")
@@ -46,7 +48,8 @@ class VariationalOptions(TypedDict, total=False):
     link: how "glm" integrates over a classifier's outputs: "probit", "bridge" or "mc".
     samples: drawn where a prediction draws, 10 by default.
     ood: dataloaders after the first hold out-of-distribution data.
-    plots: write reliability diagrams to the logger, or as PNG files.
+    plots: write reliability diagrams (of a regression, calibration curves) to the logger, or as PNG files.
+    predict_step: "replace" the module's own in `trainer.predict` (default), "keep" it, or return "both".
     """
 
     likelihood: str | Likelihood | dict[str, Any]
@@ -67,6 +70,7 @@ class VariationalOptions(TypedDict, total=False):
     samples: int
     ood: bool
     plots: bool
+    predict_step: str
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,12 @@ class Settings:
     samples: int = 10
     ood: bool = False
     plots: bool = False
+    predict_step: str = "replace"
 
     def __post_init__(self) -> None:
         word("predictive", self.predictive, tuple(PREDICTIVES), OptionError)
         word("loss", self.loss, LOSSES, OptionError)
+        word("predict_step", self.predict_step, PREDICT_STEPS, OptionError)
         word("curvature", self.curvature, CURVATURES, OptionError)
         word("method", self.method, METHODS, OptionError)
         if self.curvature == "hessian" and self.method == "finite_difference":
@@ -112,7 +118,7 @@ def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings
     unused = set(defaults.pop("unused", ()))
     if given is not None and not isinstance(given, Mapping):
         raise OptionError(f"variational must be a dictionary of options, got {shown(given)}")
-    options: dict[str, Any] = dict(given or {})
+    options: dict[str, Any] = plain_values(given or {})
     known = [f.name for f in fields(Settings) if f.name not in unused]
     for key in options:
         if key not in known:
@@ -130,7 +136,7 @@ def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings
 
 def plain(given: VariationalOptions | None) -> dict[str, Any]:
     """The same options as tensors, numbers and strings only, which any checkpoint can hold."""
-    options: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in (given or {}).items()}
+    options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
         name = type(likelihood).__name__

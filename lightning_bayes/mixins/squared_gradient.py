@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.callbacks.loss_check import mean_nll
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.mixins.handed import Gradients
-from lightning_bayes.mixins.objective import mean_nll, squared_gradient
+from lightning_bayes.mixins.objective import squared_gradient
 from lightning_bayes.mixins.users_step import ForwardCall
 from lightning_bayes.mixins.weights import moved
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from lightning_bayes.callbacks.loss_check import same_value
 from lightning_bayes.curvature import inputs
 
 
@@ -170,8 +171,7 @@ def one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> F
 def check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
     """The returned loss must be the mean NLL, up to rounding."""
     a, b = float(loss.detach()), float(nll.detach())
-    tolerance = torch.finfo(f.dtype).eps ** 0.5
-    if a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(1.0, abs(b)):
+    if same_value(a, b, f.dtype):
         return
     raise StepError(
         f"training_step returned {a:.6g}, but the mean negative log-likelihood of the network's outputs is {b:.6g}: "

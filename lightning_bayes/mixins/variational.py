@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.callbacks.data import count_examples
+from lightning_bayes.callbacks.loss_check import mean_nll
 from lightning_bayes.callbacks.module import network_of, split_batch
 from lightning_bayes.curvature import Subset
 from lightning_bayes.curvature.preserve import unwrap
@@ -27,7 +28,7 @@ from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.callback import VariationalCallback
 from lightning_bayes.mixins.handed import Gradients, hand_over
 from lightning_bayes.mixins.log_sigma import LogSigma
-from lightning_bayes.mixins.objective import kl_divergence, kl_with_gradients, mean_nll
+from lightning_bayes.mixins.objective import kl_divergence, kl_with_gradients
 from lightning_bayes.mixins.options import Settings, VariationalOptions, plain, settings_from
 from lightning_bayes.mixins.patterns import check_patterns, matches
 from lightning_bayes.mixins.prior import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature import Processes
+from lightning_bayes.curvature.preserve import kept_buffers
 from lightning_bayes.mixins.handed import Gradients
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization, local_parameters
 from lightning_bayes.mixins.users_step import Step, StepError, with_loss
 from lightning_bayes.mixins.variational import VariationalMixin
-from lightning_bayes.mixins.weights import kept_buffers, moved
+from lightning_bayes.mixins.weights import moved
 
 
 class VariationalInferenceMixin(VariationalMixin):

@@ -28,15 +28,3 @@ def moved(moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
             for p, value in saved.items():
                 p.copy_(value)
         torch.clear_autocast_cache()
-
-
-@contextmanager
-def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
-    """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
-    saved = [(b, b.detach().clone()) for b in module.buffers()] if keep else []
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in saved:
-                buffer.copy_(value)

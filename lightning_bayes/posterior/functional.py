@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import JacobianRows
 from lightning_bayes.curvature.gradients import CACHE, MEMORY, LayerGradients, ParameterGradients
-from lightning_bayes.curvature.plan import Plan, Site, check_output
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
+from lightning_bayes.curvature.plan import Matched, Plan, Site
 from lightning_bayes.curvature.recorder import Call, recording
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker, Structure
 
@@ -43,34 +44,62 @@ def output_gaussian(
     B = inputs.batch_size(x)
     few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
     if form in ("example", "marginal") and few < B:  # examples do not see each other: a few at a time bound the memory
-        parts = [slice(start, start + few) for start in range(0, B, few)]
-        pieces = [output_gaussian(network, plan, precisions, inputs.take(x, part), form) for part in parts]
+        each = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
+        pieces = [output_gaussian(network, plan, precisions, part, form) for part in each]
         means = torch.cat([mean for mean, _ in pieces])
         return means, [torch.cat(each) for each in zip(*(found for _, found in pieces), strict=True)]
     with recording(parameters) as calls:
         f = inputs.call(network, x)
     check_output(f, B)
-    matched = plan.match(calls)
-    used = [call for here in matched for call in here]
+    matched = plan.match(f, calls, parameters)
+    if matched.mixed and B > 1:
+        return _one_by_one(network, plan, precisions, x, form, f.detach())
     C = f[0].numel()
     wide = torch.promote_types(f.dtype, torch.float32)
-    layer_gradients = LayerGradients()
-    add = _by_block if _fits(plan, precisions[0]) else _dense
+    layer_gradients, leftover_gradients = LayerGradients(), ParameterGradients(network, parameters)
+    add = _by_block if _fits(plan, matched, precisions[0]) else _dense
     # Variances need one column at a time, covariances all of them.
-    size = LayerGradients.chunk_size(used, f) if form == "marginal" else C
-    found = []
+    size = LayerGradients.chunk_size(matched.used, f) if form == "marginal" else C
+    parts = []
     for start in range(0, C, size):
         columns = _columns(f, start, min(start + size, C))
-        grads = layer_gradients(f, used, columns) if used else []
-        leftovers: dict[str, Tensor] = {}
-        if plan.leftovers:
-            leftovers = _leftover_jacobians(network, {n: parameters[n] for n in plan.leftovers}, x, columns)
+        grads = layer_gradients(f, matched.used, columns, matched.plain) if matched.used else []
+        leftovers = _leftover_jacobians(leftover_gradients, matched.leftovers, x, columns)
         with torch.no_grad():
-            found.append(
-                add(plan, precisions, matched, grads, leftovers, _Terms(B, len(columns), form, wide, f.device))
-            )
-    covariances = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*found, strict=True)]
+            terms = _Terms(B, len(columns), form, wide, f.device)
+            parts.append(add(plan, precisions, matched.calls, grads, leftovers, terms))
+    covariances = [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
     return f.detach().to(wide), covariances
+
+
+def _one_by_one(
+    network: nn.Module, plan: Plan, precisions: Sequence[Structure], x: Any, form: str, f: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Where examples share rows of a layer: a single example owns all rows. Covariances between examples take the whole
+    Jacobian."""
+    each = [inputs.take(network, x, slice(n, n + 1)) for n in range(len(f))]
+    if form != "joint":
+        pieces = [output_gaussian(network, plan, precisions, x_n, form) for x_n in each]
+        means = torch.cat([mean for mean, _ in pieces])
+        check_examples_apart(network, means, f)
+        return means, [torch.cat(covariances) for covariances in zip(*(found for _, found in pieces), strict=True)]
+    jacobian = torch.cat([_jacobian(network, plan, x_n) for x_n in each], dim=1)  # [C, B, P]
+    terms = _Terms(len(f), len(jacobian), form, jacobian.dtype, f.device)
+    return f.to(jacobian.dtype), [terms.quadratic(precision, terms.arrange(jacobian)) for precision in precisions]
+
+
+def _jacobian(network: nn.Module, plan: Plan, x: Any) -> Tensor:
+    """Of a single example.  # [C, 1, P]"""
+    parameters = plan.subset.parameters(network)
+    with recording(parameters) as calls:
+        f = inputs.call(network, x)
+    matched = plan.match(f, calls, parameters)
+    columns = _columns(f, 0, f.numel())
+    grads = LayerGradients()(f, matched.used, columns, matched.plain) if matched.used else []
+    leftovers = _leftover_jacobians(ParameterGradients(network, parameters), matched.leftovers, x, columns)
+    with torch.no_grad():
+        terms = _Terms(1, len(columns), "example", torch.promote_types(f.dtype, torch.float32), f.device)
+        return _rows(plan, matched.calls, grads, leftovers, terms)
 
 
 def _columns(f: Tensor, start: int, stop: int) -> Tensor:
@@ -80,12 +109,13 @@ def _columns(f: Tensor, start: int, stop: int) -> Tensor:
     return picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)
 
 
-def _fits(plan: Plan, precision: Structure) -> bool:
-    """Whether every layer of the plan has a block of its own. A plan is made from a few examples; where these leave
-    open how a layer is used (all its outputs dead, say), it may be another than that of the fit."""
+def _fits(plan: Plan, matched: Matched, precision: Structure) -> bool:
+    """Whether every layer of this forward pass has a block of its own. A plan is made from a few examples; where these
+    leave open how a layer is used (an expert that none of them needs, say), it may be another than that of the fit."""
     if not isinstance(precision, BlockDiagonal):
         return isinstance(precision, Diagonal)
-    layouts = [site.layout for site in plan.sites] + [plan.leftover_layout(name) for name in plan.leftovers]
+    layouts = [site.layout for site, calls in zip(plan.sites, matched.calls, strict=True) if calls]
+    layouts += [plan.leftover_layout(name) for name in matched.leftovers]
     return set(layouts) <= set(precision.layouts)
 
 
@@ -124,15 +154,23 @@ def _dense(
     leftovers: dict[str, Tensor],
     terms: _Terms,
 ) -> list[Tensor]:
+    rows = terms.arrange(_rows(plan, matched, grads, leftovers, terms))
+    return [terms.quadratic(precision, rows) for precision in precisions]
+
+
+def _rows(
+    plan: Plan, matched: list[list[Call]], grads: list[Tensor], leftovers: dict[str, Tensor], terms: _Terms
+) -> Tensor:
+    """The whole Jacobian.  # [K, B, P]"""
     jacobian = JacobianRows(plan, terms.dtype, terms.device)
     jacobian.begin(terms.K, terms.B)
-    for index, here in enumerate(matched):
-        jacobian.add_site(index, here, grads[: len(here)])
-        del grads[: len(here)]
+    for index, calls in enumerate(matched):
+        if calls:
+            jacobian.add_site(index, calls, grads[: len(calls)])
+            del grads[: len(calls)]
     for name, J in leftovers.items():
         jacobian.add_leftover(name, J, slice(None))
-    rows = terms.arrange(jacobian.rows)
-    return [terms.quadratic(precision, rows) for precision in precisions]
+    return jacobian.rows
 
 
 def _by_block(
@@ -146,6 +184,8 @@ def _by_block(
     lookups = [_block_of(plan, precision) for precision in precisions]
     totals = [terms.zeros() for _ in precisions]
     for site, here in zip(plan.sites, matched, strict=True):
+        if not here:
+            continue
         g = site.gradients(here, grads[: len(here)]).to(terms.dtype)
         del grads[: len(here)]
         blocks = [lookup(site.layout) for lookup in lookups]
@@ -246,13 +286,14 @@ def _wide(a: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _leftover_jacobians(
-    network: nn.Module, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor
+    gradients_of: ParameterGradients, names: Sequence[str], x: Any, columns: Tensor
 ) -> dict[str, Tensor]:
-    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    jacobians: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def keep(gradients: dict[str, Tensor], _: slice) -> None:
         for name, J in gradients.items():
-            found[name].append(J.detach())
+            jacobians[name].append(J)
 
-    ParameterGradients(network, parameters)(x, columns, keep)
-    return {name: torch.cat(parts, dim=1) for name, parts in found.items()}
+    if names:
+        gradients_of(x, columns, names, keep)
+    return {name: torch.cat(parts, dim=1) for name, parts in jacobians.items()}

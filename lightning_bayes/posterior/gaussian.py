@@ -7,11 +7,11 @@ model is taken at the network's own weights, which must still be the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.functional import output_gaussian
 from lightning_bayes.structures import Structure
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
 
+
+Posterior = TypeVar("Posterior", bound="GaussianPosterior")
 
 _CACHED = 2**16  # numbers in float64, half a megabyte
 
@@ -48,6 +51,7 @@ class GaussianPosterior:
     precision: Structure = field(repr=False)
     n_data: int
     fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
+    calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     _plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
 
     @property
@@ -66,6 +70,7 @@ class GaussianPosterior:
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
+        check_theta(theta, self.mean)
         d = theta - self.mean
         distance = (d * self.precision.matmul(d)).sum(-1)
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
@@ -102,20 +107,57 @@ class GaussianPosterior:
         link: str | None = None,
         samples: int = 100,
         generator: torch.Generator | None = None,
+        calibrated: bool = True,
     ) -> Prediction:
         """The predictive distribution at `x`.
 
         Args:
             x: an input of the network.
             predictive: "glm" (the linearised network), "bnn" (weight samples through the network itself) or "map".
-            link: how "glm" integrates a classifier's outputs: "probit", "bridge" or "mc"; by default the likelihood's
-                first.
+            link: how "glm" integrates a classifier's outputs: "pairwise", "probit", "bridge" or "mc"; by default the
+                likelihood's first.
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
+            calibrated: use what `calibrate` found for this predictive and link, if it was called.
         """
         from lightning_bayes.predictive import predict
 
-        return predict(self, x, predictive, link, samples, generator)
+        return predict(self, x, predictive, link, samples, generator, calibrated)
+
+    def calibrate(
+        self: Posterior,
+        loader: Iterable[Any],
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        seed: int = 0,
+        of: str = "outputs",
+    ) -> Posterior:
+        """The same posterior with one number found on held-out data, in one pass over `loader`: for class and binary
+        labels a temperature, the one with the best likelihood; for real targets a factor on the predictive variance,
+        the mean of (y − m)²/v.
+
+        It corrects the predictions by this predictive and link, and nothing else: `functional`, `sample` and the
+        evidence stay as they are.
+
+        Args:
+            loader: held-out batches `(x, y)`.
+            predictive, link, samples: as in `predict`.
+            seed: of what is drawn.
+            of: the temperature's place: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`, which can
+                also make up for a posterior that is too wide.
+        """
+        from lightning_bayes.predictive.held_out import calibrate
+
+        return calibrate(self, loader, predictive, link, samples, seed, of)
+
+    def calibration_of(self, predictive: str, link: str) -> Calibration | None:
+        """What `calibrate` found for this predictive and link."""
+        return next((c for c in self.calibrations if (c.predictive, c.link) == (predictive, link)), None)
+
+    def with_calibration(self: Posterior, calibration: Calibration) -> Posterior:
+        others = [c for c in self.calibrations if (c.predictive, c.link) != (calibration.predictive, calibration.link)]
+        return replace(self, calibrations=(*others, calibration))
 
     def encode(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
@@ -141,8 +183,7 @@ class GaussianPosterior:
                 f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
                 "with network.to(dtype), or fit the posterior again"
             )
-        now = fingerprint(self.network)
-        if now.shape != self.fingerprint.shape or not torch.allclose(now, self.fingerprint, rtol=1e-6, atol=1e-12):
+        if not same_weights(fingerprint(self.network), self.fingerprint):
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
                 "the posterior again"
@@ -165,12 +206,17 @@ class GaussianPosterior:
         return from_state(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
-        torch.save(self.state_dict(), path)
+        """Write the posterior as one file, whole or not at all; `path` may be a URL that `fsspec` knows."""
+        from lightning_bayes.posterior.files import write
+
+        write(self.state_dict(), path)
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return GaussianPosterior.from_state_dict(network, state, likelihood)
+        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        from lightning_bayes.posterior.files import read
+
+        return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
@@ -190,30 +236,51 @@ class GaussianPosterior:
         )
 
 
+def check_theta(theta: Tensor, mean: Tensor) -> None:
+    """Refuse what broadcasting would make a weight vector of."""
+    if theta.shape[-1:] != mean.shape:
+        raise ValueError(
+            f"log_prob takes weight vectors [..., {len(mean)}], one number for each weight of the posterior, got shape "
+            f"{list(theta.shape)}"
+        )
+
+
 def fingerprint(network: nn.Module) -> Tensor:
-    """Three sums over every floating-point weight and buffer, in float64: of the values, of their squares, and of the
-    rows weighted by their numbers, because hidden units may have changed places.  # [n, 3]"""
+    """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
+    because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
     state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
     state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
-    lengths = torch.tensor([len(t) for t in state], dtype=torch.float64)
-    number = torch.arange(1, int(lengths.max()) + 1, dtype=torch.float64, device=state[0].device)
-    weights = torch.stack((torch.ones_like(number), number), dim=1)  # [rows, 2]
-    linear, squares = [], []
+    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
+    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
+    sums = []
     for t in state:
-        rows, square = _row_sums(t)
-        linear.append(rows @ weights[: len(rows)].to(t.device))
-        squares.append(square)
-    value, numbered = torch.stack(linear).cpu().unbind(1)
-    return torch.stack((value, torch.stack(squares).cpu(), numbered / lengths), dim=1)
+        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
+        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
+    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
 
 
-def _row_sums(t: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of the rows and of all squares, a few rows at a time, so that their float64 copies stay in the cache.
-    # [rows, columns] -> [rows], []"""
-    columns = t.shape[1]
+def same_weights(now: Tensor, then: Tensor) -> bool:
+    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, the
+    squares alone, which stand in the same column, can be compared."""
+    if len(now) != len(then):
+        return False
+    squares = then[:, 1]
+    moved = now.shape[1] == then.shape[1] == 2 and ((now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12).any()
+    return not moved and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
+
+
+def _scattered(n: int, step: float, device: torch.device) -> Tensor:
+    """Numbers in ±[½, 1], no two of which are alike: from the fractions of the multiples of an irrational.  # [n]"""
+    fraction = torch.arange(1, n + 1, dtype=torch.float64, device=device).mul_(step).remainder_(1).sub_(0.5)
+    return fraction + 0.5 * fraction.sign()
+
+
+def _row_sums(t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """`Tc` and the sum of all squares, a few rows at a time, so that their float64 copies stay in the cache.
+    # [rows, columns], [columns] -> [rows], []"""
     if t.numel() > _CACHED and len(t) > 1:
-        parts = [_row_sums(part) for part in t.split(max(1, _CACHED // columns))]
+        parts = [_row_sums(part, c) for part in t.split(max(1, _CACHED // t.shape[1]))]
         return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
     wide = t.double()
-    flat = wide.view(-1)
-    return flat if columns == 1 else wide.sum(1), flat @ flat
+    flat = wide.reshape(-1)
+    return wide @ c, flat @ flat

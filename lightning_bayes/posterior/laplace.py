@@ -24,10 +24,12 @@ from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
+from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.prior import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
 
 DAMPINGS = (None, "glm", "ritter")
+EVIDENCES = ("weights", "optimum")
 OPTIONS = tuple(n for n, p in signature(fit_curvature).parameters.items() if p.kind is p.KEYWORD_ONLY)
 
 
@@ -56,9 +58,17 @@ class LaplacePosterior(GaussianPosterior):
         return per_layer_sums(1 - δ * self.precision.inverse_diagonal(), self.subset)
 
     def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
+        self,
+        prior_precision: float | Tensor | None = None,
+        noise_std: float | Tensor | None = None,
+        at: str = "weights",
     ) -> Tensor:
-        """The evidence, a pure and differentiable function of both arguments; `None` is what the posterior has."""
+        """The evidence, a pure and differentiable function of prior and noise; `None` is what the posterior has.
+
+        It is taken `at="weights"`, as if these were a mode of the loss, or `at="optimum"` of the linearised model (see
+        `linear_evidence`), which they need not be.
+        """
+        word("at", at, EVIDENCES)
         if not self.curvature.knows_likelihood:
             raise PosteriorError(
                 "this posterior was made without a pass over the data and does not know their likelihood: use "
@@ -68,26 +78,47 @@ class LaplacePosterior(GaussianPosterior):
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
         full = per_parameter(δ, self.subset).expand(self.subset.size)
-        logdet = self._precision(δ, ρ).logdet()
         fit = self._log_likelihood(ρ).to(self.mean) / self.temperature
+        if at == "optimum":
+            return self._linear_evidence(self._precision(δ, ρ), full, ρ, -fit)
+        logdet = self._precision(δ, ρ).logdet()
         return fit - 0.5 * (logdet - full.log().sum() + (full * self.mean.square()).sum())
+
+    def _linear_evidence(self, P: Structure, Λ: Tensor, ρ: Tensor, loss: Tensor) -> Tensor:
+        g = self.curvature.gradient
+        if g is None:
+            raise PosteriorError(
+                "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
+                "posterior was made without: fit it with fit_laplace"
+            )
+        if self.damping is not None:
+            raise PosteriorError(
+                "the linear model's optimum needs the exact sum of curvature and prior, without damping"
+            )
+        n = self.curvature.n_outputs
+        least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
+        least = least + n * ρ.log() if isinstance(self.likelihood, Gaussian) else least
+        return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
     def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
         """The same curvature with another prior."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
-            return replace(self, prior_precision=δ, precision=self._precision(δ))
+            return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
         with torch.inference_mode(False), torch.no_grad():
             ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
             likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
+            known = self.curvature.squared_error
             curvature = replace(
                 self.curvature,
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
                 log_likelihood=self._log_likelihood(ρ),
+                gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
+                squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
         moved = replace(self, curvature=curvature, likelihood=likelihood)
         return moved.with_prior(self.prior_precision)
@@ -108,9 +139,10 @@ class LaplacePosterior(GaussianPosterior):
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
-            method: "marglik" (gradients of the evidence), "mackay" (its fixed point) or "grid" (validation data).
-            loader: batches `(x, y)`: validation data for "grid"; for a posterior that has seen no data, as L2M's, the
-                training data.
+            method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
+                "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
+            loader: batches `(x, y)`: validation data for "auto" and "grid"; for a posterior that has seen no data, as
+                that of L2M, the training data.
             per_layer: one prior precision per layer in place of one for all.
             options: see `lightning_bayes.posterior.tuning`.
         """
@@ -140,13 +172,16 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def squared_error(self) -> Tensor:
-        """`Σ (y − f)²/σ²` over all outputs, recovered from the log-likelihood of a Gaussian. What is less than the
-        rounding of that log-likelihood cannot be told from it: a network that interpolates its data has that much."""
-        n = self.curvature.n_outputs
+        """`Σ (y − f)²/σ²` over all outputs; at least the square of the rounding of `σ`, for a network that interpolates
+        its data. Where the pass did not keep it (files of older versions), it is recovered from the log-likelihood, and
+        what is less than the rounding of that cannot be told from it."""
+        n, error = self.curvature.n_outputs, self.curvature.squared_error
+        eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
+        if error is not None:
+            return error.clamp(min=n * eps**2)
         log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()  # type: ignore[attr-defined]
         error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
-        dtype = torch.promote_types(next(self.network.parameters()).dtype, torch.float32)
-        return error.clamp(min=n * torch.finfo(dtype).eps)
+        return error.clamp(min=n * eps)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
         """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""

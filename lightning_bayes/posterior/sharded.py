@@ -26,7 +26,7 @@ from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.curvature.subset import layer_of
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import check_generator, standard_normal
-from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.gaussian import PosteriorError, check_theta
 from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.posterior.second_moment import local
 
@@ -110,6 +110,7 @@ class ShardedPosterior:
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)` of whole vectors, of which each process passes its shards.  # [..., p] ->
         [...]"""
+        check_theta(theta, self.mean)
         P, shards = self.precision, self._shards()
         terms = 0.5 * (P.log() - P * (theta - self.mean).square() - math.log(2 * math.pi))
         parameters = self.subset.parameters(self.network).values()
@@ -139,6 +140,7 @@ class ShardedPosterior:
             )
         count("samples", samples)
         check_generator(generator)
+        self.likelihood.choose_link(link)
         self.check_weights()
         seed = generator.initial_seed() if generator is not None else 0
         with torch.inference_mode(False), borrowed(self.network, ()), torch.no_grad():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import Curvature, Subset, inputs
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
+_COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint", "type")
+_OF_LAPLACE = ("curvature", "kind", "n_outputs", "log_likelihood", "prior_precision", "temperature", "damping")
 _LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
     kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
 }
@@ -33,6 +39,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
+        "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": _structure_state(posterior.precision)}
@@ -43,6 +50,8 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "kind": curvature.kind,
         "n_outputs": curvature.n_outputs,
         "log_likelihood": curvature.log_likelihood,
+        "gradient": curvature.gradient,
+        "squared_error": curvature.squared_error,
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
@@ -51,13 +60,21 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
 
 @torch.inference_mode(False)  # inference tensors could not be differentiated later
 def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None) -> GaussianPosterior:
-    if state.get("format") != FORMAT:
-        raise PosteriorError(f"this file holds no posterior that this version reads (format {state.get('format')!r})")
-    network, state = unwrap(network), inputs.to_device(state, torch.device("cpu"))
+    kind = state.get("format") if isinstance(state, Mapping) else None
+    if kind not in READABLE:
+        raise PosteriorError(
+            f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
+        )
+    network, state = unwrap(network), inputs.to_device(dict(state), torch.device("cpu"))
+    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files have not
+    _check_keys(state)
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     _check_network(network, subset)
+    matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
+    structure = _read_structure(state[matrix])
+    _check_numbers(state, subset, structure, matrix)
     device = next(iter(subset.parameters(network).values())).device
-    mean = state["mean"].to(device)
+    mean, structure = state["mean"].to(device), structure.to(device)
     common = {
         "network": network,
         "subset": subset,
@@ -66,9 +83,9 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
     }
-    if state["type"] != "LaplacePosterior":
-        return GaussianPosterior(**common, precision=_structure_from(state["precision"]).to(device))
-    structure = _structure_from(state["curvature"]).to(device)
+    calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
+    if matrix == "precision":
+        return GaussianPosterior(**common, precision=structure, calibrations=calibrations)
     curvature = Curvature(
         structure=structure,
         subset=subset,
@@ -76,7 +93,9 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         kind=state["kind"],
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
-        log_likelihood=state["log_likelihood"].cpu(),
+        log_likelihood=state["log_likelihood"],
+        squared_error=state["squared_error"],
+        gradient=None if state["gradient"] is None else state["gradient"].to(device),
     )
     bare = LaplacePosterior(
         **common,
@@ -86,7 +105,38 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         temperature=state["temperature"],
         damping=state["damping"],
     )
-    return bare.with_prior(state["prior_precision"].to(device))
+    return replace(bare.with_prior(state["prior_precision"].to(device)), calibrations=calibrations)
+
+
+def _check_keys(state: dict[str, Any]) -> None:
+    laplace = state.get("type") == "LaplacePosterior"
+    for key in (*_COMMON, *(_OF_LAPLACE if laplace else ("precision",))):
+        if key not in state:
+            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
+
+
+def _read_structure(state: Any) -> Structure:
+    try:
+        return _structure_from(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PosteriorError(
+            f"the state of the posterior is not complete: its matrix cannot be read ({error!r}); save it again"
+        ) from None
+
+
+def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str) -> None:
+    for what, size in (("mean", state["mean"].numel()), (matrix, structure.size)):
+        if size != subset.size:
+            raise PosteriorError(
+                f"the state of the posterior does not fit itself: its {what} is of {size} weights, but the parameters "
+                f"it names have {subset.size}; save it again"
+            )
+    for what in ("mean", matrix, "prior_precision"):
+        if inputs.has_nonfinite(state.get(what)):
+            raise PosteriorError(
+                f"the {what.replace('_', ' ')} of the posterior holds NaN or infinity: fit the posterior again, to "
+                "weights and data that are finite"
+            )
 
 
 def _check_network(network: nn.Module, subset: Subset) -> None:
@@ -124,7 +174,7 @@ def _structure_state(structure: Structure) -> dict[str, Any]:
     if isinstance(structure, Diagonal):
         return {"type": "Diagonal", "values": structure.values}
     if isinstance(structure, Dense):
-        return {"type": "Dense", "matrix": structure.matrix}
+        return {"type": "Dense", "matrix": structure.matrix, "factor": structure.factor, "shift": structure.shift}
     if isinstance(structure, Kronecker):
         left, right = structure.left, structure.right
         factors = {"left": [left.vectors, left.values], "right": [right.vectors, right.values]}
@@ -142,7 +192,7 @@ def _structure_from(state: dict[str, Any]) -> Structure:
     if state["type"] == "Diagonal":
         return Diagonal(state["values"])
     if state["type"] == "Dense":
-        return Dense(state["matrix"])
+        return Dense(state["matrix"], state.get("factor", 1.0), state.get("shift", 0.0))
     if state["type"] == "Kronecker":
         return Kronecker(Factor(*state["left"]), Factor(*state["right"]), state["shift"])
     layouts = tuple(

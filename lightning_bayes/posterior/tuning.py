@@ -7,7 +7,9 @@
 
   where `N·C ≤ γ`, or hardly more, a Newton step in log β in place of the last. At a temperature `T` it is `Tγ` that
   counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
+- `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`).
 - `grid`: the best of many priors on validation data (see `grid`).
+- `auto`: what measures best (see `lightning_bayes.predictive.auto`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -25,14 +26,13 @@ from torch import Tensor
 from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.grid import grid
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
-from lightning_bayes.structures import Dense
 
 logger = logging.getLogger("lightning_bayes")
 
-METHODS = ("marglik", "mackay", "grid")
+METHODS = ("auto", "marglik", "mackay", "linear", "grid")
+_OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
 _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
@@ -41,42 +41,53 @@ def tune(
 ) -> LaplacePosterior:
     word("method", method, METHODS)
     flag("per_layer", per_layer)
-    known = [name for name in signature(_FUNCTIONS[method]).parameters if name not in _OWN]
-    keywords(f"tune_prior({method!r})", options, known)
-    with torch.inference_mode(False):
-        if method != "grid":
-            if not posterior.curvature.knows_likelihood:
-                if loader is None:
-                    raise PosteriorError(
-                        f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior "
-                        "has made no pass: pass loader="
-                    )
-                posterior = posterior.with_log_likelihood(loader)
-            return _by_evidence(_FUNCTIONS[method], posterior, per_layer, options)
-        if loader is None:
-            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+    function = _function(method)
+    keywords(f"tune_prior({method!r})", options, [name for name in signature(function).parameters if name not in _OWN])
+    if method in ("auto", "grid"):
         if per_layer:
-            raise ValueError("tune_prior('grid') tunes one prior for all layers; use 'marglik' with per_layer=True")
-        return grid(posterior, loader, **options)
+            raise ValueError(f"tune_prior({method!r}) tunes one prior for all layers; per_layer=True needs 'marglik'")
+        if loader is None and method == "grid":
+            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+        with torch.inference_mode(False):
+            return function(posterior, loader, **options)
+    with torch.inference_mode(False):
+        if not posterior.curvature.knows_likelihood:
+            if loader is None:
+                raise PosteriorError(
+                    f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior has "
+                    "made no pass: pass loader="
+                )
+            posterior = posterior.with_log_likelihood(loader)
+        return function(posterior, per_layer, **options)
 
 
-def _by_evidence(
-    method: Any, posterior: LaplacePosterior, per_layer: bool, options: dict[str, Any]
+def _function(method: str) -> Any:
+    """What tunes by this method; its further arguments are the options."""
+    if method == "auto":
+        from lightning_bayes.predictive.auto import tune_auto
+
+        return tune_auto
+    if method == "grid":
+        from lightning_bayes.predictive.grid import grid
+
+        return grid
+    return {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
+
+
+def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
+    """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
+    maximum is sought from the best of many priors."""
+    flag("noise", noise)
+    count("steps", steps)
+    with torch.no_grad():
+        scan = torch.logspace(-4, 6, 21, dtype=torch.float64)
+        evidence = torch.stack([posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan])
+    return marglik(posterior.with_prior(float(scan[evidence.argmax()])), per_layer, noise, steps, at="optimum")
+
+
+def marglik(
+    posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100, at: str = "weights"
 ) -> LaplacePosterior:
-    """Rounding makes a float32 matrix indefinite, and its determinant with a small prior has no logarithm: such a one
-    is tuned in float64, with its negative eigenvalues taken for the zeros they are."""
-    H = posterior.curvature.structure
-    if not isinstance(H, Dense) or H.dtype == torch.float64:
-        return method(posterior, per_layer, **options)
-    λ, Q = torch.linalg.eigh(H.matrix.double())
-    curvature = replace(posterior.curvature, structure=Dense((Q * λ.clamp(min=0)) @ Q.mT))
-    wide = replace(posterior, mean=posterior.mean.double(), curvature=curvature)
-    tuned = method(wide.with_prior(posterior.prior_precision), per_layer, **options)
-    σ = _noise_std(tuned)
-    return (posterior if σ is None else posterior.with_noise(σ.to(posterior.mean))).with_prior(tuned.prior_precision)
-
-
-def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
     """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
     flag("noise", noise)
     count("steps", steps)
@@ -89,11 +100,12 @@ def marglik(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, st
         return log_δ.clamp(-bound, bound).exp(), None if σ is None else σ * log_ρ.clamp(-bound, bound).exp()
 
     def loss() -> Tensor:
-        return -posterior.log_marginal_likelihood(*values()) / posterior.n_data
+        return -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
 
     with torch.enable_grad():
         _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)
     δ, noise_std = values()
+    _say_bound(posterior, δ.detach())
     return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
 
 
@@ -137,13 +149,29 @@ def mackay(
             posterior = posterior.with_noise(σ)
         posterior = posterior.with_prior(α)
         if step.abs().max() < tolerance:
+            _say_bound(posterior, α)
             return posterior
     logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
     return posterior
 
 
-_FUNCTIONS: dict[str, Any] = {"marglik": marglik, "mackay": mackay, "grid": grid}
-_OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
+def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
+    """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
+    names = posterior.subset.layers if δ.ndim else ("all layers",)
+    for bound, meaning in (
+        (_LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
+        (1 / _LARGEST, "the evidence falls with it, so that the data want no prior at all"),
+    ):
+        at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()
+        if any(at):
+            layers = ", ".join(name for name, reached in zip(names, at, strict=True) if reached)
+            logger.warning(
+                "tuning stopped at the bound of %g for the prior precision of %s: %s; choose it yourself with "
+                "with_prior, or on validation data with tune_prior('grid')",
+                bound,
+                layers,
+                meaning,
+            )
 
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode, encode, reconstruct
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.predict import outputs, predict, sample_functions
+from lightning_bayes.predictive.functions import outputs, sample_functions
+from lightning_bayes.predictive.predict import predict
 from lightning_bayes.predictive.prediction import Prediction
 
 __all__ = [

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.predictive.predict import _at_mean, _unflatten
+from lightning_bayes.predictive.functions import at_mean, unflatten
 
 PARTS = ("encoder", "decoder")
 
@@ -107,13 +107,13 @@ def _moments(
     flag("keep_samples", keep_samples)
     _check_parts(posterior.network)
     found = [_Moments(part, keep_samples) for part in parts]
-    with _at_mean(posterior, x) as x:
+    with at_mean(posterior, x) as x:
         chain = _Chain(posterior.network, parts)
         mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
         for _ in range(samples):
-            moves = _unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
             weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
-            for each, value in zip(found, functional_call(chain, weights, (x,)), strict=True):
+            for each, value in zip(found, call_with(chain, weights, (x,)), strict=True):
                 each.add(value)
     return found
 

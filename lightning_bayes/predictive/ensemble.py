@@ -34,6 +34,7 @@ from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.curvature.checks import submodule
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.gaussian import same_weights
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -212,8 +213,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
             )
         for other in range(number):
             # Compared as `check_weights` does, which at least one of the two would fail.
-            one, two = member.fingerprint, posteriors[other].fingerprint
-            same = one.shape == two.shape and torch.allclose(one, two, rtol=1e-6, atol=1e-12)
+            same = same_weights(member.fingerprint, posteriors[other].fingerprint)
             if member.network is posteriors[other].network and not same:
                 raise PosteriorError(
                     f"members {other} and {number} share one network, but belong to different weights of it: give each "

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 
 from lightning_bayes.curvature.checks import explained
 from lightning_bayes.curvature.gradients import NetworkCall
+from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.posterior import PosteriorError
 
 
@@ -53,7 +54,7 @@ class Linearised:
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
         with explained(self._module.network, self._x):
-            return functional_call(self._module, parameters, (self._x,))
+            return call_with(self._module, parameters, (self._x,))
 
     @torch.enable_grad()
     def _double_backward(self) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:

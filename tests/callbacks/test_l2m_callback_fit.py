@@ -15,7 +15,7 @@ from l2m_cases import BATCH, BETAS, ByHand, N, Net, adam, fitted, l2m, loader, s
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Gaussian, L2MCallback, LaplacePosterior
 from lightning_bayes.curvature import DataError
@@ -315,7 +315,7 @@ def test_regression_on_the_mean_squared_error(tmp_path: Path) -> None:
 
 def test_one_output_without_a_dimension_of_its_own(tmp_path: Path) -> None:
     x, y = wide(measured(N)).tensors  # type: ignore[attr-defined]
-    data = DataLoader(torch.utils.data.TensorDataset(x, y[:, 0]), BATCH)
+    data = DataLoader(TensorDataset(x, y[:, 0]), BATCH)
     callback = l2m(likelihood="regression")
     model, fit = fitted(tmp_path, callback, Fits(lambda f, t: F.mse_loss(f[:, 0], t), outputs=1), data)
     matches(callback, model, fit, 2.0, Gaussian(1.0), harmonic())
@@ -333,7 +333,7 @@ def test_several_labels_of_an_example_are_averaged_by_torchs_loss(tmp_path: Path
     y = (x[:, :2] > 0).double()
     callback = l2m(likelihood="binary")
     loss = F.binary_cross_entropy_with_logits
-    model, fit = fitted(tmp_path, callback, Fits(loss), DataLoader(torch.utils.data.TensorDataset(x, y), BATCH))
+    model, fit = fitted(tmp_path, callback, Fits(loss), DataLoader(TensorDataset(x, y), BATCH))
     matches(callback, model, fit, 1 / 2, Bernoulli(), harmonic())
 
 
@@ -343,7 +343,7 @@ def test_a_given_scale_needs_no_pair_of_x_and_y(tmp_path: Path) -> None:
             return 3 * super().training_step(batch[:2], batch_idx)
 
     x, y = wide(labelled(N)).tensors  # type: ignore[attr-defined]
-    data = DataLoader(torch.utils.data.TensorDataset(x, y, y), BATCH)
+    data = DataLoader(TensorDataset(x, y, y), BATCH)
     callback = l2m(loss_scale=3.0)
     model, fit = fitted(tmp_path, callback, Triple(torch.optim.Adam, weight_decay=0.1), data)
     matches(callback, model, fit, 3.0, "classification", harmonic())
@@ -583,3 +583,71 @@ def test_frozen_weights_that_are_unfrozen_on_the_way(tmp_path: Path) -> None:
 def test_a_batch_of_no_tensor_says_so_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="must hold a tensor with a batch dimension"):
         fitted(tmp_path, l2m(loss_scale=1.0), data=DataLoader(range(9), 2, collate_fn=lambda rows: tuple(rows)))  # type: ignore[arg-type]
+
+
+# -- what the first batch says of the loss's scale ---------------------------------------------------------------------
+
+FOUR = TensorDataset(draw(N, FEATURES, seed=3).double(), draw(N, 4, seed=4).double())
+
+
+def summed(f: Tensor, y: Tensor) -> Tensor:
+    return ((f - y) ** 2).sum(1).mean()
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["by gradient", "by value"])
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [(summed, 2 * 0.3**2), (lambda f, y: summed(f, y) / 2, 0.3**2), (lambda f, y: F.mse_loss(f, y) / 2, 0.3**2 / 4)],
+    ids=["sum", "half the sum", "half the mean"],
+)
+def test_a_scale_that_fits_exactly_is_taken_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: Any, scale: float, seen: bool
+) -> None:
+    """With four outputs, the sum over them is a curvature sixteen times that of the mean which is assumed."""
+
+    class Model(Fits):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) if seen else self.net(x) + 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            f = self(batch[0]) if seen else self.net(batch[0]) + 0
+            return self.loss(f, batch[1])
+
+    callback = l2m(likelihood=Gaussian(0.3))
+    with caplog.at_level("INFO"):
+        model, fit = fitted(tmp_path, callback, Model(loss, outputs=4), DataLoader(FOUR, BATCH))
+    matches(callback, model, fit, scale, Gaussian(0.3), harmonic())
+    assert f"the loss of the training step is {scale:.4g} times the mean negative log-likelihood" in caplog.text
+    assert callback.state_dict()["batches"]["loss_scale"] == pytest.approx(scale)  # a resumed run knows it
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({}, "loss_scale=0.045 is assumed, .* is 3600 times .* pass loss_scale=2.7,"),
+        ({"loss_scale": 5.4}, r"is 0\.25 ti"),
+    ],
+)
+def test_any_other_scale_is_a_warning_with_the_one_that_fits(tmp_path: Path, words: Any, says: str) -> None:
+    callback = l2m(likelihood=Gaussian(0.3), **words)
+    with pytest.warns(UserWarning, match=f"is 2.7 times the mean negative log-likelihood, but .*{says}"):
+        fitted(tmp_path, callback, Fits(lambda f, y: 15 * summed(f, y), outputs=4), DataLoader(FOUR, BATCH))
+    fitted(tmp_path, l2m(likelihood=Gaussian(0.3), loss_scale=2.7), Fits(lambda f, y: 15 * summed(f, y), outputs=4),
+           DataLoader(FOUR, BATCH))  # fmt: skip
+
+
+def test_examples_are_those_of_split_batchs_x(tmp_path: Path) -> None:
+    """A batch of three rows, each of them several examples."""
+
+    class Bags(Net):
+        def split_batch(self, batch: Any) -> Any:
+            return batch["x"].flatten(0, 1), batch["y"].flatten()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(self.split_batch(batch), batch_idx)
+
+    x, y = wide(labelled(24)).tensors  # type: ignore[attr-defined]
+    rows = [{"x": x[i : i + 2], "y": y[i : i + 2]} for i in range(0, 24, 2)]
+    callback = l2m(n_data=24)
+    fitted(tmp_path, callback, Bags(torch.optim.Adam, weight_decay=0.1), DataLoader(rows, 3))  # type: ignore[arg-type]
+    assert callback._batches.size == pytest.approx(6)

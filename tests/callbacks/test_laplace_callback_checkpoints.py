@@ -65,22 +65,6 @@ def test_a_monitored_checkpoint_of_the_last_weights_holds_the_posterior(tmp_path
     assert stored(checkpoint.best_model_path)["n_data"] == 37
 
 
-@pytest.mark.parametrize("arguments", [{"every_n_epochs": 2}, {"monitor": "step", "mode": "min"}])
-def test_a_checkpoint_of_earlier_weights_is_left_alone(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    class Remember(L.Callback):
-        weights: list[Any]
-
-        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.weights = [*getattr(self, "weights", []), pl_module.net[0].weight.detach().clone()]
-
-    remember, checkpoint = Remember(), ModelCheckpoint(tmp_path / "kept", **arguments)
-    fit_with(tmp_path, laplace(), checkpoint, remember, max_epochs=3)
-    found = torch.load(checkpoint.best_model_path, weights_only=True)
-    epoch = 1 if "every_n_epochs" in arguments else 0
-    assert torch.equal(found["state_dict"]["net.0.weight"], remember.weights[epoch])
-    assert found["callbacks"][KEY]["posterior"] is None
-
-
 def test_the_file_of_its_own_is_always_written(tmp_path: Path) -> None:
     callback = laplace(name="mine")
     model, _ = fitted(tmp_path, callback)
@@ -165,13 +149,13 @@ def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path:
 
 def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
-    model, fit = fit_with(tmp_path, laplace(), checkpoint, max_epochs=3)
+    model, fit = fit_with(tmp_path, laplace(weights="last"), checkpoint, max_epochs=3)
     with pytest.raises(RuntimeError, match="not those the posterior was fitted to: load the matching weights, or fit"):
         fit.test(model, held_out(), ckpt_path="best", verbose=False)
 
 
 def test_fit_now_is_the_way_out_for_the_best_weights(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(tune=None), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    callback, checkpoint = laplace(tune=None, weights="last"), ModelCheckpoint(tmp_path, monitor="step", mode="min")
     fit_with(tmp_path, callback, checkpoint, max_epochs=3)
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     callback.fit_now(None, best, train_loader())
@@ -183,7 +167,7 @@ def test_fit_now_is_the_way_out_for_the_best_weights(tmp_path: Path) -> None:
 
 def test_a_checkpoint_from_the_middle_of_training_says_that_nothing_is_scored(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
-    fit_with(tmp_path, laplace(), checkpoint, max_epochs=3)
+    fit_with(tmp_path, laplace(weights="last"), checkpoint, max_epochs=3)
     with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has no posterior yet"):
         trainer(tmp_path, laplace()).test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
 

@@ -1,6 +1,8 @@
 """The exact pass: every training example once and in order, whatever the training loader does with them."""
 
+import warnings
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, draw, held_out, labelled, laplace, same_posterior, train_loader, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -217,11 +220,81 @@ class Noisy(Dataset[Any]):
 
 def test_a_random_transform_leaves_the_random_state_as_training_left_it(tmp_path: Path) -> None:
     states = []
-    for callbacks in ([], [laplace(curvature="fisher_mc")]):
+    for callbacks in ([], [laplace(curvature="fisher_mc", data=train_loader())]):
         L.seed_everything(0, verbose=False)
         trainer(tmp_path, *callbacks).fit(Classifier(), DataLoader(Noisy(), batch_size=8, shuffle=True))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def test_augmented_data_are_noticed_once_and_change_no_random_state(tmp_path: Path) -> None:
+    states = []
+    for callbacks in ([], [laplace(), laplace(name="data", data=train_loader())]):
+        L.seed_everything(0, verbose=False)
+        checkpoint = ModelCheckpoint(tmp_path / str(len(callbacks)), monitor="step", mode="min")  # two passes
+        fit = trainer(tmp_path, *callbacks, checkpoint, enable_checkpointing=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit.fit(Classifier(), DataLoader(Noisy(), batch_size=8, shuffle=True))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    sentences = [str(each.message) for each in caught if "random seed" in str(each.message)]
+    assert len(sentences) == 1
+    assert "differ each time they are read" in sentences[0]
+    assert "give data= the same examples without augmentation" in sentences[0]
+
+
+class Plain(L.LightningDataModule):
+    """Augmented examples to train on, and the same as they are."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=8, shuffle=True)
+
+    def clean(self) -> DataLoader[Any]:
+        return train_loader()
+
+
+@pytest.mark.parametrize("data", ["clean", train_loader()], ids=["name", "loader"])
+def test_the_pass_goes_over_other_data_if_asked(tmp_path: Path, data: Any) -> None:
+    model, callback = Classifier(), laplace(tune=None, data=data)
+    trainer(tmp_path, callback, limit_train_batches=2).fit(model, Plain())
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), X)
+
+
+def test_a_name_that_nobody_has_is_refused_before_training(tmp_path: Path) -> None:
+    model = Classifier()
+    before = model.net[0].weight.clone()
+    with pytest.raises(DataError, match="data='cleen' is no method or attribute of Plain or Classifier"):
+        trainer(tmp_path, laplace(data="cleen")).fit(model, Plain())
+    assert torch.equal(before, model.net[0].weight)
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return cycle(labelled(37))
+
+
+def test_of_endless_data_the_pass_takes_what_training_took_and_says_so(tmp_path: Path) -> None:
+    model, callback = Classifier(), laplace(tune=None)
+    fit = trainer(tmp_path, callback, max_steps=3, max_epochs=-1)
+    with pytest.warns(UserWarning, match="no length, .* the posterior is that of 3 batches, .* max_batches= sets"):
+        fit.fit(model, DataLoader(Endless(), batch_size=8))
+    plain = DataLoader(Subset(labelled(37), range(24)), batch_size=8)
+    same_posterior(callback.posterior, fit_laplace(model, plain), X)
+
+
+@pytest.mark.parametrize("data", [Endless(), labelled(37)], ids=["endless", "indexed"])
+def test_max_batches_ends_the_pass(tmp_path: Path, data: Any) -> None:
+    model, callback = Classifier(), laplace(tune=None, max_batches=2)
+    trainer(tmp_path, callback, max_steps=3, max_epochs=-1).fit(model, DataLoader(data, batch_size=8))
+    plain = DataLoader(Subset(labelled(37), range(16)), batch_size=8)
+    same_posterior(callback.posterior, fit_laplace(model, plain), X)
+
+
+def test_a_finite_stream_is_passed_over_to_its_end(tmp_path: Path) -> None:
+    model, callback = Classifier(), laplace(tune=None)  # training stops in its second epoch
+    trainer(tmp_path, callback, max_steps=7, max_epochs=-1).fit(model, DataLoader(Stream(), batch_size=8))
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), X)
 
 
 class Scaled(L.LightningDataModule):

@@ -116,7 +116,7 @@ def test_one_log_line_has_examples_evidence_effective_parameters_and_prior(
     posterior = callback.posterior
     (line,) = [message for message in caplog.messages if message.startswith("laplace: ")]
     assert line == (
-        f"laplace: kron posterior over 53 weights; n_data 37, "
+        f"laplace: kron posterior over 53 weights (Kronecker: 2 layers; dense: 1 (net.1)); n_data 37, "
         f"log_evidence {float(posterior.log_marginal_likelihood()):.6g}, "
         f"effective_parameters {float(posterior.effective_parameters):.6g}, "
         f"prior_precision {float(posterior.prior_precision):.6g}"
@@ -170,9 +170,15 @@ def test_fit_now_leaves_the_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_without_a_step_of_training_there_is_no_posterior_and_the_error_says_how_to_get_one(tmp_path: Path) -> None:
+def test_without_a_step_of_training_the_posterior_is_that_of_the_weights_as_they_are(tmp_path: Path) -> None:
+    callback = laplace(tune=None)
+    model, _ = fitted(tmp_path, callback, max_epochs=0)
+    same_posterior(callback.posterior, fit_laplace(model, train_loader(shuffle=False)), draw(5, 4, seed=9))
+
+
+def test_without_data_there_is_no_posterior_and_the_error_says_how_to_get_one(tmp_path: Path) -> None:
     callback = laplace()
-    fitted(tmp_path, callback, max_epochs=0)
+    fitted(tmp_path, callback, limit_train_batches=0)
     with pytest.raises(RuntimeError, match=r"'laplace' has no posterior yet: run trainer.fit, load .* or call fit_now"):
         _ = callback.posterior
 

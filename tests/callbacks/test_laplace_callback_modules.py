@@ -87,6 +87,7 @@ def test_lightnings_boring_model(tmp_path: Path) -> None:
     torch.testing.assert_close(found[:, 0, 1], torch.zeros(20), rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:laplace. the loss of the training step")  # which is the sum of its outputs
 def test_lightnings_demo_model(tmp_path: Path) -> None:
     class Demo(DemoModel):
         def split_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:

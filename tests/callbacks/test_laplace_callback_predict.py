@@ -114,6 +114,67 @@ def test_a_predict_step_of_the_modules_own_is_replaced_and_comes_back(tmp_path: 
     assert [each.shape for each in plain] == [(4,), (4,), (3,)]
 
 
+def test_replacing_a_predict_step_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for model, times in ((Own(), 1), (Classifier(), 0)):
+        caplog.clear()
+        model, fit = fitted(tmp_path, laplace(), model)
+        for _ in range(2):
+            fit.predict(model, held_out())
+        said = [m for m in caplog.messages if "predictions instead of Own.predict_step" in m]
+        assert len(said) == times
+
+
+def test_a_predict_step_may_be_kept_or_answer_beside_ours(tmp_path: Path) -> None:
+    kept, both = laplace(predict_step="keep"), laplace(name="both", predict_step="both")
+    L.seed_everything(0, verbose=False)
+    model = Own()
+    trainer(tmp_path, kept, both).fit(model, train_loader())
+    own = trainer(tmp_path).predict(model, held_out())
+    for each, expected in zip(trainer(tmp_path, kept).predict(model, held_out()), own, strict=True):
+        assert torch.equal(each, expected)
+    answers = trainer(tmp_path, kept, both).predict(model, held_out())
+    assert [set(each) for each in answers] == [{"user", "both"}] * 3
+    assert all(torch.equal(each["user"], expected) for each, expected in zip(answers, own, strict=True))
+    same_predictions([each["both"] for each in answers], both, batches())
+    assert own_answer(model)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda batch: (7, 7),
+        lambda batch, batch_idx: (batch_idx, 7),
+        lambda batch, batch_idx, dataloader_idx=0: (batch_idx, dataloader_idx),
+        lambda batch, *, dataloader_idx, batch_idx: (batch_idx, dataloader_idx),
+        lambda *args: args[1:],
+    ],
+)
+def test_a_step_gets_the_arguments_it_takes(tmp_path: Path, step: Any) -> None:
+    callback = laplace(predict_step="both")
+    model, fit = fitted(tmp_path, callback)
+    model.predict_step = step
+    (a, b) = fit.predict(model, held_out())[1]["user"]
+    assert a in (1, 7)  # the second batch
+    assert b in (0, 7)
+    assert model.predict_step is step
+
+
+def test_a_step_gets_the_number_of_the_loader(tmp_path: Path) -> None:
+    callback = laplace(predict_step="both")
+    model, fit = fitted(tmp_path, callback)
+    model.predict_step = lambda batch, batch_idx, dataloader_idx=0: (batch_idx, dataloader_idx)
+    answers = fit.predict(model, [held_out(4), held_out(4)])
+    assert [each["user"] for loader in answers for each in loader] == [(0, 0), (0, 1)]
+
+
+def test_wrong_words_for_predict_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown predict_step 'mine': use one of 'replace', 'keep', 'both'"):
+        laplace(predict_step="mine")
+    model, fit = fitted(tmp_path, laplace(name="user", predict_step="both"), Own())
+    with pytest.raises(ValueError, match="under 'user': give the callback another name="):
+        fit.predict(model, held_out())
+
+
 def test_a_predict_step_set_on_the_instance_comes_back(tmp_path: Path) -> None:
     callback = laplace()
     model, fit = fitted(tmp_path, callback)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import (
+    CLASSES,
     FEATURES,
     Classifier,
     Regressor,
@@ -30,6 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Categorical
 from lightning_bayes.callbacks import ModuleError
+from lightning_bayes.callbacks.evaluate import evaluate
+from lightning_bayes.likelihoods import LikelihoodError
 
 
 def classification_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
@@ -261,6 +264,32 @@ def test_reliability_diagrams_are_written_as_png_without_a_logger(tmp_path: Path
     )
 
 
+def test_a_regression_draws_its_calibration_curve(tmp_path: Path) -> None:
+    model, fit = fitted(tmp_path, laplace(likelihood="regression", plots=True), Regressor())
+    (logged,) = fit.test(model, DataLoader(measured(11, 5), 4), verbose=False)
+    step = f"{fit.global_step:06d}"
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {f"test_calibration_map_{step}.png", f"test_calibration_laplace_{step}.png"}
+    assert {key.split("_")[1] for key in logged} == {"nll", "rmse", "coverage"}  # a picture, not one more number
+
+
+@pytest.mark.parametrize("one_hot", [lambda y: F.one_hot(y, CLASSES), lambda y: F.one_hot(y, CLASSES).float()])
+def test_one_hot_targets_are_refused_and_not_scored_as_labels(tmp_path: Path, one_hot: Any) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+    x, y = labelled(11, 5).tensors
+    data = DataLoader(TensorDataset(x, one_hot(y)), 4)
+    model.test_step = lambda batch, batch_idx: None
+    ways = (
+        lambda: fit.test(model, data),
+        lambda: callback.evaluate(model, data),
+        lambda: evaluate(callback.posterior, data),
+    )
+    for score in ways:
+        with pytest.raises(LikelihoodError, match=r"Categorical needs (integer class indices|targets of shape)"):
+            score()
+
+
 class FigureLogger(Logger):
     """As TensorBoard's, for what we ask of it."""
 
@@ -294,7 +323,7 @@ def test_reliability_diagrams_go_to_a_logger_that_takes_figures(tmp_path: Path) 
         ("val_reliability_laplace", "Figure", step),
         ("val_reliability_map", "Figure", step),
     ]
-    assert not (tmp_path / "figures").exists()
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_tensorboard_holds_the_reliability_diagrams(tmp_path: Path) -> None:

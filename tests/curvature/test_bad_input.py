@@ -39,6 +39,23 @@ def test_nan_in_the_inputs_is_blamed_on_the_inputs(row: int, bad: float, subset:
         fit_curvature(network, [(X, Y), (x, Y)], subset=subset)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_input_that_the_output_hides_is_blamed_where_the_curvature_shows_it(bad: float, structure: str) -> None:
+    """In a later batch, which the error names; missing values that the network itself replaces are no error."""
+    x = X.clone()
+    x[3, 1] = bad
+    network = nn.Sequential(
+        nn.Linear(3, 4), Apply(lambda h: h.nan_to_num(0, 0, 0)), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+    with pytest.raises(
+        DataError, match=r"^batch 1: its input has NaN or infinite.* curvature of 0\.weight is not finite"
+    ):
+        fit_curvature(network, [(X, Y), (x, Y), (X, Y)], structure=structure)
+    network = nn.Sequential(Apply(lambda x: x.nan_to_num(0, 0, 0)), *network)
+    fit_curvature(network, [(X, Y), (x, Y)], structure=structure)
+
+
 MIXING: dict[str, Any] = {
     "after a layer": lambda: nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh(), nn.Linear(4, 3)

@@ -111,9 +111,9 @@ def test_columns_of_independent_outputs_are_made_a_few_at_a_time(monkeypatch: py
     network, x = nn.Linear(2, 500), torch.randn(3, 2)
     chunks = []
 
-    def noted(self: object, f: torch.Tensor, calls: Any, columns: torch.Tensor) -> Any:
+    def noted(self: object, f: torch.Tensor, calls: Any, columns: torch.Tensor, plain: bool) -> Any:
         chunks.append(columns.shape)
-        return original(self, f, calls, columns)
+        return original(self, f, calls, columns, plain)
 
     original = gradients.LayerGradients.__call__
     monkeypatch.setattr(gradients.LayerGradients, "__call__", noted)

@@ -1,12 +1,16 @@
 """The exact GGN of every network, full and diagonal, is the per-example sum `Σₙ JₙᵀΛₙJₙ`."""
 
+from typing import Any
+
 import oracles
 import pytest
 import torch
 from networks import CASES, Case, Wired, real
 from torch import nn
 
-from lightning_bayes.curvature import fit_curvature
+from lightning_bayes import fit_laplace
+from lightning_bayes.curvature import choose_subset, fit_curvature
+from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.likelihoods import Categorical
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -72,3 +76,41 @@ def test_shared_input_without_a_batch_dimension_is_passed_to_every_example() -> 
     expected = oracles.ggn(Case(plain, x, y, Categorical()))
     fitted = fit_curvature(network, [((x, mask), y)], structure="full")
     torch.testing.assert_close(fitted.structure.to_dense(), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+@pytest.mark.parametrize("first", [6, 4])
+def test_shared_input_may_have_as_many_rows_as_the_batch_has_examples(form: str, first: int) -> None:
+    """`((x, A), y)` with six rows of A, beside which six examples are six others; a leftover and layers."""
+    network = Wired(
+        lambda s, x, A, w: s.head((s.inner(x) @ s.memory(A).mT).softmax(1) @ A * s.scale * w),
+        inner=nn.Linear(2, 3),
+        memory=nn.Linear(3, 3),
+        scale=nn.Parameter(torch.rand(3)),
+        head=nn.Linear(3, 3),
+    ).double()
+    x, A, w, y = real(10, 2), real(6, 3), real(10, 3), torch.randint(3, (10,))
+    plain = Wired(lambda s, x, w: s.inside(x, A, w), inside=network)
+    alone = Case(plain, (x, w), y, Categorical())
+    H = oracles.ggn(alone)
+
+    def batch(part: slice) -> Any:
+        parts = {"x": x[part], "A": A, "w": w[part]}
+        return parts if form == "dict" else tuple(parts.values())
+
+    parts = [slice(0, first), slice(first, 10)]
+    batches = [(batch(part), y[part]) for part in parts]
+    for structure in ("full", "diag", "kron"):
+        posterior = fit_laplace(network, batches, structure=structure)
+        found = posterior.curvature.structure
+        if structure != "kron":
+            torch.testing.assert_close(found.diagonal(), H.diagonal(), **TIGHT)
+        expected = torch.cat([posterior.functional(batch(slice(n, n + 1)))[1] for n in range(10)])
+        covariance = torch.cat([posterior.functional(batch(part))[1] for part in parts])
+        torch.testing.assert_close(covariance, expected, **TIGHT)
+        torch.testing.assert_close(
+            torch.cat([posterior.predict(batch(part)).probs for part in parts]),
+            torch.cat([posterior.predict(batch(slice(n, n + 1))).probs for n in range(10)]),
+        )
+    diagonal = BatchDiagonal(network, choose_subset(network, batches[0][0], "all"), Categorical(), "exact")
+    torch.testing.assert_close(sum(diagonal(*each) for each in batches), H.diagonal(), **TIGHT)

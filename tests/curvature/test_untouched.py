@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import oracles
 import pytest
 import torch
-from networks import CASES, Wired, real
+from networks import CASES, Case, Wired, real
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import DataError, fit_curvature
 from lightning_bayes.likelihoods import Categorical, LikelihoodError
+from lightning_bayes.predictive.predict import sample_functions
 
 STRUCTURES = ["full", "diag", "kron"]
 SUBSETS: list[Any] = ["all", "last_layer", ["body.weight", "scale"]]
@@ -231,3 +234,25 @@ def test_compiled_module_is_untouched() -> None:
     batches, before = data(), snapshot(network)
     fit_curvature(network, batches)
     assert_same(before, snapshot(network))
+
+
+def test_module_with_two_names_keeps_its_weights() -> None:
+    """Which PyTorch's functional calls do not see to; one parameter has no rule and takes such calls."""
+    block = nn.Linear(3, 3)
+    network = Wired(
+        lambda s, x: s.head(s.two(s.one(x).tanh() * s.scale)),
+        one=block,
+        two=block,
+        scale=nn.Parameter(torch.randn(3)),
+        head=nn.Linear(3, 3),
+    ).double()
+    before = [*network.parameters()]
+    x, y = real(4, 3), torch.tensor([0, 1, 2, 0])
+    posterior = fit_laplace(network, [(x, y)], structure="full")
+    torch.testing.assert_close(
+        posterior.curvature.structure.to_dense(), oracles.ggn(Case(network, x, y, Categorical()))
+    )
+    posterior.predict(x)
+    for linearised in (True, False):
+        sample_functions(posterior, x, 2, linearised=linearised)
+    assert all(p is q for p, q in zip(network.parameters(), before, strict=True))

@@ -141,6 +141,11 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if "prediction" in names:
         torch.testing.assert_close(names["prediction"].probs.sum(1), torch.ones(10))
         assert names["posterior"].n_data == 24
+    if "restored" in names:
+        assert names["DictNet"]().split_batch({"x": 1, "y": 2}) == (1, 2)
+        assert {"nll_map", "nll_laplace", "acc_laplace"} <= set(names["numbers"])
+        torch.testing.assert_close(names["restored"].mean, names["laplace"].posterior.mean)
+        torch.testing.assert_close(names["callback"].posterior.mean, names["laplace"].posterior.mean)
     if "net" in names:
         weights = [name for name, _ in names["LitNet"]().named_parameters()]
         assert list(names["net"].log_sigma.keys()) == weights

@@ -111,3 +111,16 @@ def test_check_names_a_target_that_is_no_label(target: float) -> None:
 def test_shapes_that_torch_would_broadcast_are_refused(f_shape: tuple[int, ...], y_shape: tuple[int, ...]) -> None:
     with pytest.raises(LikelihoodError, match="needs targets of shape"):
         Bernoulli().log_likelihood(logits(*f_shape), torch.zeros(y_shape))
+
+
+@pytest.mark.parametrize("wrong", [5, -1, 0.3])
+def test_targets_that_are_neither_0_nor_1_give_no_number(wrong: float) -> None:
+    """Where `check` is not asked, as under vmap: not the number of another target."""
+    f, y = torch.tensor([[0.4, -1.0], [0.2, 0.3]]), torch.tensor([[1, wrong], [0, 1]])
+    found = Bernoulli().log_likelihood_per_example(f, y)
+    assert found.isnan().tolist() == [True, False]
+    assert Bernoulli().residual(f, y).isnan().tolist() == [[False, True], [False, False]]
+    per_example = torch.func.vmap(lambda f, y: Bernoulli().log_likelihood(f[None], y[None]))(f, y)
+    assert per_example.isnan().tolist() == [True, False]
+    with pytest.raises(LikelihoodError, match="needs targets that are 0 or 1"):
+        Bernoulli().check(f, y)

@@ -241,3 +241,13 @@ def test_a_single_logit_is_sent_to_bernoulli(shape: tuple[int, ...]) -> None:
 def test_check_names_a_target_out_of_range(target: int) -> None:
     with pytest.raises(LikelihoodError, match=rf"got the target {target}, .*classes 0 to 3"):
         Categorical().check(logits(3, 4), torch.tensor([0, target, 1]))
+
+
+@pytest.mark.parametrize("gap", [5.0, 20.0, 60.0])
+def test_the_likeliest_class_keeps_its_variance_in_float32(gap: float) -> None:
+    """`1 − p` of the top class is a rounding error from a gap of 17 on; the sum of the other classes is not."""
+    f = torch.tensor([[0.0, gap, 0.7, -1.0], [gap, gap, 0.3, 0.0]], dtype=torch.float64)
+    p = f.softmax(1)
+    others = torch.stack([p[:, [c for c in range(4) if c != k]].sum(1) for k in range(4)], dim=1)
+    for found in (Categorical().fisher_diagonal(f.float()), Categorical().conditional(f.float())[1]):
+        torch.testing.assert_close(found.double(), p * others, rtol=1e-5, atol=0)

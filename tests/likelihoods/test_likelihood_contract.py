@@ -280,3 +280,23 @@ def test_resolve_knows_the_words_and_passes_likelihoods_through() -> None:
     assert regression.noise_std == 1.0
     own = Gaussian(noise_std=0.3)
     assert resolve(own) is own
+
+
+@pytest.mark.parametrize("name", ["categorical", "bernoulli-labels", "gaussian-outputs", "heteroscedastic"])
+def test_negative_covariances_are_refused_and_rounding_is_not(name: str) -> None:
+    likelihood, f, _ = make(name)
+    C = f.shape[1]
+    Σ = torch.eye(C, dtype=f.dtype).expand(B, C, C).clone()
+    for link in likelihood.links:
+        for covariance in (-Σ, -torch.ones_like(f)):
+            with pytest.raises(LikelihoodError, match=r"positive semi-definite, but has a variance of -1; pass a cov"):
+                likelihood.integrate(f, covariance, link, 5, torch.Generator().manual_seed(0))
+        almost = Σ.clone()
+        almost[0, 0, 0] = -1e-7
+        assert likelihood.integrate(f, almost, link, 5, torch.Generator().manual_seed(0)).mean.isfinite().all()
+
+
+def test_an_indefinite_covariance_is_not_drawn_from() -> None:
+    Σ = torch.tensor([[[1.0, 3.0], [3.0, 1.0]]])
+    with pytest.raises(LikelihoodError, match="positive semi-definite, but has a variance of -2"):
+        Categorical().integrate(torch.zeros(1, 2), Σ, "mc", 5, torch.Generator().manual_seed(0))

@@ -1,5 +1,8 @@
 """OOD detection against scikit-learn, with ties and scores of any range."""
 
+from pathlib import Path
+
+import numpy
 import pytest
 import torch
 from metric_cases import DATA
@@ -70,3 +73,20 @@ def test_the_histogram_is_exact_for_scores_rounded_to_its_cells() -> None:
 
 def test_one_kind_alone_is_nan() -> None:
     assert all(value.isnan() for value in F.ood_detection(SCORE, torch.ones_like(IS_OOD)).values())
+
+
+@pytest.mark.parametrize(
+    ("score", "auroc"),
+    [("latent", 0.998886), ("output", 0.999290), ("likelihood", 0.991048), ("typicality", 0.987978)],
+)
+def test_auroc_of_the_laplacian_autoencoders_own_scores(score: str, auroc: float, data_folder: Path) -> None:
+    """10,000 scores of the authors' stored run, in batches of uneven sizes, and the AUROC that they found."""
+    path = data_folder / "outside" / "lae_ood_scores.npz"
+    if not path.exists():
+        pytest.skip(f"there is no outside/{path.name} in the folder that LIGHTNING_BAYES_DATA names")
+    with numpy.load(path) as file:
+        values, is_ood = torch.as_tensor(file[score]), torch.as_tensor(file[f"{score}_is_ood"]).bool()
+    metric = OODDetection()
+    for part in torch.arange(len(values)).split(3001):
+        metric.update(values[part], is_ood[part])
+    assert float(metric.compute()["auroc"]) == pytest.approx(auroc, abs=6e-7)

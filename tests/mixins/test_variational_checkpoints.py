@@ -174,3 +174,23 @@ def test_the_posterior_has_a_file_of_its_own(tmp_path: Path) -> None:
     again = GaussianPosterior.load(tmp_path / "posterior.pt", VL.load_from_checkpoint(path))
     x: Tensor = images(4).float()
     torch.testing.assert_close(again.predict(x).probs, module.posterior.predict(x).probs)
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["plain", "save_hyperparameters"])
+def test_options_of_hydra_are_stored_as_plain_values(saves: bool, tmp_path: Path) -> None:
+    """A `DictConfig` with lists and dictionaries in it leaves a checkpoint that `weights_only` reads."""
+    omegaconf = pytest.importorskip("omegaconf")
+
+    class Hydra(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Saves if saves else Lit):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    given = {"deterministic": ["*.bias"], "prior_std": {"*": 0.5}, "likelihood": {"name": "Categorical"}}
+    config = omegaconf.OmegaConf.create({"variational": given, "multiplier": {"*": 500.0}})
+    module = Hydra(variational=config.variational, log_sigma_multiplier=config.multiplier)
+    stored = torch.load(fitted(tmp_path, module), weights_only=True)["hyper_parameters"]
+    assert stored["variational"] == given
+    assert type(stored["variational"]["deterministic"]) is list
+    assert stored["log_sigma_multiplier"] == {"*": 500.0}
+    again = Hydra.load_from_checkpoint(tmp_path / "2 True" / "last.ckpt")
+    assert all(torch.equal(again.log_sigma[name], l) for name, l in module.log_sigma.items())

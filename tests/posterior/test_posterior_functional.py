@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from posterior_cases import CASES, STRUCTURES, TIGHT, Case, call, case, jacobian, pick, real
+from posterior_cases import CASES, STRUCTURES, TIGHT, Case, call, case, jacobian, mlp, pick, real
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
@@ -117,6 +117,29 @@ def test_float32_agrees_with_float64_to_its_precision(structure: str) -> None:
     for found, expected in zip(narrow, wide, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_one_raw_scaled_input_in_float32_agrees_with_float64(structure: str) -> None:
+    """Beside a column of 3,000 times the scale, float32 eigenvalues of all others would be rounding."""
+    x, y = real(60, 6), real(60, 2, seed=1)
+    x[:, 3] = 3000 * x[:, 3] + 5000
+    torch.manual_seed(0)
+    network = mlp(inputs=6, hidden=10, outputs=2).double()
+    with torch.no_grad():
+        network[0].weight[:, 3] /= 3000
+    network.float().double()
+    x, y = x.float().double(), y.float().double()
+
+    def fit(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        batches = [(x[:25].to(dtype), y[:25].to(dtype)), (x[25:].to(dtype), y[25:].to(dtype))]
+        posterior = fit_laplace(network.to(dtype), batches, Gaussian(0.05), structure, prior_precision=0.01)
+        return posterior.functional(x.to(dtype))[1].double(), posterior.log_marginal_likelihood().double()
+
+    for found, expected in zip(fit(torch.float32), fit(torch.float64), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6)
+    evidences = fit(torch.float32)[1], fit(torch.float64)[1]
+    torch.testing.assert_close(*evidences, rtol=0, atol=0.1)
 
 
 def test_bfloat16_network_has_a_float32_posterior() -> None:

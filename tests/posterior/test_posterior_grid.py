@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, Case, case, jacobian, mlp, real
+from posterior_cases import case, mlp, real
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
@@ -24,10 +23,8 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import GaussianNLL, NegativeLogLikelihood
-from lightning_bayes.posterior.functional import _Terms
-from lightning_bayes.posterior.grid import grid
 
-CANDIDATES = torch.logspace(-4, 4, 100, dtype=torch.float64)
+CANDIDATES = torch.logspace(-4, 4, 33, dtype=torch.float64)
 
 
 class CountingLoader:
@@ -137,9 +134,8 @@ def test_grid_chooses_what_real_predictions_choose(problem: str) -> None:
     loader = CountingLoader(batches)
     chosen = index_of(posterior.tune_prior("grid", loader).prior_precision)
     scores = torch.stack([PROBLEMS[problem][-1](prediction, targets_of(batches)) for prediction in each])
-    assert abs(chosen - int(scores.argmin())) <= 1  # neighbours may be equal to the precision of the interpolation
-    assert scores[chosen] - scores.min() <= 1e-5 * max(1.0, scores.min().abs().item())
-    assert loader.passes <= 4
+    assert scores[chosen] - scores.min() <= 1e-9 * max(1.0, scores.min().abs().item())
+    assert loader.passes == 1
 
 
 def test_the_problems_above_have_their_best_prior_inside_the_grid() -> None:
@@ -148,70 +144,7 @@ def test_the_problems_above_have_their_best_prior_inside_the_grid() -> None:
     for name, (*_, score) in PROBLEMS.items():
         _, batches, each = predictions(name)
         best[name] = int(torch.stack([score(prediction, targets_of(batches)) for prediction in each]).argmin())
-    assert all(0 < index < 99 for index in best.values()), best
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "segmentation"])
-def test_interpolated_variances_are_right_at_every_prior(name: str, structure: str) -> None:
-    """The scores see variances; recovered from them, they equal `J P⁻¹ Jᵀ` to 1e-3 in the logarithm."""
-    problem = case(name)
-    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure)
-    seen = interpolated_variances(posterior, problem)  # [100, B, C]
-    J = jacobian(problem.network, problem.x)
-    for δ, variance in list(zip(CANDIDATES, seen, strict=True))[::9]:
-        Σ = J @ torch.linalg.inv(posterior.with_prior(float(δ)).precision.to_dense()) @ J.mT
-        exact = Σ.diagonal(dim1=1, dim2=2)
-        assert (variance.flatten(1).log() - exact.log()).abs().max() < 1e-3
-
-
-class Spy(Likelihood):
-    """A likelihood that keeps the variances it is asked to integrate over."""
-
-    predictive = Categorical.predictive
-    links = ("probit",)
-
-    def __init__(self, inner: Likelihood) -> None:
-        self.inner, self.seen = inner, []
-
-    def integrate(self, mean: Tensor, covariance: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.seen.append(covariance)
-        return self.inner.integrate(mean, covariance, *args, **kwargs)
-
-    def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.zeros(len(y))
-
-    fisher_root = sample = conditional = None  # type: ignore[assignment]
-
-
-def interpolated_variances(posterior: LaplacePosterior, problem: Case) -> Tensor:
-    spy = Spy(posterior.likelihood)
-    grid(replace(posterior, likelihood=spy), problem.loader())
-    return torch.stack(spy.seen)
-
-
-def test_the_hardest_variance_is_interpolated_to_its_stated_precision() -> None:
-    """One weight, `1/(λ + δ)`, for bends anywhere in and outside of the grid."""
-    network = nn.Linear(1, 1, bias=False).double()
-    for λ in torch.logspace(-6, 6, 25).tolist():
-        x = torch.full((1, 1), math.sqrt(λ)).double()
-        posterior = fit_laplace(network, [(x, x)], Gaussian(1.0), "diag")
-        problem = Case(network, torch.ones(1, 1).double(), torch.ones(1, 1).double(), Gaussian(1.0))
-        spy = Spy(Gaussian(1.0))
-        grid(replace(posterior, likelihood=spy), [(problem.x, problem.y)])
-        found = torch.stack(spy.seen).flatten().log()
-        assert (found + (float(x**2) + CANDIDATES).log()).abs().max() < 2e-4
-
-
-def test_a_wider_grid_gets_more_nodes() -> None:
-    problem = case("mlp")
-    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
-    spy = Spy(problem.likelihood)
-    grid(replace(posterior, likelihood=spy), problem.loader(), low=1e-8, high=1e8, size=50)
-    candidates = torch.logspace(-8, 8, 50, dtype=torch.float64)
-    for δ, variance in list(zip(candidates, spy.seen, strict=True))[::7]:
-        exact = posterior.with_prior(float(δ)).functional(problem.x)[1].diagonal(dim1=1, dim2=2)
-        assert (variance.log() - exact.log()).abs().max() < 1e-3
+    assert all(0 < index < 32 for index in best.values()), best
 
 
 def test_variances_far_below_one_are_scored_as_they_are() -> None:
@@ -219,15 +152,15 @@ def test_variances_far_below_one_are_scored_as_they_are() -> None:
     network = nn.Linear(2, 2, bias=False).double()
     x, x_valid, error = real(6, 2), real(6, 2, seed=1), real(6, 2, seed=2)
 
-    def choice(unit: float) -> int:
+    def choice(unit: float) -> Tensor:
         def pair(x: Tensor, σ: float) -> tuple[Tensor, Tensor]:
             return unit * x, network(unit * x).detach() + unit * σ * error
 
         posterior = fit_laplace(network, [pair(x, 1.0)], Gaussian(unit), "kron")
-        return index_of(posterior.tune_prior("grid", [pair(x_valid, 2.0)]).prior_precision)
+        return posterior.tune_prior("grid", [pair(x_valid, 2.0)], low=1e-8, high=1e8).prior_precision
 
-    assert 0 < choice(1.0) < 99
-    assert choice(3e-5) == choice(1.0)
+    assert 1e-7 < choice(1.0) < 1e7
+    torch.testing.assert_close(choice(3e-5), choice(1.0))
 
 
 METRICS: dict[str, tuple[str, Callable[[], Metric]]] = {
@@ -255,12 +188,13 @@ def test_grid_is_best_in_a_metric(name: str) -> None:
             metric.update(prediction.mean, prediction.variance, y)
         return metric
 
-    used = update(make(), each[0])  # what it counted before must not count now
+    used = update(make(), each[0])  # what it counted before must not count now, and stays the user's
+    counted = used.compute()
     chosen = index_of(posterior.tune_prior("grid", batches, metric=used).prior_precision)
     scores = torch.stack([update(make(), prediction).compute() for prediction in each])
     scores = -scores if used.higher_is_better else scores
     assert scores[chosen] - scores.min() <= 1e-5 * max(1.0, scores.min().abs().item())
-    assert not used.update_called
+    assert torch.equal(used.compute(), counted)
 
 
 class Upside(Metric):
@@ -286,13 +220,14 @@ class Trap(Metric):
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
-        self.scores = iter(scores)
+        following = iter(scores)
+        self.next = lambda: next(following)  # one list for all copies of the metric
 
     def update(self, *_: Any) -> None:
         pass
 
     def compute(self) -> float:
-        return next(self.scores)
+        return self.next()
 
 
 class HigherTrap(Trap):
@@ -304,12 +239,12 @@ class HigherTrap(Trap):
 def test_what_is_not_finite_is_never_chosen(bad: float, trap: type[Trap]) -> None:
     posterior, batches, _ = predictions("classes")
     bad = -bad if trap.higher_is_better else bad
-    scores = [bad] * 40 + [1.0] * 60
-    scores[70] = 2.0 if trap.higher_is_better else 0.5
+    scores = [bad] * 10 + [1.0] * 23
+    scores[20] = 2.0 if trap.higher_is_better else 0.5
     found = posterior.tune_prior("grid", batches, metric=trap(scores)).prior_precision
-    torch.testing.assert_close(found, CANDIDATES[70])
+    torch.testing.assert_close(found, CANDIDATES[20])
     with pytest.raises(ValueError, match=r"no prior between 0\.0001 and 10000 has a finite validation score"):
-        posterior.tune_prior("grid", batches, metric=trap([bad] * 100))
+        posterior.tune_prior("grid", batches, metric=trap([bad] * 33))
 
 
 def test_a_label_of_probability_zero_costs_infinity_and_is_not_chosen() -> None:
@@ -355,7 +290,7 @@ class Poisson(Likelihood):
 
 
 def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:
-    """The score is `−log E_f p(y | f)`, which quadrature gives too; draws come from no global random state."""
+    """By the mean and variance of its predictive, which quadrature gives too; no draw moves the global random state."""
     torch.manual_seed(0)
     network = nn.Linear(3, 2).double()
     x, y = real(12, 3), torch.poisson(real(12, 2, seed=1).exp())
@@ -371,8 +306,9 @@ def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:
     for δ in CANDIDATES:
         mean, Σ = posterior.with_prior(float(δ)).functional(x)
         f = mean + z[:, None, None] * Σ.diagonal(dim1=1, dim2=2).sqrt()  # the outputs are independent here
-        log_p = y * f - f.exp() - torch.lgamma(y + 1)
-        scores.append(-(weights[:, None, None] * log_p.exp()).sum(0).log().sum())
+        rate = (weights[:, None, None] * f.exp()).sum(0)
+        variance = rate + (weights[:, None, None] * f.exp().square()).sum(0) - rate.square()
+        scores.append(-torch.distributions.Normal(rate, variance.sqrt()).log_prob(y).sum())
     assert scores[index_of(found)] - min(scores) < 0.02  # the sampling error of 4,000 draws
 
 
@@ -388,22 +324,18 @@ def test_own_likelihood_with_a_metric() -> None:
     assert errors[found] - min(errors) < 0.02
 
 
-def test_many_outputs_are_scored_without_their_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 classes: one variance each, and no matrix of 300 × 300."""
+def test_many_outputs_are_scored_as_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By functions drawn from the linearised network, with the same noise for all priors and no covariance of the
+    outputs."""
     network = nn.Linear(3, 300).double()
     x, y = real(4, 3), torch.tensor([0, 17, 299, 5])
     posterior = fit_laplace(network, [(x, y)], "classification", "diag", curvature="fisher_mc")
-    shapes = set()
-    original = _Terms.zeros
-
-    def spy(terms: _Terms) -> Tensor:
-        total = original(terms)
-        shapes.add(tuple(total.shape))
-        return total
-
-    monkeypatch.setattr(_Terms, "zeros", spy)
-    posterior.tune_prior("grid", [(x, y)])
-    assert shapes == {(4, 300)}
+    priors = [0.01, 1.0, 100.0]
+    drawn = [posterior.with_prior(δ).predict(x, samples=8, generator=torch.Generator().manual_seed(0)) for δ in priors]
+    scores = torch.stack([class_nll(prediction, y) for prediction in drawn])
+    monkeypatch.setattr(LaplacePosterior, "functional_for", None)
+    chosen = posterior.tune_prior("grid", [(x, y)], low=0.01, high=100.0, size=3, samples=8).prior_precision
+    assert float(chosen) == pytest.approx(priors[int(scores.argmin())])
 
 
 def test_grid_takes_several_inputs() -> None:
@@ -412,3 +344,18 @@ def test_grid_takes_several_inputs() -> None:
     found = posterior.tune_prior("grid", problem.loader()).prior_precision
     scores = [class_nll(posterior.with_prior(float(δ)).predict(problem.x), problem.y) for δ in CANDIDATES]
     assert scores[index_of(found)] - min(scores) < 1e-5
+
+
+def test_full_last_layer_in_float32_is_tuned() -> None:
+    """Its last-layer curvature is singular, and a Cholesky factor in float32 fails at the grid's small priors."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 30), nn.ReLU(), nn.Linear(30, 4))
+    with torch.no_grad():
+        network[0].weight *= 30
+        network[2].weight *= 5
+    x, y = real(60, 5).float(), torch.arange(60) % 4
+    posterior = fit_laplace(network, [(x, y)], structure="full", subset="last_layer")
+    tuned = posterior.tune_prior("grid", [(x, y)])
+    wide = fit_laplace(network.double(), [(x.double(), y)], structure="full", subset="last_layer")
+    expected = wide.tune_prior("grid", [(x.double(), y)])
+    torch.testing.assert_close(tuned.prior_precision.double(), expected.prior_precision, rtol=0.3, atol=0)

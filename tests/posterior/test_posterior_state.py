@@ -1,5 +1,6 @@
 """Posteriors on disk: plain tensors, numbers and strings, and the same posterior again."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.posterior.gaussian import fingerprint, same_weights
 
 BITS = (real(7, 3, seed=5) > 0).double()
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {
@@ -250,6 +252,77 @@ def test_hidden_units_that_changed_places_are_noticed() -> None:
     torch.testing.assert_close(problem.network(problem.x), before)
     with pytest.raises(PosteriorError, match=MATCH):
         posterior.functional(problem.x)
+
+
+def swapped_inputs(W: Tensor) -> Tensor:
+    return W[:, [2, 1, 0]]
+
+
+def swapped_weights(W: Tensor) -> Tensor:
+    W = W.clone()
+    W[1, 2], W[3, 0] = W[3, 0].clone(), W[1, 2].clone()
+    return W
+
+
+@pytest.mark.parametrize("change", [swapped_inputs, swapped_weights, lambda W: -W, lambda W: W.flip(0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_changed_places_are_noticed(change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """The sums over rows and over everything, and all sums of squares, are those of before."""
+    problem = case("mlp")
+    problem.network.to(dtype)
+    posterior = fit_laplace(problem.network, [(problem.x.to(dtype), problem.y)], problem.likelihood, "diag")
+    posterior.check_weights()
+    with torch.no_grad():
+        problem.network[0].weight.copy_(change(problem.network[0].weight))
+    with pytest.raises(PosteriorError, match=MATCH):
+        posterior.check_weights()
+
+
+def test_two_weights_of_a_million_that_changed_places_are_noticed() -> None:
+    """In blocks that are summed one after the other."""
+    network = nn.Linear(1000, 1000)
+    before = fingerprint(network)
+    with torch.no_grad():
+        W = network.weight
+        W[17, 400], W[901, 400] = W[901, 400].clone(), W[17, 400].clone()
+    assert not same_weights(fingerprint(network), before)
+
+
+def test_the_fingerprint_of_an_older_file_is_compared_in_what_it_has() -> None:
+    problem = case("mlp")
+    posterior = stale(problem)
+    state = posterior.state_dict()
+    sums = torch.stack([p.detach().sum() for p in problem.network.parameters()])
+    state["fingerprint"] = torch.stack((sums, state["fingerprint"][:, 1], sums), dim=1)  # [n, 3], with other sums
+    state["format"] = 1
+    older = GaussianPosterior.from_state_dict(problem.network, state)
+    older.check_weights()
+    with torch.no_grad():
+        problem.network[0].weight[0, 0] += 1e-3
+    with pytest.raises(PosteriorError, match=MATCH):
+        older.check_weights()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_parameters_and_buffers_may_be_stored_transposed(structure: str) -> None:
+    """As `weight.T` of another layer or a channels-last convolution has them."""
+    problem, plain = case("cnn"), case("cnn")
+    for module in problem.network.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.weight = nn.Parameter(module.weight.data.transpose(0, -1).contiguous().transpose(0, -1))
+            assert not module.weight.is_contiguous()
+    problem.network.register_buffer("table", real(300, 400).mT)
+    plain.network.register_buffer("table", real(300, 400).mT.contiguous())
+    found, expected = (fit_laplace(p.network, p.loader(), p.likelihood, structure) for p in (problem, plain))
+    assert torch.equal(found.mean, expected.mean)
+    torch.testing.assert_close(found.fingerprint, expected.fingerprint, **TIGHT)
+    x = problem.x[:3]
+    torch.testing.assert_close(found.functional(x)[1], expected.functional(x)[1], **TIGHT)
+    torch.testing.assert_close(
+        found.predict(x, "bnn", samples=3, generator=torch.Generator().manual_seed(0)).probs,
+        expected.predict(x, "bnn", samples=3, generator=torch.Generator().manual_seed(0)).probs,
+        **TIGHT,
+    )
 
 
 def test_other_running_statistics_are_noticed() -> None:

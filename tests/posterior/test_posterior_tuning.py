@@ -9,7 +9,7 @@ import torch
 from posterior_cases import STRUCTURES, TIGHT, Case, case, fit_map, flat_weights, mlp, real
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 FLAT = {"rtol": 0, "atol": 1e-5}  # a slope of the evidence, in nats per unit of a logarithm
@@ -163,15 +163,31 @@ def test_fixed_point_is_mackays() -> None:
     torch.testing.assert_close(tuned.likelihood.noise_std**-2, β, rtol=1e-6, atol=0)
 
 
-def test_a_layer_of_zeros_gets_the_largest_prior() -> None:
+def test_a_layer_of_zeros_gets_the_largest_prior_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     problem = regression(20, 4)
     nn.init.zeros_(problem.network[2].weight)
     nn.init.zeros_(problem.network[2].bias)
     for method in ("marglik", "mackay"):
+        caplog.clear()
         tuned = fitted(problem, "diag").tune_prior(method, per_layer=True)
+        assert "bound of 1e+08 for the prior precision of 2: the evidence grows with it" in caplog.text
         assert tuned.prior_precision.isfinite().all()
         assert tuned.prior_precision[1] > 1e4
         assert tuned.predict(problem.x).variance.isfinite().all()
+
+
+def test_data_that_want_no_prior_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights so large that every prior costs more than the volume that it takes away."""
+    network = nn.Linear(2, 2).double()
+    nn.init.constant_(network.weight, 3e5)
+    x = real(20, 2)
+    y = network(x).detach() + 1e-3 * real(20, 2, seed=1)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(1e-3), "full")
+    for method in ("marglik", "mackay"):
+        caplog.clear()
+        tuned = posterior.tune_prior(method, noise=False)
+        torch.testing.assert_close(tuned.prior_precision, torch.tensor(1e-8).double())
+        assert "bound of 1e-08 for the prior precision of all layers: the evidence falls with it" in caplog.text
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -191,6 +207,39 @@ def test_a_network_that_interpolates_in_float32_is_tuned(structure: str, method:
         torch.testing.assert_close(tuned.effective_parameters, torch.tensor(24.0), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("method", ["marglik", "mackay"])
+def test_noise_far_below_the_start_is_tuned_in_float32(structure: str, method: str) -> None:
+    """A residual of 3e-5 of the starting σ: its square is a few units of the rounding of a float32 log-likelihood."""
+    network, x, _ = copy.deepcopy(trained(40, 4))
+    network.float()
+    x = x.float()
+    y = network(x).detach() + 3e-5 * real(40, 2, seed=3).float()
+    batches = [(x[:11], y[:11]), (x[11:], y[11:])]
+    tuned = fit_laplace(network, batches, Gaussian(1.0), structure).tune_prior(method)
+    wide = fit_laplace(network.double(), [(a.double(), b.double()) for a, b in batches], Gaussian(1.0), structure)
+    expected = wide.tune_prior(method).likelihood.noise_std
+    assert 1e-5 < expected < 6e-5
+    torch.testing.assert_close(tuned.likelihood.noise_std.double(), expected, rtol=1e-2, atol=0)
+
+
+def test_squared_error_is_that_of_the_data_also_after_the_noise_is_changed() -> None:
+    problem = regression(20, 4, noise=torch.tensor([0.2, 0.8]).double())
+    posterior = fitted(problem, "diag")
+    error = problem.y - problem.network(problem.x).detach()
+    expected = (error / torch.tensor([0.2, 0.8])).square().sum()
+    torch.testing.assert_close(posterior.squared_error, expected, **TIGHT)
+    moved = posterior.with_noise(torch.tensor([0.1, 0.4]).double())
+    torch.testing.assert_close(moved.squared_error, 4 * expected, **TIGHT)
+    state = posterior.state_dict()
+    loaded = GaussianPosterior.from_state_dict(problem.network, state)
+    assert torch.equal(loaded.squared_error, posterior.squared_error)
+    del state["squared_error"]  # as an older version wrote it
+    older = GaussianPosterior.from_state_dict(problem.network, state)
+    torch.testing.assert_close(older.squared_error, expected, **TIGHT)
+    torch.testing.assert_close(older.with_noise(2 * older.likelihood.noise_std).squared_error, expected / 4, **TIGHT)
+
+
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
 def test_full_matrix_in_float32_is_tuned_as_in_float64(method: str) -> None:
     """Its many zero eigenvalues are small negative numbers after rounding, and must not pass for infinite evidence."""
@@ -204,6 +253,27 @@ def test_full_matrix_in_float32_is_tuned_as_in_float64(method: str) -> None:
     torch.testing.assert_close(tuned.prior_precision.double(), wide.prior_precision, rtol=1e-2, atol=0)
     assert tuned.prior_precision.dtype == torch.float32
     assert tuned.likelihood.noise_std.dtype == torch.float32
+
+
+def test_full_matrix_in_float32_has_a_finite_evidence_for_every_prior() -> None:
+    problem = regression(6, 20, noise=0.02)
+    wide = fitted(problem, "full", prior_precision=1e-4)
+    loader = [(problem.x.float(), problem.y.float())]
+    narrow = fit_laplace(problem.network.float(), loader, problem.likelihood, "full", prior_precision=1e-4)
+    assert torch.linalg.eigvalsh(narrow.curvature.structure.matrix)[0] < -1e-4
+    for δ in (1e-8, 1e-6, 1e-4, 1e-2, 1.0):
+        posterior = narrow.with_prior(δ)
+        # Of the rounding, the negative half is removed; what is left makes the evidence smaller, never larger.
+        assert posterior.log_marginal_likelihood().isfinite()
+        assert posterior.log_marginal_likelihood() < wide.log_marginal_likelihood(δ)
+        assert posterior.log_prob(posterior.mean).isfinite()
+        assert posterior.log_prob(posterior.mean) > wide.with_prior(δ).log_prob(wide.mean)
+    torch.testing.assert_close(
+        narrow.log_marginal_likelihood(1.0).double(), wide.log_marginal_likelihood(1.0), rtol=0, atol=0.02
+    )
+    variances = narrow.functional(loader[0][0])[1].double()
+    problem.network.double()
+    torch.testing.assert_close(variances, wide.functional(problem.x)[1], rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("prior", [0.3, [0.3, 2.0], torch.linspace(0.3, 2, 31).double()], ids=["one", "layer", "all"])

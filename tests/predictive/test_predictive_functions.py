@@ -266,7 +266,7 @@ class TestManyOutputs:
         """A case that fits both, sent down each way."""
         posterior = fit_laplace(Shaped(mlp(12), 3, 4), [(X, real(9, 3, 4))], Gaussian(0.3), "kron", prior_precision=2.0)
         exact = posterior.predict(X_TEST)
-        monkeypatch.setattr(import_module("lightning_bayes.predictive.predict"), "MANY", 3)
+        monkeypatch.setattr(import_module("lightning_bayes.predictive.output_law"), "MANY", 3)
         n = 1000
         sampled = posterior.predict(X_TEST, samples=n, generator=seeded(7))
         torch.testing.assert_close(sampled.mean, exact.mean, **TIGHT)

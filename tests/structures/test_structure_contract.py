@@ -7,7 +7,7 @@ import torch
 from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random
 from torch import Tensor
 
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Structure
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Structure, base
 
 V = random(2, 3, 66, seed=31)  # two stacks of three vectors; each structure uses as many entries as it has parameters
 
@@ -233,6 +233,53 @@ def test_block_diagonal_puts_every_block_to_its_places() -> None:
         here = torch.tensor(rows[name])
         expected[here.unsqueeze(-1), here] = block.to_dense()
     torch.testing.assert_close(M.to_dense(), expected)
+
+
+def graded(d: int, scale: float) -> Tensor:
+    """The second moment of inputs of which the first, and so one row and column, is `scale` times the others.
+    # [1, d, d]"""
+    x = random(5 * d, d, seed=46)
+    x[:, 0] *= scale
+    return (x.mT @ x).unsqueeze(0) / len(x)
+
+
+def test_factor_of_badly_scaled_inputs_keeps_its_small_eigenvalues_in_float32() -> None:
+    A = graded(20, scale=3000).float()
+    factor = Factor.from_matrix(A)
+    expected = torch.linalg.eigvalsh(A.double())
+    assert factor.values.dtype == factor.vectors.dtype == torch.float32
+    torch.testing.assert_close(factor.values.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1.0, torch.float32), (3000.0, F64)])
+def test_wide_factors_are_decomposed_in_float64_where_float32_would_lose_something(
+    scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, original = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix.dtype) or original(matrix))
+    monkeypatch.setattr(base, "_WIDE", 10)
+    A = torch.nn.functional.pad(graded(20, scale).float(), (0, 1, 0, 1))  # and a dead unit
+    values = Factor.from_matrix(A).values
+    assert used == [dtype]
+    torch.testing.assert_close(values.double(), torch.linalg.eigvalsh(A.double()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one prior", "a prior per parameter"])
+def test_float32_matrix_with_negative_rounding_is_the_curvature_without_it_in_every_operation(many: bool) -> None:
+    rows = 100 * random(3, 12, seed=47)
+    H = (rows.mT @ rows).float()  # rank 3, with eigenvalues around −1e-3 and 1e-3 where there should be zeros
+    λ, Q = torch.linalg.eigh(H.double())
+    assert λ[0] < -1e-4
+    δ = torch.linspace(1e-5, 3e-5, 12) if many else torch.tensor(1e-5)
+    P = (Q * λ.clamp(min=0)) @ Q.mT + torch.diag(δ.double().expand(12))
+    Σ, M = torch.linalg.inv(P), Dense(H).add_prior(δ)
+    close = {"rtol": 1e-4, "atol": 1e-4 * float(Σ.abs().max())}
+    torch.testing.assert_close(M.logdet().double(), torch.logdet(P), rtol=1e-5, atol=0)
+    torch.testing.assert_close(M.inverse_diagonal().double(), Σ.diagonal(), **close)
+    torch.testing.assert_close(M.solve(torch.eye(12)).double(), Σ, **close)
+    root = M.root_solve(torch.eye(12)).double()
+    torch.testing.assert_close(root @ root, Σ, **close)
+    torch.testing.assert_close((Dense(H).scale(2.0).add_prior(2 * δ).logdet()).double(), torch.logdet(2 * P))
 
 
 def test_singular_matrices_have_log_determinant_minus_infinity() -> None:

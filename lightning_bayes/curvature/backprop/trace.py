@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.tape import Tape
-from lightning_bayes.curvature.plan import check_examples_apart, check_output
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.subset import Subset
 
 
@@ -74,8 +74,8 @@ class Probe:
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     """By two and by three examples of `x`."""
     size = inputs.batch_size(x)
-    f, two = run(network, subset, inputs.take(x, [n % size for n in range(2)]), locate=True)
-    f_three, three = run(network, subset, inputs.take(x, [n % size for n in range(3)]))
+    f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), locate=True)
+    f_three, three = run(network, subset, inputs.take(network, x, [n % size for n in range(3)]))
     check_examples_apart(network, f, f_three)
     names = tuple(op.name for op in two)
     if names != tuple(op.name for op in three):

@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import ELEMENTWISE, SUMS, prelu_slopes, slopes
 from lightning_bayes.curvature.gradients import CACHE
-from lightning_bayes.curvature.layers import BatchAxis, Layer
+from lightning_bayes.curvature.layers import Layer
 from lightning_bayes.curvature.recorder import layer_of_call
+from lightning_bayes.curvature.rows import BatchAxis
 
 
 def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:

@@ -39,6 +39,8 @@ def classification_inputs(
     tolerance = max(1e-4, 4 * torch.finfo(probs.dtype).eps)
     probs, target = _widen(probs), target.long()
     if probs.shape == target.shape:
+        if validate:
+            _refuse_one_hot(probs, target, tolerance)
         probs = torch.stack([1 - probs, probs], dim=-1)  # [..., 2]
     elif probs.ndim >= 2 and probs.shape[:1] + probs.shape[2:] == target.shape:
         probs = probs.movedim(1, -1)  # [B, ..., C]
@@ -125,6 +127,18 @@ def check_label(ignore_index: Any) -> None:
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.device))
+
+
+def _refuse_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
+    """By their shape they would be read as labels of their own, but labels of their own hardly ever sum to one in every
+    example, in ``probs`` and in ``target`` alike."""
+    if probs.ndim < 2 or probs.shape[1] < 2 or probs.numel() == 0:
+        return
+    if bool((target.sum(1) == 1).all()) and bool(((probs.sum(1) - 1).abs() <= tolerance).all()):
+        raise MetricInputError(
+            f"target of shape {list(target.shape)} is one-hot, as probs sum to one over the class axis (1): pass class "
+            "labels, target.argmax(1)."
+        )
 
 
 def _check_probabilities(probs: Tensor, tolerance: float) -> None:

@@ -1,0 +1,103 @@
+"""`python -m benchmarks.practice`: train ordinary networks, run every method on them, write a CSV, a table and targets.
+
+What a run has done is kept: an interrupted one, or one with another method, goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from benchmarks.practice import gaussians, methods, report, results, setups, stages, tasks, training
+from benchmarks.practice.setups import SetUp
+from recipes.datasets import VARIABLE, MissingDataError
+
+STAGES = ("train", "gaussians", "methods", "table")
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = _arguments(words)
+    folder: Path = arguments.output
+    chosen = [setups.FAST] if arguments.fast else setups.select(arguments.group, arguments.full, arguments.only)
+    if not chosen:
+        print(f"no set-up of {arguments.group!r} has {arguments.only!r} in its name; --full has more", file=sys.stderr)
+        return 2
+    present = _with_data(chosen)
+    wanted = arguments.stage or ["train", "methods", "table"]
+    if "train" in wanted:
+        stages.each("training", partial(stages.train, folder=folder), present, arguments.jobs)
+    if "gaussians" in wanted:
+        stages.each("Gaussians", partial(stages.cache_gaussians, folder=folder), present, arguments.jobs)
+    if "methods" in wanted:
+        parts = arguments.methods or [""]
+        names = [name for name in methods.METHODS if any(part in name for part in parts)]
+        run = partial(stages.run_methods, names=names, again=arguments.again, folder=folder)
+        stages.each("methods", run, present, arguments.jobs)
+    if "table" in wanted:
+        text = report.report(_current(folder, present), results.code())
+        print(text)
+        (folder / "practice.md").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
+    """The rows of these set-ups as they are now: without another training's, and without failures since mended."""
+    made = {
+        setup.name: (
+            setup.key,
+            {"training": training.file_of(folder, setup), "gaussians": gaussians.file_of(folder, setup)},
+        )
+        for setup in present
+    }
+
+    def counts(row: results.Row) -> bool:
+        key, files = made.get(row["setup"], ("", {}))
+        missing = row["method"] in files and not files[row["method"]].exists()
+        return row["key"] == key and (row["method"] in methods.METHODS or missing)
+
+    return [row for row in results.read(results.file_of(folder)) if counts(row)]
+
+
+def _with_data(chosen: list[SetUp]) -> list[SetUp]:
+    """Those whose data the machine has; the others are named."""
+    missing: dict[str, str] = {}
+    readable: dict[tuple[str, bool], bool] = {}
+    for setup in chosen:
+        what = (setup.data, setup.gap)
+        if what in readable:
+            continue
+        try:
+            tasks.read(setup)
+            readable[what] = True
+        except MissingDataError as error:
+            readable[what], missing[setup.data] = False, str(error)
+    for data, reason in missing.items():
+        print(f"without {data}: {reason} ({VARIABLE} names the folder)", file=sys.stderr)
+    return [setup for setup in chosen if readable[setup.data, setup.gap]]
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.practice", description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, default=Path(os.environ.get("PRACTICE_DIR") or "build/practice"), metavar="FOLDER"
+    )
+    parser.add_argument(
+        "--stage", action="append", choices=STAGES, help="default: train, methods, table; may be repeated"
+    )
+    parser.add_argument("--group", default="report", choices=("choose", "report", "all"))
+    parser.add_argument("--full", action="store_true", default=os.environ.get("FULL", "") not in ("", "0"))
+    parser.add_argument("--fast", action="store_true", help="one tiny set-up: a smoke test, not numbers")
+    parser.add_argument("--only", default="", metavar="PART", help="set-ups with this in their name")
+    parser.add_argument(
+        "--methods", action="append", metavar="PART", help="methods with this in their name; may be repeated"
+    )
+    parser.add_argument("--again", action="store_true", help="also what the CSV has already")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, of one thread each")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The methods, by name: a trained network to a predictor. A new one is one more entry.
+
+"default" is what `LaplaceCallback(likelihood=…)` does on a Trainer with validation data, "default, no validation" the
+same without them, "L2M" what `L2MCallback(likelihood=…)` does. The others name what they change: structure, tuning and
+link of classes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.practice.scores import Classes, Predicted, Predictor, Reals, of_posterior, score
+from benchmarks.practice.subject import Subject
+from benchmarks.practice.training import EVALUATION_BATCH, make_trainer
+from lightning_bayes import L2MCallback, LaplaceCallback
+
+MAP, TEMPERATURE, ENSEMBLE, PEER = "MAP", "MAP + temperature", "ensemble of 5", "laplace-torch"
+DEFAULT, UNVALIDATED, MARGLIK, L2M = "default", "default, no validation", "kron marglik probit", "L2M"
+TEMPERATURES = torch.logspace(-1.5, 1.5, 601)
+
+
+class NotApplicable(Exception):
+    """Why a method has nothing to say about a set-up."""
+
+
+def measure(name: str, subject: Subject) -> dict[str, float]:
+    """All numbers of one method on one set-up; the cost is that of the fit, before predictions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a user would act on; here, hundreds of times the same
+        subject.restart()
+        predictor = METHODS[name](subject)
+        cost = subject.cost()
+        return {**score(predictor, subject.task), **cost}
+
+
+def plain(subject: Subject) -> Predictor:
+    """The network as it is; of a regression with the training RMSE as its noise."""
+    σ = subject.train_rmse() if subject.is_regression else 1.0
+    return _point(subject, σ)
+
+
+def temperature(subject: Subject) -> Predictor:
+    """One number on validation data: a temperature of the logits, or the noise of a regression."""
+    f, y = subject.validation_outputs(), subject.task.val.y
+    if subject.is_regression:
+        return _point(subject, float((f - y).square().mean().sqrt()))
+    losses = torch.stack([F.cross_entropy(f.double() / T, y) for T in TEMPERATURES])
+    return _point(subject, float(TEMPERATURES[losses.argmin()]))
+
+
+def _point(subject: Subject, number: float, network: Any = None) -> Predictor:
+    """Outputs with a noise, or a temperature."""
+
+    def predictor(x: Tensor) -> Predicted:
+        f = subject.outputs(x, network).double()  # in float32, the probability of a class could be zero
+        return Reals(f, torch.full_like(f, number**2)) if subject.is_regression else Classes((f / number).softmax(1))
+
+    return predictor
+
+
+def ensemble(subject: Subject) -> Predictor:
+    """The mixture of several trainings; of regressions the Gaussian with its moments."""
+    members = [module.net for module in subject.trained.members]
+    if len(members) < 2:
+        raise NotApplicable("no ensemble was trained for this set-up")
+    part = subject.task.train
+    noises = [1.0] * len(members)
+    if subject.is_regression:
+        noises = [float((subject.outputs(part.x, net) - part.y).square().mean().sqrt()) for net in members]
+    each = [_point(subject, σ, net) for σ, net in zip(noises, members, strict=True)]
+
+    def predictor(x: Tensor) -> Predicted:
+        parts = [member(x) for member in each]
+        if not subject.is_regression:
+            return Classes(torch.stack([p.probs for p in parts]).mean(0))  # type: ignore[union-attr]
+        means, variances = (torch.stack([getattr(p, name) for p in parts]) for name in ("mean", "variance"))
+        return Reals(means.mean(0), variances.mean(0) + means.var(0, correction=0))
+
+    return predictor
+
+
+def default(subject: Subject) -> Predictor:
+    callback = LaplaceCallback(likelihood=subject.setup.kind, progress=False)
+    trainer = make_trainer([callback])
+    trainer.validate(subject.trained.module, subject.val, verbose=False)  # the Trainer now has validation data
+    subject.restart()
+    callback.fit_now(trainer, subject.trained.module, subject.train)
+    return of_posterior(callback.predict)
+
+
+def default_without_validation(subject: Subject) -> Predictor:
+    callback = LaplaceCallback(likelihood=subject.setup.kind, progress=False)
+    callback.fit_now(None, subject.trained.module, subject.train)
+    return of_posterior(callback.predict)
+
+
+def l2m(subject: Subject) -> Predictor:
+    if subject.setup.training.optimizer == "sgd":
+        raise NotApplicable("SGD keeps no second moment")
+    callback = L2MCallback(likelihood=subject.setup.kind)
+    trainer = make_trainer([callback])
+    trainer.validate(subject.trained.module, subject.val, verbose=False)
+    subject.restart()
+    # What the callback would have counted in training, as a checkpoint holds it.
+    counted = {"steps": 1.0, "squares": subject.mean_inverse_batch(), "sums": 1.0, "n_targets": 1}
+    callback.load_state_dict({"posterior": None, "batches": {"n_data": len(subject.task.train), **counted}})
+    trainer.optimizers = [subject.optimizer()]
+    callback.fit_now(trainer, subject.trained.module)
+    return of_posterior(callback.predict)
+
+
+def laplace(
+    structure: str = "kron", tune: str = "auto", link: str | None = None, subset: str = "all", calibrate: bool = False
+) -> Callable[[Subject], Predictor]:
+    """Our posterior by these words, each as `fit_laplace`, `tune_prior` and `predict` take them."""
+
+    def method(subject: Subject) -> Predictor:
+        if subject.is_regression and link is not None and tune != "marglik":
+            raise NotApplicable("a regression has no link")
+        posterior = subject.fit(structure, subset)
+        validation = subject.val if tune in ("grid", "auto") else None
+        tuned = posterior.tune_prior(tune, loader=validation)
+        if calibrate:
+            tuned = tuned.calibrate(subject.val)
+        return of_posterior(lambda x: tuned.predict(x, link=link, generator=torch.Generator().manual_seed(0)))
+
+    return method
+
+
+def known_noise(subject: Subject) -> Predictor:
+    """Regression: the noise is the training RMSE, the prior is tuned by evidence."""
+    if not subject.is_regression:
+        raise NotApplicable("classes have no noise")
+    tuned = subject.fit(noise_std=subject.train_rmse()).tune_prior("marglik", noise=False)
+    return of_posterior(tuned.predict)
+
+
+def laplace_torch(subject: Subject) -> Predictor:
+    """The peer's default: last layer, Kronecker, prior by its own marginal likelihood, probit; of a regression the
+    noise too, as its documentation tunes it."""
+    try:
+        from laplace import Laplace
+    except ImportError as error:
+        raise NotApplicable("laplace-torch is not installed") from error
+    approximation: Any = Laplace(subject.network, subject.setup.kind)
+    approximation.fit(subject.train)
+    if subject.is_regression:
+        _tune_peer(approximation)
+    else:
+        approximation.optimize_prior_precision(method="marglik")
+
+    def predictor(x: Tensor) -> Predicted:
+        parts = [approximation(part) for part in x.split(EVALUATION_BATCH)]
+        if not subject.is_regression:
+            return Classes(torch.cat([p.detach() for p in parts]))
+        mean = torch.cat([m.detach() for m, _ in parts])
+        variance = torch.cat([v.detach().reshape(-1, 1) for _, v in parts])
+        return Reals(mean, variance + approximation.sigma_noise.detach().square())
+
+    return predictor
+
+
+def _tune_peer(approximation: Any, steps: int = 100) -> None:
+    log_prior, log_sigma = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([log_prior, log_sigma], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (-approximation.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())).backward()
+        optimizer.step()
+
+
+WITHOUT_US = (MAP, TEMPERATURE, ENSEMBLE, PEER)  # which do not change with the package
+METHODS: dict[str, Callable[[Subject], Predictor]] = {
+    MAP: plain,
+    TEMPERATURE: temperature,
+    ENSEMBLE: ensemble,
+    DEFAULT: default,
+    UNVALIDATED: default_without_validation,
+    MARGLIK: laplace(tune="marglik", link="probit"),
+    "kron linear": laplace(tune="linear"),
+    "kron grid probit": laplace(tune="grid", link="probit"),
+    "kron auto": laplace(),
+    "kron auto probit": laplace(link="probit"),
+    "kron auto pairwise": laplace(link="pairwise"),
+    "kron auto mc": laplace(link="mc"),
+    "kron auto, calibrated": laplace(calibrate=True),
+    "diag auto": laplace("diag"),
+    "last layer auto": laplace(subset="last_layer"),
+    "training RMSE, marglik": known_noise,
+    L2M: l2m,
+    PEER: laplace_torch,
+}

@@ -1,0 +1,173 @@
+"""Which networks are trained on what.
+
+A training is a network, an optimizer and when to stop, as people choose them; a set-up is a training on one split of
+one data set with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by a look at
+REPORT. On the same data the two share neither a split nor a network with the same optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+IMAGES = ("MNIST", "FashionMNIST", "CIFAR10")
+UCI_CLASSES = ("australian", "cancer", "ionosphere", "glass", "vehicle", "waveform", "satellite", "banana")
+UCI_REGRESSION = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
+BUNDLED_CLASSES = {"digits": "digits", "sklearn_wine": "wine", "breast_cancer": "breast_cancer"}  # scikit-learn's names
+BUNDLED_REGRESSION = ("diabetes", "friedman")
+
+
+@dataclass(frozen=True)
+class Training:
+    network: str  # of `networks.NETWORKS`
+    optimizer: str = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    steps: int = 2000
+    batch_size: int = 64
+    early_stopping: bool = False  # on the validation loss, and back to the best epoch
+
+
+@dataclass(frozen=True)
+class SetUp:
+    group: str  # "choose" or "report"
+    data: str
+    training: Training
+    seed: int  # of the split and the training; for UCI regression the number of the split
+    gap: bool = False
+    quick: bool = False  # also without FULL
+    members: int = 1  # more than one: an ensemble of these is trained too
+
+    @property
+    def name(self) -> str:
+        t = self.training
+        words = [self.data + ("-gap" if self.gap else ""), t.network, t.optimizer]
+        words += ["wd"] if t.weight_decay else []
+        words += ["es"] if t.early_stopping else []
+        return f"{self.group}-{'-'.join(words)}-{self.seed}"
+
+    @property
+    def key(self) -> str:
+        """Changes with anything that the trained network depends on."""
+        return hashlib.sha256(repr((self.data, self.training, self.seed, self.gap, self.members)).encode()).hexdigest()[
+            :10
+        ]
+
+    @property
+    def kind(self) -> str:
+        return "regression" if self.data in UCI_REGRESSION + BUNDLED_REGRESSION else "classification"
+
+    @property
+    def family(self) -> str:
+        """The column of the table."""
+        if self.kind == "regression":
+            return "gap splits" if self.gap else "standard splits"
+        if self.data == "digits" or self.data in IMAGES:
+            return self.data
+        return "UCI"  # scikit-learn's wine and breast cancer are UCI's
+
+
+def _several(
+    group: str, data: str, training: Training, seeds: range, quick: int = 0, ensembles: int = 0
+) -> list[SetUp]:
+    """One set-up for each seed, of which the first few run without FULL, and the first few as an ensemble of 5 too."""
+    return [
+        SetUp(group, data, training, seed, quick=n < quick, members=5 if n < ensembles else 1)
+        for n, seed in enumerate(seeds)
+    ]
+
+
+def _choose() -> list[SetUp]:
+    tables = {
+        "australian": Training("mlp50-tanh", "adam", 1e-2, steps=1500),
+        "ionosphere": Training("mlp2x50", "adam", 1e-3, steps=1500),
+        "vehicle": Training("mlp50-tanh", "sgd", 5e-2, 1e-4, steps=2000),
+        "waveform": Training("mlp2x50", "adamw", 1e-3, 1e-2, steps=1500),
+        "satellite": Training("mlp2x50-tanh", "adam", 1e-3, steps=3000),
+        "banana": Training("mlp2x50", "adam", 1e-2, early_stopping=True),
+        "glass": Training("mlp50-tanh", "adam", 1e-2, 1e-3, steps=1500),
+        "cancer": Training("mlp2x50", "sgd", 5e-2, steps=1000),
+    }
+    found = [s for data, training in tables.items() for s in _several("choose", data, training, range(100, 102))]
+    for training in (
+        Training("mlp50-tanh", "adam", 1e-2, steps=1000),
+        Training("mlp2x200", "adam", 1e-3, steps=1500, early_stopping=True),
+        Training("cnn-tanh", "sgd", 5e-2, 1e-4, steps=1000),
+    ):
+        found += _several("choose", "digits", training, range(100, 102))
+    pictures = [
+        ("FashionMNIST", Training("cnn", "adam", 1e-3, steps=1400)),
+        ("FashionMNIST", Training("mlp2x200", "adam", 1e-3, 1e-4, steps=2000)),
+        ("FashionMNIST", Training("cnn-bn", "sgd", 5e-2, 5e-4, steps=1000)),
+        ("MNIST", Training("cnn-tanh", "adam", 1e-3, steps=1400)),
+        ("MNIST", Training("mlp2x200", "adam", 1e-3, steps=1500, early_stopping=True)),
+        ("CIFAR10", Training("cnn3", "adam", 1e-3, steps=1000)),
+        ("CIFAR10", Training("resnet-narrow", "sgd", 5e-2, 5e-4, steps=800)),
+    ]
+    for data, training in pictures:
+        found += _several("choose", data, training, range(100, 102 if data == "FashionMNIST" else 101))
+    even, odd = Training("mlp2x50", "adam", 3e-3, 1e-5, steps=2500), Training("mlp50-tanh", "adam", 1e-2, steps=2500)
+    for n, data in enumerate(UCI_REGRESSION):
+        training = odd if n % 2 else even
+        splits = range(3, 5) if data == "protein" else range(10, 12)
+        found += _several("choose", data, training, splits)
+        found += [SetUp("choose", data, training, seed=1, gap=True)]
+    return found
+
+
+def _report() -> list[SetUp]:
+    found = []
+    for training, quick in (
+        (Training("mlp100-gelu", "adamw", 3e-3, 1e-2, steps=1500), 2),
+        (Training("cnn", "adam", 1e-3, steps=1000), 2),
+        (Training("mlp2x100-dropout", "adam", 1e-3, steps=1500, early_stopping=True), 1),
+        (Training("mlp2x50-bn", "sgd", 5e-2, 5e-4, steps=1000), 1),
+    ):
+        found += _several("report", "digits", training, range(2), quick, ensembles=1)
+    tables = {
+        "sklearn_wine": Training("mlp50", "adam", 1e-2, steps=500),
+        "breast_cancer": Training("mlp2x50-tanh", "adamw", 1e-3, 1e-2, steps=1000),
+        "australian": Training("mlp2x100-dropout", "adam", 1e-3, steps=1500),
+        "cancer": Training("mlp100-gelu", "adam", 1e-3, 1e-4, steps=1000),
+        "ionosphere": Training("mlp50", "sgd", 5e-2, 1e-3, steps=1500),
+        "glass": Training("mlp2x50-bn", "adam", 3e-3, steps=1500),
+        "vehicle": Training("mlp2x50", "adam", 3e-3, steps=2000, early_stopping=True),
+        "waveform": Training("mlp100-gelu", "adam", 3e-3, steps=1500),
+        "satellite": Training("mlp2x100-dropout", "adamw", 1e-3, 1e-2, steps=3000, early_stopping=True),
+        "banana": Training("mlp50", "adam", 1e-2, 1e-4, steps=2000),
+    }
+    for data, training in tables.items():
+        found += _several("report", data, training, range(3 if data == "waveform" else 2), quick=2, ensembles=1)
+    pictures = [
+        ("FashionMNIST", Training("cnn-dropout", "adamw", 1e-3, 1e-2, steps=1400), 2, 1),
+        ("FashionMNIST", Training("mlp3x100", "adam", 1e-3, steps=2000), 0, 0),
+        ("FashionMNIST", Training("cnn-bn", "adam", 1e-3, steps=1000, early_stopping=True), 0, 0),
+        ("MNIST", Training("cnn", "sgd", 2e-2, 5e-4, steps=1000), 1, 0),
+        ("MNIST", Training("mlp3x100", "adamw", 1e-3, 1e-2, steps=2000), 1, 0),
+        ("CIFAR10", Training("cnn3-bn", "adamw", 1e-3, 1e-2, steps=800), 0, 0),
+        ("CIFAR10", Training("resnet", "adam", 1e-3, 1e-4, steps=700, early_stopping=True), 1, 0),
+    ]
+    for data, training, quick, ensembles in pictures:
+        found += _several("report", data, training, range(2), quick, ensembles)
+    found += _several("report", "diabetes", Training("mlp50", "adam", 1e-3, early_stopping=True), range(3), 3, 1)
+    found += _several("report", "friedman", Training("mlp50", "adam", 1e-2, steps=1500), range(3), 3, 1)
+    trainings = (
+        Training("mlp50", "adam", 1e-2, steps=2500),
+        Training("mlp2x50-tanh", "adamw", 3e-3, 1e-2, steps=2500),
+        Training("mlp100-gelu", "adam", 3e-3, steps=2500, early_stopping=True),
+    )
+    for n, data in enumerate(UCI_REGRESSION):
+        training = trainings[n % 3]
+        found += _several("report", data, training, range(3), quick=1 if n % 2 else 0, ensembles=1 if n % 3 == 0 else 0)
+        found += [SetUp("report", data, training, split, gap=True, quick=n % 3 == split) for split in (0, 2)]
+    return found
+
+
+SETUPS = (*_choose(), *_report())
+FAST = SetUp("report", "sklearn_wine", Training("mlp50", "adam", 1e-2, steps=60), seed=0, quick=True, members=2)
+
+
+def select(group: str = "report", full: bool = False, only: str = "") -> list[SetUp]:
+    """The set-ups of "choose", "report" or "all", CHOOSE first; `only` is a part of their names."""
+    groups = ("choose", "report") if group == "all" else (group,)
+    return [s for s in SETUPS if s.group in groups and (full or s.quick) and only in s.name]

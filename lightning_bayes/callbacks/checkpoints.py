@@ -1,0 +1,177 @@
+"""The checkpoints of a run: which weights each of them holds, and how a posterior of those weights gets into it.
+
+A checkpoint keeps its weights, optimizers and loops as Lightning wrote them. Only the state of one callback is put into
+the file; a checkpoint of weights only, which holds no callback's state, gets a posterior's file beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_bayes.callbacks.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.callbacks.strategy import share
+from lightning_bayes.posterior import GaussianPosterior
+
+WEIGHTS = ("both", "last", "best")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint of this run; the same on all processes."""
+
+    path: str
+    role: str  # "best", "last", or "other"
+    weights: str  # a digest: equal ones are equal weights
+    in_memory: bool  # whether the module has these weights now
+    has_posterior: bool
+
+
+def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> list[Stored]:
+    """The checkpoints that this run knows of and that can be read, each file once.
+
+    `key` is that of the callback's state in them, and `name` that of its file beside one.
+    """
+    _finish_writing(trainer)
+    current = module.state_dict()  # on all processes, because metrics may gather theirs
+    stored: list[Stored] = []
+    for path, role in _roles(trainer).items() if trainer.is_global_zero else ():
+        checkpoint = _read_or_warn(trainer, path)
+        if checkpoint is None:
+            continue
+        weights = checkpoint["state_dict"]
+        digest = _digest(weights)
+        in_memory = digest == _digest({name: current[name] for name in weights if name in current})
+        state = (checkpoint.get("callbacks") or {}).get(key) or {}
+        has_posterior = state.get("posterior") is not None or exists(beside(path, name))
+        stored.append(Stored(path, role, digest, in_memory, has_posterior))
+    return trainer.strategy.broadcast(stored)
+
+
+def _roles(trainer: Trainer) -> dict[str, str]:
+    """What every checkpoint is: the best of a callback (for `ckpt_path="best"`), its last, or another, which may hold
+    the last weights: what was saved last, and what the Trainer has resumed from."""
+    roles: dict[str, str] = {}
+    for name, role in (("best_model_path", "best"), ("last_model_path", "last"), ("_last_checkpoint_saved", "other")):
+        for callback in trainer.checkpoint_callbacks:
+            _add(roles, getattr(callback, name, ""), role)
+    _add(roles, trainer.ckpt_path, "other")
+    return roles
+
+
+def _add(roles: dict[str, str], path: Any, role: str) -> None:
+    if path:
+        # A link, as `save_last="link"` makes, is the checkpoint that it leads to.
+        roles.setdefault(os.path.realpath(path) if is_local(path) else str(path), role)
+
+
+def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]]:
+    """The checkpoints whose weights are not those in memory and get a pass of their own, together where their weights
+    are the same; `weights` is one of `WEIGHTS`."""
+    roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
+    groups: dict[str, list[Stored]] = {}
+    for each in checkpoints:
+        if each.role in roles and not each.in_memory:
+            groups.setdefault(each.weights, []).append(each)
+    return list(groups.values())
+
+
+def put_posterior(
+    trainer: Trainer, path: str, key: str, name: str, state: dict[str, Any], posterior: GaussianPosterior
+) -> None:
+    """Make `posterior` part of the callback's `state` in a checkpoint; on all processes."""
+    if trainer.is_global_zero:
+        checkpoint = _read(trainer, path)
+        if "callbacks" in checkpoint:
+            states = checkpoint["callbacks"]
+            states[key] = {**state, **(states.get(key) or {}), "posterior": posterior.state_dict()}
+            replace_file(path, checkpoint)
+        else:
+            save_posterior(posterior, beside(path, name))
+    trainer.strategy.barrier("posterior in checkpoint")
+
+
+def beside(path: Any, name: str) -> str:
+    """The posterior's file of a checkpoint that holds weights only."""
+    return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
+
+
+@contextmanager
+def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator[None]:
+    """The module with the weights of a checkpoint, on all processes; then it has its own again."""
+    tensors = [*module.parameters(), *module.buffers()]
+    own = [t.detach().clone() for t in tensors]
+    try:
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                module.load_state_dict(_read(trainer, path)["state_dict"], strict=module.strict_loading)
+            except Exception as error:
+                problem = str(error)
+        problem = trainer.strategy.broadcast(problem)
+        if problem is not None:
+            raise RuntimeError(f"the weights of {path} cannot be loaded for their posterior: {problem}")
+        share(tensors)  # their file systems may not have the checkpoint
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in zip(tensors, own, strict=True):
+                t.copy_(value)
+
+
+def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
+    if not exists(path):
+        return None
+    try:
+        return _read(trainer, path)
+    except Exception as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
+        return None
+
+
+def _read(trainer: Trainer, path: str) -> dict[str, Any]:
+    # What this process has written holds nothing foreign; the paths of a resumed run come from its checkpoint.
+    foreign = trainer.ckpt_path is not None
+    system, place = url_to_fs(str(path))
+    with system.open(place, "rb") as content:
+        return torch.load(content, map_location="cpu", weights_only=foreign)
+
+
+def _digest(weights: dict[str, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in weights.items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _finish_writing(trainer: Trainer) -> None:
+    """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
+    plugin: Any = trainer.strategy.checkpoint_io
+    if getattr(plugin, "_executor", None) is not None:
+        plugin.teardown()
+
+
+def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
+    """Make sure that there is a checkpoint to resume from at the end of training; on all processes."""
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    step = trainer.global_step
+    for each in callbacks:
+        if getattr(each, "_last_global_step_saved", None) == step and not each.save_weights_only:
+            return
+    path = os.path.join(folder, f"{name}_interrupted.ckpt")
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"the weights are in {path}: fit(ckpt_path=…) goes on from there")

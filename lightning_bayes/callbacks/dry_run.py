@@ -1,0 +1,233 @@
+"""The dry run: what can be known of a posterior with the first batch, before the first step of an optimizer.
+
+The batch is split, the network runs on it, outputs and targets are held against the likelihood, and the callback tries
+its fit on two examples. Then the loss of the module's own step is compared with the likelihood. Nothing of the user's
+is changed by it: weights, gradients, buffers, modes and random numbers are as they were. No process waits for another,
+so that an error on one of them leaves none hanging.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_bayes.callbacks.loss_check import LossFit, Watch, compare_gradients, compare_values
+from lightning_bayes.callbacks.module import ModuleError, is_variational, network_of, split_batch
+from lightning_bayes.callbacks.scoring import forward_context
+from lightning_bayes.curvature import CurvatureError, DataError, Processes, inputs
+from lightning_bayes.curvature.preserve import borrowed, eager, kept_buffers, preserved_rng, unwrap
+from lightning_bayes.posterior.sharded import is_sharded
+from lightning_bayes.structures import Factor
+
+if TYPE_CHECKING:
+    from lightning_bayes.callbacks.base import PosteriorCallback
+
+EXAMPLES = 2  # that a fit is tried on
+
+
+class DryRun:
+    """Of one callback, on the first batch of one run of `fit`."""
+
+    def __init__(self, callback: PosteriorCallback) -> None:
+        self._callback = callback
+        self._waiting = True  # for the first batch
+        self._watch: Watch | None = None
+        self._f: Tensor | None = None  # outputs as the fit sees them, in eval mode; None for a sharded network
+        self._x: Any = None
+        self._y: Any = None
+        self._rng = torch.empty(0)  # state at the start of the batch
+
+    def begin(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        """Before the first batch's step: raise for what cannot work, and look on while the step runs."""
+        self.stop()
+        if not self._waiting:
+            return
+        self._waiting, callback = False, self._callback
+        network = unwrap(network_of(module, callback.network))
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
+            return  # the first step gives the lazy layers their shape
+        pair = split_training_batch(trainer, module, batch, callback.needs_targets)
+        if pair is None:
+            return
+        x, y = pair
+        size, modules = inputs.batch_size(x), [network]
+        if not isinstance(y, Tensor):
+            raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
+        if not is_sharded(network):  # whose first forward pass must be the step's own
+            with preserved_rng(), forward_context(trainer), kept_buffers(network):
+                self._f, modules = _run(network, callback.network, x, size)
+                y = callback.align_targets(self._f, y)
+                callback.likelihood.check(self._f, y)
+                some = slice(EXAMPLES)
+                callback.try_fit(network, inputs.take(network, x, some), y[some])
+        if module.automatic_optimization and not _is_compiled(module):
+            self._watch = Watch(modules, size, None if self._f is None else self._f.shape)
+        self._x, self._y, self._rng = x, y, torch.get_rng_state()
+
+    def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
+        """With the loss before its backward pass: how it relates to the likelihood; None if that cannot be known."""
+        y, f, watch, likelihood = self._y, self._f, self._watch, self._callback.likelihood
+        if y is None or not module.automatic_optimization or is_variational(module):  # whose mixin compares itself
+            return None
+        # Lightning has divided by the batches to accumulate, and 16-bit precision has scaled.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = trainer.accumulate_grad_batches / (1.0 if scaler is None else float(scaler.get_scale()))
+        seen = [] if watch is None else watch.outputs
+        with torch.autocast(module.device.type, enabled=False):
+            if seen and f is None:
+                y = self._callback.align_targets(seen[0], y)
+                likelihood.check(seen[0].detach(), y)
+            found: LossFit | None = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
+        if found is None and f is not None and self._callback.trains_at_its_weights:
+            network = unwrap(network_of(module, self._callback.network))
+            now = _in_own_mode(network, self._x, self._rng, trainer)
+            if isinstance(now, Tensor) and now.shape == f.shape:
+                found = compare_values(likelihood, loss, now, y, scale)
+        return found
+
+    @property
+    def outputs(self) -> Tensor | None:
+        """Of the network on the first batch, before the step."""
+        return self._f
+
+    def stop(self) -> None:
+        """Let go of the batch and of the modules."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._f = self._x = self._y = None
+
+
+def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, needed: bool = True) -> Any:
+    """`(x, y)` of a training batch, with nothing drawn from the global generators; None where neither the module nor
+    the batch says, and it is not `needed`."""
+    loaders = trainer.train_dataloader
+    if isinstance(loaders, dict) and len(loaders) == 1:
+        (batch,) = batch.values()
+    elif isinstance(loaders, (list, tuple)) and len(loaders) == 1:
+        (batch,) = batch
+    with preserved_rng(), torch.no_grad():
+        try:
+            return split_batch(module, batch)
+        except ModuleError:
+            if needed or hasattr(module, "split_batch"):
+                raise
+            return None
+
+
+class Undecomposed(Processes):
+    """One process that takes a factor's diagonal for its eigenvalues: a trial need not wait for decompositions."""
+
+    def decompose(self, matrices: list[Tensor]) -> list[Factor]:
+        return [Factor(None, matrix.diagonal(dim1=-2, dim2=-1).clone()) for matrix in matrices]
+
+
+def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a full matrix, and its Cholesky factor, that the device cannot hold."""
+    needed = 2 * size**2 * torch.promote_types(dtype, torch.float32).itemsize
+    there = _memory(device)
+    if needed > there:
+        raise CurvatureError(
+            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has {there / 1e9:.3g} GB: "
+            "use structure='kron' or 'diag', or subset='last_layer'"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder on this machine that what is fitted cannot be written to."""
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "cannot be written to" if existing.is_dir() else "is a file"
+        raise RuntimeError(
+            f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
+            "default_root_dir= or logger="
+        )
+
+
+_SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
+
+
+def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
+    """The outputs, as the fit will see them, and the modules that return them, the network first."""
+    what = f"the network {path!r}" if path else f"the network {type(network).__name__}"
+    returned: list[tuple[nn.Module, Any]] = []  # weak references: activations need not be kept
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            returned.append((module, weakref.ref(output)))
+
+    with borrowed(network, ()), torch.no_grad(), _silence(), ExitStack() as stack:
+        stack.callback(register_module_forward_hook(note).remove)
+        try:
+            f = inputs.call(network, x)
+        except Exception as error:
+            shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
+            raise ModuleError(
+                f"{what} cannot be run on the x of a batch, of shape {shapes} ({_first_line(error)}): name the "
+                f"submodule that maps x to f with network=, or {_SPLIT}"
+            ) from error
+    if not isinstance(f, Tensor):
+        raise CurvatureError(
+            f"{what} must return one tensor, but it returned {type(f).__name__}: name the submodule that does with "
+            "network=, or wrap it in one"
+        )
+    if f.ndim == 0 or len(f) != size:
+        raise CurvatureError(
+            f"of {what} the output must have one row per example, but {size} examples gave an output of "
+            f"shape {tuple(f.shape)}: name the submodule that gives it with network="
+        )
+    modules = dict.fromkeys([network, *(module for module, output in reversed(returned) if output() is f)])
+    return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> Any:
+    """The outputs in training, at the random numbers that the step began with; None where they cannot be had."""
+    if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in network.modules()):
+        return None  # it would wait for all processes
+    # On copies: the graph of the step still needs the buffers as they are.
+    buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
+    args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
+    with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
+        torch.set_rng_state(rng)
+        try:
+            return functional_call(network, buffers, tuple(args), dict(kwargs))
+        except Exception:  # in this mode the step itself may not call it so
+            return None
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The step itself will say what the network warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether hooks would be compiled too, or not be called."""
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
+    )
+
+
+def _memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):  # not told by this system
+        return float("inf")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -1,0 +1,116 @@
+"""Where a callback's files go, on any file system that Lightning writes to, and how one takes another's place."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import GaussianPosterior
+
+File = Path | str  # a URL stays a string: `Path` would drop one of its slashes
+
+
+def run_folder(trainer: Trainer) -> str:
+    """The folder of this run, as `ModelCheckpoint` chooses it: several runs of a logger may share its `save_dir`."""
+    if not trainer.loggers:
+        return str(trainer.default_root_dir)
+    logger: Any = trainer.loggers[0]
+    log_dir = getattr(logger, "log_dir", None)
+    if log_dir:
+        return str(log_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name), version)
+
+
+def posterior_file(trainer: Trainer, name: str, save: bool | str | None, own: File | None) -> File | None:
+    """Where the posterior called `name` goes, or None for nowhere; on all processes the answer of rank zero.
+
+    `save` is a file, a folder, or whether to save; None means wherever Lightning leaves files too. A file that is
+    not this callback's `own` is another run's, and stays.
+    """
+    chosen = _choose(trainer, name, save, own) if trainer.is_global_zero else None
+    chosen = trainer.strategy.broadcast(chosen)
+    return None if chosen is None else as_file(chosen)
+
+
+def _choose(trainer: Trainer, name: str, save: bool | str | None, own: File | None) -> str | None:
+    if isinstance(save, (str, os.PathLike)) and Path(save).suffix:
+        return str(save)
+    folder = str(save) if isinstance(save, (str, os.PathLike)) else run_folder(trainer)
+    leaves_files = bool(trainer.loggers or trainer.checkpoint_callbacks) or not _is_working_directory(folder)
+    if save is False or (save is None and not leaves_files):
+        return None
+    path, number = os.path.join(folder, name), 0
+    while exists(path) and as_file(path) != own:
+        number += 1
+        stem, suffix = os.path.splitext(name)
+        path = os.path.join(folder, f"{stem}-v{number}{suffix}")
+    return path
+
+
+def _is_working_directory(folder: str) -> bool:
+    return is_local(folder) and os.path.realpath(folder) == os.path.realpath(os.getcwd())
+
+
+def is_local(path: File) -> bool:
+    return "://" not in str(path) or str(path).startswith("file://")
+
+
+def as_file(path: File) -> File:
+    return Path(path) if is_local(path) else str(path)
+
+
+def exists(path: File) -> bool:
+    system, place = url_to_fs(str(path))
+    return system.exists(place)
+
+
+def save_posterior(posterior: GaussianPosterior, path: File) -> None:
+    system, place = url_to_fs(str(path))
+    system.makedirs(os.path.dirname(place), exist_ok=True)
+    if is_local(path):
+        posterior.save(path)
+    else:
+        replace_file(path, posterior.state_dict())
+
+
+def load_posterior(path: File, network: nn.Module, likelihood: Likelihood | None) -> GaussianPosterior:
+    if is_local(path):
+        return GaussianPosterior.load(path, network, likelihood)
+    system, place = url_to_fs(str(path))
+    with system.open(place, "rb") as content:
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    return GaussianPosterior.from_state_dict(network, state, likelihood)
+
+
+def replace_file(path: File, content: dict[str, Any]) -> None:
+    """Write `content` in the place of what is there: a process that is killed meanwhile leaves the old file whole."""
+    if not is_local(path):
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        system, place = url_to_fs(str(path))
+        system.pipe_file(place, buffer.getvalue())
+        return
+    target = os.path.realpath(path)  # a link, as `save_last="link"` makes, stays one
+    partial = f"{target}.part"
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(target):
+            shutil.copystat(target, partial)  # Lightning finds the last checkpoint by its time
+        os.replace(partial, target)
+    finally:
+        with suppress(FileNotFoundError):
+            os.remove(partial)

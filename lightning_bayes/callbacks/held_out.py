@@ -1,0 +1,106 @@
+"""Tuning and calibration on a Trainer's validation data, and an honest word on what they bring.
+
+The word is scored two-fold: what one half of the validation data chooses is scored on the other half, and the reverse,
+so that it can come out worse than the plain network. Then all of them choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_bayes.callbacks.data import ExactPass, exact_pass
+from lightning_bayes.callbacks.scores import Scores
+from lightning_bayes.curvature import CurvatureError, DataError, inputs
+from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.predictive.auto import Choice, auto, survey
+from lightning_bayes.predictive.held_out import Scoring
+
+WORSE = 0.01  # nats per example that are worth a warning
+HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """NLL and ECE (or coverage) on held-out data of the plain network, the plain network with a temperature (or
+    factor), and the posterior."""
+
+    plain: dict[str, float]
+    tempered: dict[str, float]
+    posterior: dict[str, float]
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """As a logger has them."""
+        parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
+        return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
+
+    def say(self, name: str) -> None:
+        def words(part: dict[str, float]) -> str:
+            return ", ".join(f"{metric} {value:.4g}" for metric, value in part.items())
+
+        text = f"MAP {words(self.plain)}; MAP + temperature {words(self.tempered)}; {name} {words(self.posterior)}"
+        rank_zero_info(f"{name}: on held-out data, two-fold: {text}")
+        best = min(self.plain["nll"], self.tempered["nll"])
+        if self.posterior["nll"] > best + WORSE:
+            rank_zero_warn(
+                f"{name}: the posterior does not improve the predictions of this network (held-out NLL "
+                f"{self.posterior['nll']:.4g}, the plain network {best:.4g}): use predictive='map', tune='auto' with "
+                "calibrate='auto' if they are off, or more validation data"
+            )
+
+
+def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
+    """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
+    loader = None if trainer is None else trainer.val_dataloaders
+    if loader is None or trainer is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    loader = list(loader.values()) if isinstance(loader, dict) else loader
+    first = loader[0] if isinstance(loader, (list, tuple)) else loader
+    return exact_pass(first, module, trainer, trainer.limit_val_batches)
+
+
+def tune_and_calibrate(
+    posterior: LaplacePosterior, data: Iterable[Any] | None, scoring: Scoring, tune: str | None, calibrate: str | None
+) -> tuple[LaplacePosterior, HeldOutScores | None]:
+    """`tune` is "auto" or None: other ways have had their turn. Data that cannot be used are said, and not used."""
+    if data is not None:
+        try:
+            choice = survey(posterior, data, scoring, tune == "auto", calibrate is not None)
+            return choice.on(), two_fold(choice, data)
+        except (DataError, LikelihoodError, CurvatureError) as error:
+            rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
+    elif tune == "auto":
+        rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
+    return auto(posterior, None, scoring) if tune == "auto" else posterior, None
+
+
+def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores:
+    """One pass over the data."""
+    by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
+    ignored = getattr(choice.posterior.likelihood, "ignore_index", None)
+    scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]
+    scoring, start = choice.scoring, 0
+    for x, y in data:
+        for half, (chosen, plain) in enumerate(by_other):
+            rows = [n for n in range(len(y)) if (start + n) % 2 == half]
+            if not rows:
+                continue
+            x_half, y_half = inputs.take(chosen.network, x, rows), y[rows].to(chosen.device)
+            generator = torch.Generator().manual_seed(scoring.seed)
+            tempered = choice.posterior.with_calibration(plain)
+            predictions = (
+                choice.posterior.predict(x_half, "map", calibrated=False),
+                tempered.predict(x_half, "map", scoring.link),
+                chosen.predict(x_half, scoring.predictive, scoring.link, scoring.samples, generator),
+            )
+            for score, prediction in zip(scores, predictions, strict=True):
+                score.update(prediction, y_half)
+        start += len(y)
+    kept = ("nll", "ece", "coverage")
+    return HeldOutScores(*({k: float(v) for k, v in score.compute().items() if k in kept} for score in scores))

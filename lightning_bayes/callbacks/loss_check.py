@@ -1,0 +1,138 @@
+"""The loss that a training step returns, compared with the likelihood that a posterior assumes.
+
+A posterior knows the loss by its dependence on the network's outputs `f` alone. So what is compared is the gradient:
+a loss that is `c` times the mean negative log-likelihood, whatever constants and weight penalties it adds, has
+
+    ∂ loss / ∂fₙ = −(c/B) rₙ,    rₙ = ∂ log p(yₙ | fₙ) / ∂fₙ,
+
+at the very outputs that the step has computed, in its own mode and at its own weights. Where those were not seen (in a
+compiled step, or if the step does not call the network as a module), the values are compared, with more tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood
+from lightning_bayes.likelihoods.outputs import widen
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
+_FLAT = 1e-3  # a residual below this is mostly rounding
+FAR_OFF = 0.25  # of a value, which penalties, augmentation and noise change too
+
+
+@dataclass(frozen=True)
+class LossFit:
+    """How a loss relates to the mean negative log-likelihood of the same outputs."""
+
+    loss: float
+    nll: float
+    scale: float | None  # `c`, where the loss is `c` times the NLL but for terms that do not depend on the outputs
+    fits: bool  # False where the loss is surely that of another likelihood
+
+
+def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """`−(1/B) Σₙ log p(yₙ | fₙ)`."""
+    return -likelihood.log_likelihood(f, y) / len(f)
+
+
+def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
+    """Equal up to rounding, or both NaN."""
+    return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
+
+
+def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float) -> Any:
+    """A `LossFit` from the graph of `loss` (times `scale`); None where that says nothing."""
+    try:
+        found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # the graph cannot be walked twice, or not by `autograd.grad`
+        return None
+    used = [(f, g) for f, g in zip(outputs, found, strict=True) if g is not None]
+    if not used:
+        return None
+    with torch.no_grad():
+        detached = [f.detach() for f, _ in used]
+        g = torch.cat([_before_normalisation(likelihood, f, g).flatten() * scale for f, g in used]).double()
+        r = torch.cat([-likelihood.residual(f, y).flatten() / len(f) for f in detached]).double()
+        nll = float(sum(mean_nll(likelihood, f, y) for f in detached)) / len(used)
+    if not (g.isfinite().all() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
+        return None
+    c = float(g @ r / (r @ r)) * len(used)  # of the mean over several calls, at samples of the weights
+    apart = (g - c / len(used) * r).norm() / g.norm()
+    fits = c > 0 and bool(apart <= _TOLERANCE.get(outputs[0].dtype, 2e-2))
+    return LossFit(float(loss.detach()) * scale, nll, c if fits else None, fits)
+
+
+def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
+    """The gradient; for log-probabilities, which a loss may read without normalising them, that of their logits."""
+    f, g = widen(f), widen(g)
+    if not chooses_one_class(likelihood) or f.logsumexp(1).abs().max() > 1e-3:
+        return g
+    return g - f.softmax(1) * g.sum(1, keepdim=True)
+
+
+def chooses_one_class(likelihood: Likelihood) -> bool:
+    """Whether outputs are logits of the classes of one label."""
+    return issubclass(likelihood.predictive, ClassPredictive) and not issubclass(likelihood.predictive, LabelPredictive)
+
+
+def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, scale: float) -> LossFit | None:
+    """A `LossFit` from the numbers alone; None where a likelihood is not one of ours."""
+    if not type(likelihood).__module__.startswith("lightning_bayes."):
+        return None
+    value, B = float(loss.detach()) * scale, len(y)
+    total = -float(likelihood.log_likelihood(f, y))
+    ignored = getattr(likelihood, "ignore_index", None)
+    observed = y.numel() if ignored is None else y.numel() - int(y.eq(ignored).sum())
+    candidates = [
+        (s * B / over, s * part / over)
+        for s in likelihood.loss_scales
+        for over in (B, y.numel(), max(1, observed), 1)
+        for part in (total, total - likelihood.constant(y))
+    ]
+    apart = [abs(value - expected) / max(abs(expected), 1e-3) for _, expected in candidates]
+    least = min(apart)
+    c = candidates[apart.index(least)][0] if least <= _TOLERANCE[torch.float32] else None
+    return LossFit(value, total / B, c, least <= FAR_OFF)
+
+
+def explain(likelihood: Likelihood, f: Tensor | None) -> str:
+    """What is usually the cause of a loss that is not the likelihood's."""
+    if f is not None and chooses_one_class(likelihood) and bool((f >= 0).all()):
+        ones = widen(f).sum(1)
+        if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
+            return "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
+    return (
+        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
+        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+    )
+
+
+class Watch:
+    """Notes the outputs of some modules, of a given shape if it is known, until it is stopped."""
+
+    def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None) -> None:
+        self._size, self._shape = size, shape
+        self._seen: dict[nn.Module, list[Tensor]] = {module: [] for module in modules}
+        self._handles = [module.register_forward_hook(self._note) for module in self._seen]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Those of the first module that was called."""
+        return next((seen for seen in self._seen.values() if seen), [])
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._seen = [], {}
+
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or not output.requires_grad or not output.ndim:
+            return  # under DDP, a call of the module may also be that of its step
+        if output.shape == self._shape or (self._shape is None and len(output) == self._size):
+            self._seen[module].append(output)

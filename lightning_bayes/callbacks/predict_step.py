@@ -1,0 +1,67 @@
+"""What `trainer.predict` runs: the posterior's predictions, the module's own `predict_step`, or both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_bayes.callbacks.module import split_batch
+
+PREDICT_STEPS = ("replace", "keep", "both")
+USER = "user"  # key of the module's own output beside the predictions
+
+
+class PredictStep:
+    """Instead of `module.predict_step`, from `install` to `remove`.
+
+    A batch's answer is one `Prediction`; of several callbacks `{name: Prediction}`; and if one of them wants "both",
+    also what the module's own step returns, under "user".
+    """
+
+    def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
+        self._module, self._callbacks = module, callbacks
+        self._both = any(callback.predict_step == "both" for callback in callbacks)
+        if self._both and USER in [callback.name for callback in callbacks]:
+            raise ValueError(
+                f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
+                "another name="
+            )
+        self._set = module.__dict__.get("predict_step")  # if the user had set one on the instance
+        self._own = module.predict_step
+
+    @property
+    def replaces_own(self) -> bool:
+        """Whether a `predict_step` of the user's own is not run."""
+        written = getattr(self._own, "__qualname__", "") != "LightningModule.predict_step"
+        return written and not self._both
+
+    def install(self) -> None:
+        def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+            x, _ = split_batch(self._module, batch, predicting=True)
+            answers: dict[str, Any] = {}
+            if self._both:
+                answers[USER] = _call(self._own, batch, batch_idx, dataloader_idx)
+            answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
+            return answers if len(answers) > 1 else next(iter(answers.values()))
+
+        self._module.predict_step = predict_step  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("predict_step", None)
+        if self._set is not None:
+            self._module.predict_step = self._set  # type: ignore[method-assign]
+
+
+def _call(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+    """The user's step with as many of the arguments as it takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return step(batch, batch_idx, dataloader_idx)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    rest = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
+    given = (batch, batch_idx, dataloader_idx)[: len(positional)]
+    return step(*given, **{name: value for name, value in rest.items() if name in named})

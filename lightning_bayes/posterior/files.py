@@ -1,0 +1,147 @@
+"""A posterior's file: written whole or not at all, and read with one clear sentence for whatever is wrong with it.
+
+The file is what `torch.save` writes of a state (see `state`), with a checksum of its contents. A local file is written
+beside its final place, flushed to the disk and renamed, so that a process killed while writing leaves the older file as
+it was. URLs (`s3://…`, `memory://…`) go through `fsspec`, in a transaction where the file system has one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+import zipfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.posterior.gaussian import PosteriorError
+
+
+def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
+    state = {**state, "checksum": checksum(state)}
+    if _is_url(path):
+        buffer = io.BytesIO()  # before the file is opened: an error leaves no half of it behind
+        torch.save(state, buffer)
+        system, place = _file_system(path)
+        with system.transaction, system.open(place, "wb") as file:
+            file.write(buffer.getvalue())
+        return
+    target = Path(os.path.realpath(path))  # a link stays a link
+    if not target.parent.is_dir():
+        raise FileNotFoundError(
+            f"cannot save the posterior as {target}: there is no folder {target.parent}; create it first"
+        )
+    if target.is_dir():
+        raise IsADirectoryError(f"cannot save the posterior as {target}, which is a folder: name a file in it")
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        with open(unfinished, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _flush_folder(target.parent)
+
+
+def read(path: str | PathLike[str]) -> dict[str, Any]:
+    try:
+        if _is_url(path):
+            system, place = _file_system(path)
+            content: Any = io.BytesIO(system.cat_file(place))
+        else:
+            content = Path(path)
+            content.stat()  # a folder, or a file that may not be read, is an error of its own
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no posterior's file at {path}: check the path, or save one first") from None
+    if not _is_whole(content):
+        raise PosteriorError(
+            f"{path} is no posterior's file, or was cut short: it lacks the end that torch.save writes; use another "
+            "copy, or fit the posterior again"
+        )
+    try:
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise PosteriorError(
+            f"{path} was not loaded: it is damaged, or holds Python objects that are no tensors, numbers or strings, "
+            "and to load those could run any code; use a file that posterior.save wrote"
+        ) from None
+    except OSError:
+        raise
+    except Exception as error:  # of whatever kind the damage makes it
+        raise PosteriorError(_damaged(path)) from error
+    if not isinstance(state, dict) or "format" not in state:
+        raise PosteriorError(f"{path} holds no posterior but {describe(state)}: use a file that posterior.save wrote")
+    known = state.pop("checksum", None)  # older files have none
+    if known is not None and known != checksum(state):
+        raise PosteriorError(_damaged(path))
+    return state
+
+
+def checksum(value: Any, start: int = 0) -> int:
+    """The CRC-32 of all names, numbers and tensors, in their order."""
+    if isinstance(value, Tensor):
+        bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return zlib.crc32(bits.numpy().data, zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), start))
+    if isinstance(value, Mapping):
+        value = [part for item in value.items() for part in item]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            start = checksum(part, start)
+        return zlib.crc32(f"{len(value)} parts".encode(), start)
+    return zlib.crc32(repr(value).encode(), start)
+
+
+def describe(state: Any) -> str:
+    """What an object is, for a message."""
+    if not isinstance(state, Mapping):
+        return f"an object of type {type(state).__name__}"
+    if not state:
+        return "an empty dictionary"
+    keys = [repr(key) for key in state]
+    return f"a dictionary of {', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}"
+
+
+def _is_whole(content: Any) -> bool:
+    """Whether the end of a zip archive is there, which `torch.save` writes last."""
+    try:
+        return zipfile.is_zipfile(content)
+    except zipfile.BadZipFile:
+        return False
+    finally:
+        if not isinstance(content, Path):
+            content.seek(0)
+
+
+def _damaged(path: str | PathLike[str]) -> str:
+    return f"{path} is damaged: its contents are not what was saved; use another copy, or fit the posterior again"
+
+
+def _is_url(path: str | PathLike[str]) -> bool:
+    return "://" in str(path) and not isinstance(path, PathLike)
+
+
+def _file_system(path: str | PathLike[str]) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # torch and Lightning need it too
+
+    return url_to_fs(str(path))
+
+
+def _flush_folder(folder: Path) -> None:
+    """The new name, too, survives a loss of power, where a system can promise it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

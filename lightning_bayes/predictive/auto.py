@@ -1,0 +1,193 @@
+"""`tune="auto"`: the prior that measures best, chosen on held-out data where there are some.
+
+**Classes.** The evidence at the trained weights makes a posterior too wide for the probabilities of a well-trained
+network, yet width is what makes unknown inputs stand out. So the *widest* posterior is taken that the held-out data do
+not mind: each prior gets the temperature of its probabilities that scores best, and of all priors (and the plain
+network, which is one with zero covariance) whose mean negative log-likelihood is within one standard error, of the
+paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose.
+Nothing held out: the evidence at the linear model's optimum.
+
+**Real targets.** The prior by the evidence at a fixed noise, the training RMSE. Held-out data then scale both, `σ²` by
+the mean of `(y − m)²/v` and `δ` by its inverse, which scales the predictive variance by that factor: the noise that
+maximises the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so
+that the factor is at least one.
+
+`make practice` measures this against other rules.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import flag
+from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.likelihoods import ClassPredictive, Gaussian
+from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.tuning import linear, marglik
+from lightning_bayes.predictive.held_out import (
+    LOG_TEMPERATURES,
+    Scoring,
+    best_temperature,
+    squared_errors,
+    temperature_table,
+)
+from lightning_bayes.predictive.output_law import MANY
+
+logger = logging.getLogger("lightning_bayes")
+
+PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64))
+AS_IT_IS = LOG_TEMPERATURES.index(0.0)
+NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
+EVERY = slice(None)
+
+
+def tune_auto(
+    posterior: LaplacePosterior,
+    loader: Iterable[Any] | None,
+    predictive: str = "glm",
+    link: str | None = None,
+    samples: int = 100,
+    seed: int = 0,
+    of: str = "probs",
+    calibrate: bool = True,
+) -> LaplacePosterior:
+    """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
+    scoring = Scoring(predictive, link, samples, seed, of)
+    scoring.check(posterior.likelihood)
+    flag("calibrate", calibrate)
+    return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)
+
+
+def auto(
+    posterior: LaplacePosterior, loader: Iterable[Any] | None, scoring: Scoring, calibrate: bool = True
+) -> LaplacePosterior:
+    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data."""
+    if loader is not None:
+        return survey(posterior, loader, scoring, tune=True, calibrate=calibrate).on()
+    if not posterior.curvature.knows_likelihood:
+        logger.warning("nothing was held out to tune on, and no pass made over the training data: the prior stays")
+        return posterior
+    logger.info("nothing was held out to tune on: the prior is that of the evidence")
+    return by_evidence(posterior)
+
+
+def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
+    """What `auto` takes from the training data alone."""
+    if isinstance(posterior.likelihood, Gaussian):
+        return marglik(at_training_noise(posterior), per_layer=False, noise=False)
+    if not issubclass(posterior.likelihood.predictive, ClassPredictive) or posterior.damping is not None:
+        return marglik(posterior, per_layer=False)
+    return linear(posterior, per_layer=False)
+
+
+def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The noise as large as the training error."""
+    σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)  # type: ignore[attr-defined]
+    return posterior.with_noise(σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ))
+
+
+def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
+    """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
+    factor, if `calibrate`."""
+    knows = posterior.curvature.knows_likelihood
+    if not issubclass(posterior.likelihood.predictive, ClassPredictive):
+        posterior = by_evidence(posterior) if tune and knows else posterior
+        (ratio, plain), link = squared_errors(posterior, [posterior.precision, None], loader, scoring)
+        return NoiseChoice(posterior, scoring, link, tune and knows, calibrate, ratio, plain)
+    priors = _priors(posterior, scoring) if tune else ()
+    precisions = [posterior.with_prior(δ).precision for δ in priors] if tune else [posterior.precision]
+    nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
+    return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(ABC):
+    """Candidates with their scores on held-out data."""
+
+    posterior: LaplacePosterior
+    scoring: Scoring
+    link: str
+    tune: bool
+    calibrate: bool
+
+    @abstractmethod
+    def on(self, examples: slice = EVERY) -> LaplacePosterior:
+        """The posterior that these examples choose."""
+
+    @abstractmethod
+    def plain_on(self, examples: slice = EVERY) -> Calibration:
+        """What these examples would correct the plain network by, alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class PriorChoice(Choice):
+    """Of classes: a prior and a temperature."""
+
+    priors: tuple[float, ...]  # ascending
+    nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
+
+    def on(self, examples: slice = EVERY) -> LaplacePosterior:
+        nll = self.nll[:, :, examples]
+        row = self._widest(nll) if self.tune else 0
+        chosen = self.posterior.with_prior((*self.priors, NEGLIGIBLE)[row]) if self.tune else self.posterior
+        if not self.calibrate:
+            return chosen
+        return chosen.with_calibration(self.scoring.calibration(self.link, best_temperature(nll[row].mean(-1))))
+
+    def plain_on(self, examples: slice = EVERY) -> Calibration:
+        T = best_temperature(self.nll[-1, :, examples].mean(-1))
+        return replace(self.scoring.calibration(self.link, T), predictive="map")
+
+    def _widest(self, nll: Tensor) -> int:
+        """The first row that is within one standard error of the best, each at its own temperature."""
+        mean = nll.mean(-1)
+        at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS)
+        tempered = nll[torch.arange(len(nll)), at]  # [priors + 1, N]
+        worse = tempered - tempered[tempered.mean(1).argmin()]
+        error = (worse.std(1) / worse.shape[1] ** 0.5).nan_to_num(0.0)
+        return int((worse.mean(1) <= error).nonzero()[0])
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseChoice(Choice):
+    """Of real targets: the size of the predictive variance."""
+
+    ratio: Tensor  # (y − m)²/v [N]
+    plain: Tensor  # the same of the plain network [N]
+
+    def on(self, examples: slice = EVERY) -> LaplacePosterior:
+        factor = float(self.ratio[examples].mean())
+        if self.tune:
+            factor = max(factor, 1.0)
+            if isinstance(self.posterior.likelihood, Gaussian) and self.posterior.noise_power == -2:
+                return _scaled(self.posterior, factor)
+        if not self.calibrate:
+            return self.posterior
+        return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
+
+    def plain_on(self, examples: slice = EVERY) -> Calibration:
+        return Calibration("map", self.link, variance_factor=float(self.plain[examples].mean()))
+
+
+def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
+    """From the one with the largest evidence up; only that one, where each costs a set of samples of many outputs."""
+    if not posterior.curvature.knows_likelihood:
+        return PRIORS
+    if scoring.predictive == "bnn" or posterior.curvature.n_outputs > MANY * posterior.n_data:
+        return (float(by_evidence(posterior).prior_precision),)
+    evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
+    return PRIORS[int(evidence.argmax()) :]
+
+
+def _scaled(posterior: LaplacePosterior, factor: float) -> LaplacePosterior:
+    """`H/(sσ²) + δ/s = (H/σ² + δ)/s`: noise and prior that make the predictive variance `s` times as large."""
+    σ, δ = torch.as_tensor(posterior.likelihood.noise_std), posterior.prior_precision  # type: ignore[attr-defined]
+    return posterior.with_noise(σ * factor**0.5).with_prior(δ / factor)

@@ -1,0 +1,64 @@
+"""The network at its mean, and functions drawn from its posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import count, flag
+from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.predictive.linearised import Linearised
+
+
+def outputs(posterior: GaussianPosterior, x: Any) -> Tensor:
+    """`f(x)` at the mean."""
+    with at_mean(posterior, x) as x:
+        return inputs.call(posterior.network, x)
+
+
+def sample_functions(
+    posterior: GaussianPosterior,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None = None,
+    linearised: bool = True,
+) -> Tensor:
+    """`n` functions drawn from the posterior, evaluated at `x`: one weight sample for all inputs, so that the draws are
+    smooth in x. Of the linearised network `f(x) + J(x)(θ − θ*)`, or of the network itself.  # [n, B, ...]"""
+    count("n", n)
+    check_generator(generator)
+    flag("linearised", linearised)
+    draws = []
+    with at_mean(posterior, x) as x:
+        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
+        for _ in range(n):
+            moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            draws.append(network(moves) if linearised else network.at(moves))
+    return torch.stack(draws)
+
+
+@contextmanager
+def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
+    posterior.check_weights()
+    inputs.batch_size(x)  # an error where x holds no tensor
+    with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
+        yield inputs.to_device(x, posterior.device)
+
+
+def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
+    """A vector over the subset as one tensor per parameter, zero outside a subnetwork."""
+    subset = posterior.subset
+    if subset.mask is not None:
+        whole = flat.new_zeros(subset.full_size)
+        whole[subset.mask.to(flat.device)] = flat
+        flat = whole
+    parts = flat.split([shape.numel() for shape in subset.shapes])
+    parameters = subset.parameters(posterior.network).values()
+    return {n: t.reshape(p.shape).to(p.dtype) for n, t, p in zip(subset.names, parts, parameters, strict=True)}

@@ -1,0 +1,102 @@
+"""The best of many priors on validation data, scored with the very predictive and link that are asked for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import count, positive, shown
+from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.predictive.held_out import Scoring, held_out_laws
+
+
+def grid(
+    posterior: LaplacePosterior,
+    loader: Iterable[Any],
+    metric: Any = None,
+    low: float = 1e-4,
+    high: float = 1e4,
+    size: int = 33,
+    predictive: str = "glm",
+    link: str | None = None,
+    samples: int = 100,
+    seed: int = 0,
+) -> LaplacePosterior:
+    """The prior on `logspace(low, high, size)` with the best validation score.
+
+    Args:
+        posterior: the posterior to tune.
+        loader: validation batches `(x, y)`; one pass.
+        metric: a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`; its `higher_is_better` says
+            which score is best. By default the negative log-likelihood.
+        low, high, size: the grid, even in log δ.
+        predictive, link, samples: as in `predict`.
+        seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
+    """
+    positive("low", low)
+    positive("high", high)
+    if not low < high:
+        raise ValueError(f"low must be less than high={high}, got {low}")
+    count("size", size, 2)
+    check_loader(loader)
+    scoring, likelihood = Scoring(predictive, link, samples, seed), posterior.likelihood
+    scoring.check(likelihood)
+    _check_metric(metric)
+    higher = getattr(metric, "higher_is_better", False if metric is None else None)
+    if higher is None:
+        raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
+    priors = torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
+    scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
+    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ).precision for δ in priors], loader, scoring):
+        for score, law in zip(scores, laws, strict=True):
+            score.update(scoring.integrate(likelihood, law), y)
+    values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)
+    if not values.isfinite().any():
+        raise ValueError(f"no prior between {low:g} and {high:g} has a finite validation score")
+    return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
+
+
+def _check_metric(metric: Any) -> None:
+    if metric is None:
+        return
+    usable = all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+    if not usable or isinstance(metric, type):
+        raise TypeError(f"metric must be a torchmetrics metric, or None, got {shown(metric)}")
+
+
+class _NLL:
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood, self._total = likelihood, torch.zeros((), dtype=torch.float64)
+
+    def update(self, predictive: Predictive, y: Tensor) -> None:
+        self._total += -self._likelihood.predictive_log_likelihood(predictive, y).double().sum().cpu()
+
+    def compute(self) -> Tensor:
+        return self._total
+
+
+class _Metric:
+    """A metric of the user's, with the arguments that it takes."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        metric.reset()
+
+    def update(self, predictive: Predictive, y: Tensor) -> None:
+        if isinstance(predictive, ClassPredictive):
+            arguments = [predictive.probs, y.long() if isinstance(predictive, LabelPredictive) else y]
+        else:
+            arguments = [predictive.mean, predictive.variance, y.reshape(predictive.mean.shape)]
+            if len(inspect.signature(self._metric.update).parameters) == 2:
+                del arguments[1]
+        self._metric.update(*(t.to(getattr(self._metric, "device", t.device)) for t in arguments))
+
+    def compute(self) -> Tensor:
+        return torch.as_tensor(self._metric.compute()).detach().double().cpu()

@@ -1,0 +1,155 @@
+"""Predictions scored on held-out data, and the one number that `calibrate` takes from them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import count, word
+from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.curvature import DataError, inputs
+from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.curvature.preserve import preserved_rng
+from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.calibration import PLACES, Calibration
+from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_laws
+from lightning_bayes.structures import Structure
+
+logger = logging.getLogger("lightning_bayes")
+Posterior = TypeVar("Posterior", bound=GaussianPosterior)
+
+LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-12, 13))  # 1/8 to 8
+FEW = 50  # examples, below which one number is hardly known
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the predictions are made that are scored, and where their temperature is."""
+
+    predictive: str = "glm"
+    link: str | None = None
+    samples: int = 100
+    seed: int = 0
+    of: str = "outputs"
+
+    def __post_init__(self) -> None:
+        word("predictive", self.predictive, PREDICTIVES)
+        count("samples", self.samples)
+        check_seed("seed", self.seed)
+        word("of", self.of, PLACES)
+
+    def check(self, likelihood: Likelihood) -> None:
+        likelihood.choose_link(self.link)
+
+    def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
+        return law.choose_link(likelihood, self.link if self.predictive == "glm" else None)
+
+    def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
+        """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
+        link = self.link_of(likelihood, law)
+        samples = self.samples if link == "mc" else 0
+        return law.integrate(likelihood, link, samples, torch.Generator().manual_seed(self.seed))
+
+    def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
+        """At every one of `LOG_TEMPERATURES`."""
+        if self.of == "outputs":
+            yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
+            return
+        predictive = self.integrate(likelihood, law)
+        assert isinstance(predictive, ClassPredictive)
+        yield from (predictive.tempered(math.exp(t)) for t in LOG_TEMPERATURES)
+
+    def calibration(self, link: str, T: float) -> Calibration:
+        place = {"outputs": "output_temperature", "probs": "probs_temperature"}[self.of]
+        return Calibration(self.predictive, link, **{place: T})
+
+
+def calibrate(
+    posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
+) -> Posterior:
+    scoring = Scoring(predictive, link, samples, seed, of)
+    check_loader(loader)
+    if issubclass(posterior.likelihood.predictive, ClassPredictive):
+        nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
+        return posterior.with_calibration(scoring.calibration(chosen, best_temperature(nll[0].mean(-1))))
+    ratio, chosen = squared_errors(posterior, [posterior.precision], loader, scoring)
+    return posterior.with_calibration(Calibration(predictive, chosen, variance_factor=float(ratio.mean())))
+
+
+def temperature_table(
+    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+) -> tuple[Tensor, str]:
+    """The negative log-likelihood of every held-out example at every precision (None: the plain network) and every
+    temperature, and the link that was used; one pass over the data.  # [D, K, N]"""
+    likelihood, columns, link = posterior.likelihood, [], ""
+    for laws, y in held_out_laws(posterior, precisions, loader, scoring):
+        link = scoring.link_of(likelihood, laws[0])
+        nll = [[-likelihood.predictive_log_likelihood(p, y) for p in scoring.tempered(likelihood, law)] for law in laws]
+        columns.append(torch.stack([torch.stack(row) for row in nll]).double().cpu())
+    return torch.cat(columns, dim=-1), link
+
+
+def squared_errors(
+    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+) -> tuple[Tensor, str]:
+    """`(y − m)²/v` of every held-out example, averaged over its outputs, and the link; one pass.  # [D, N]"""
+    columns, link = [], ""
+    for laws, y in held_out_laws(posterior, precisions, loader, scoring):
+        link = scoring.link_of(posterior.likelihood, laws[0])
+        predictives = [scoring.integrate(posterior.likelihood, law) for law in laws]
+        ratios = [(y.reshape(p.mean.shape).to(p.mean.dtype) - p.mean).square() / p.variance for p in predictives]
+        columns.append(torch.stack(ratios).double().reshape(len(laws), len(y), -1).mean(2).cpu())
+    return torch.cat(columns, dim=1), link
+
+
+def held_out_laws(
+    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+) -> Iterator[tuple[list[OutputLaw], Tensor]]:
+    """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
+    scoring.check(posterior.likelihood)
+    present = [P for P in precisions if P is not None]
+    targets = []
+    with preserved_rng():
+        for batch in loader:
+            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            laws = output_laws(posterior, present, x, scoring.predictive, scoring.samples, scoring.seed)
+            mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
+            posterior.likelihood.check(mean, y)
+            targets.append(y.detach().cpu())
+            known = iter(laws)
+            yield [OutputLaw(mean) if P is None else next(known) for P in precisions], y
+    _check_targets(posterior.likelihood, targets)
+
+
+def best_temperature(nll: Tensor) -> float:
+    """The minimum of the parabola through the best temperature and its neighbours.  # [K]"""
+    k = min(max(int(nll.argmin()), 1), len(nll) - 2)
+    left, middle, right = (float(v) for v in nll[k - 1 : k + 2])
+    step = LOG_TEMPERATURES[1] - LOG_TEMPERATURES[0]
+    bend = left - 2 * middle + right
+    shift = 0.0 if bend <= 0 else max(-1.0, min(1.0, 0.5 * (left - right) / bend))
+    return math.exp(LOG_TEMPERATURES[k] + step * shift)
+
+
+def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
+    if not targets:
+        raise DataError("the held-out data are empty: choosing on them needs at least one batch")
+    if issubclass(likelihood.predictive, ClassPredictive):
+        labels = torch.cat([y.flatten() for y in targets])
+        labels = labels[labels != getattr(likelihood, "ignore_index", None)]
+        if len(labels.unique()) < 2:
+            kind = "label" if issubclass(likelihood.predictive, LabelPredictive) else "class"
+            raise DataError(
+                f"the held-out data have one {kind} only ({labels[:1].tolist()}), which cannot tell whether "
+                "probabilities are right: hold out data of all classes"
+            )
+    n = sum(len(y) for y in targets)
+    if n < FEW:
+        logger.warning("only %d examples are held out: what they choose is hardly known; hold out %d or more", n, FEW)

@@ -1,0 +1,160 @@
+"""The distribution of a network's outputs at some inputs, under a posterior over its weights.
+
+- `glm`: of the linearised network (GLM paper, eqs. (10) and (13)), whose exact Hessian the GGN is: Gaussian in closed
+  form. With many outputs (1,000 classes, images) it is sampled, by forward-mode products with weight samples, so that
+  neither cost nor memory grow with the square of the outputs.
+- `bnn`: of the network itself at weight samples (eq. (9)).
+- `map`: the outputs at the mean, known exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.curvature import inputs
+from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.predictive.functions import outputs, sample_functions
+from lightning_bayes.structures import Structure
+
+PREDICTIVES = ("glm", "bnn", "map")
+MANY = 64  # outputs per example from which the linearised network is sampled
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLaw:
+    """A Gaussian by mean and covariance, draws, or, with neither, the mean alone."""
+
+    mean: Tensor  # f(x; θ*) [B, ...]
+    covariance: Tensor | None = None  # [B, C, C]
+    draws: Tensor | None = None  # [S, B, ...]
+    linear: bool = True  # of the linearised network, whose mean is exact
+
+    def tempered(self, T: float) -> OutputLaw:
+        """The law of `f/T`."""
+        if T == 1:
+            return self
+        covariance = None if self.covariance is None else self.covariance / T**2
+        draws = None if self.draws is None else self.draws / T
+        return replace(self, mean=self.mean / T, covariance=covariance, draws=draws)
+
+    def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
+        """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws
+        of the network itself have no closed form."""
+        if not self.linear:
+            return "mc"
+        classes = issubclass(likelihood.predictive, ClassPredictive)
+        return "mc" if link is None and self.draws is not None and classes else likelihood.choose_link(link)
+
+    def integrate(
+        self, likelihood: Likelihood, link: str, samples: int, generator: torch.Generator | None
+    ) -> Predictive:
+        """The predictive distribution of targets, the outputs integrated out."""
+        if self.draws is not None:
+            return _of_draws(likelihood, self.mean, self.draws, link)
+        if self.covariance is None:
+            return likelihood.point(self.mean)
+        return _of_gaussian(likelihood, self.mean, self.covariance, link, samples, generator)
+
+
+def output_law(
+    posterior: GaussianPosterior,
+    x: Any,
+    predictive: str = "glm",
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> OutputLaw:
+    """The law of the outputs at `x`; `samples` and `generator` are for what is drawn."""
+    if predictive == "map":
+        return OutputLaw(outputs(posterior, x))
+    if predictive == "bnn" or has_many_outputs(posterior, x):
+        draws = sample_functions(posterior, x, samples, generator, linearised=predictive == "glm")
+        return OutputLaw(outputs(posterior, x), draws=draws, linear=predictive == "glm")
+    return OutputLaw(*posterior.functional(x))
+
+
+def output_laws(
+    posterior: GaussianPosterior,
+    precisions: Sequence[Structure],
+    x: Any,
+    predictive: str = "glm",
+    samples: int = 100,
+    seed: int = 0,
+) -> list[OutputLaw]:
+    """The laws for several precisions in the same eigenbasis (several priors), with the same noise where something is
+    drawn; those of the linearised network in one backward pass."""
+    if predictive == "glm" and not has_many_outputs(posterior, x):
+        mean, covariances = posterior.functional_for(list(precisions), x)
+        return [OutputLaw(mean, covariance) for covariance in covariances]
+    return [
+        output_law(replace(posterior, precision=P), x, predictive, samples, torch.Generator().manual_seed(seed))
+        for P in precisions
+    ]
+
+
+def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
+    return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
+
+
+def _of_gaussian(
+    likelihood: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    link: str,
+    samples: int,
+    generator: torch.Generator | None,
+) -> Predictive:
+    """The integral over outputs with this mean and covariance of each example.  # [B, ...], [B, C, C]"""
+    if mean.ndim == 1:
+        return likelihood.integrate(mean, covariance.reshape(mean.shape), link, samples, generator)
+    if mean.ndim == 2:
+        return likelihood.integrate(mean, covariance, link, samples, generator)
+    if link == "mc":
+        draws = draw_gaussian(mean.flatten(1), covariance, samples, generator)
+        return likelihood.from_samples(draws.reshape(-1, *mean.shape))
+    # Dense outputs are independent given f: every position is an example with the C × C block of its own outputs.
+    B, C = mean.shape[:2]
+    blocks = covariance.reshape(B, C, -1, C, mean[0, 0].numel()).diagonal(dim1=2, dim2=4).movedim(-1, 1)  # [B, R, C, C]
+    return _by_position(likelihood, mean, blocks.flatten(0, 1), link, samples, generator)
+
+
+def _of_draws(likelihood: Likelihood, mean: Tensor, draws: Tensor, link: str) -> Predictive:
+    """What has a closed form gets the outputs' exact mean, and their covariances from the draws."""
+    sampled = likelihood.from_samples(draws)
+    if link == "mc":
+        return sampled
+    moves = draws - mean  # [S, B, C, ...]
+    if link == "pairwise" and mean.ndim > 1:
+        moves = moves.flatten(3).movedim(2, -1).flatten(1, -2) if mean.ndim > 2 else moves  # [S, B·R, C]
+        covariance = torch.einsum("sbi,sbj->bij", moves, moves) / len(moves)
+        closed = _by_position(likelihood, mean, covariance, link, 0, None)
+    else:
+        closed = likelihood.integrate(mean, moves.square().mean(0), link, samples=0)
+    # Where the closed form is one of the probabilities alone, the draws have the rest.
+    return replace(sampled, mean=closed.mean) if closed.epistemic.isnan().any() else closed
+
+
+def _by_position(
+    likelihood: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    link: str,
+    samples: int,
+    generator: torch.Generator | None,
+) -> Predictive:
+    """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""
+    if mean.ndim == 2:
+        return likelihood.integrate(mean, covariance, link, samples, generator)
+    B, _, *positions = mean.shape
+    flat = likelihood.integrate(mean.flatten(2).mT.flatten(0, 1), covariance, link, samples, generator)
+
+    def back(t: Tensor) -> Tensor:
+        return t.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
+
+    return replace(flat, mean=back(flat.mean), epistemic=back(flat.epistemic), aleatoric=back(flat.aleatoric))

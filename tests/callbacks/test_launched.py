@@ -1,0 +1,25 @@
+"""Strategies that fork or spawn hand the posterior back to the process that called `fit`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import launched_worker
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_the_parent_has_the_posterior(tmp_path: Path, strategy: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, launched_worker.__file__, str(tmp_path), strategy]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert found["is the model's"]
+    assert found["n_data"] == 37
+    assert found["path"] == str(tmp_path / "laplace_posterior.pt")
+    torch.testing.assert_close(*found["logdet"], rtol=1e-5, atol=1e-5)
+    assert found["logged"] == pytest.approx([found["expected"]] * len(found["logged"]), rel=1e-5)
+    assert len(set(found["l2m"])) == 1

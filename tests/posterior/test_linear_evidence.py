@@ -1,0 +1,138 @@
+"""The evidence at the linear model's optimum, against exact Bayesian linear regression."""
+
+import copy
+
+import pytest
+import torch
+from posterior_cases import STRUCTURES, case, mlp, real
+from torch import Tensor, nn
+
+from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.posterior.linear_evidence import step_length
+
+N, C, D = 14, 2, 3
+
+
+def linear_regression(weights: float) -> tuple[nn.Module, Tensor, Tensor]:
+    network = nn.Linear(D, C).double()
+    with torch.no_grad():
+        for seed, p in enumerate(network.parameters()):
+            p.copy_(weights * real(*p.shape, seed=seed + 5))
+    x = real(N, D)
+    return network, x, x @ real(D, C, seed=2) + 0.5 * real(N, C, seed=1)
+
+
+def exact_evidence(x: Tensor, y: Tensor, δ: float, σ: float) -> Tensor:
+    """Weights integrated out: every output is N(0, XXᵀ/δ + σ²I)."""
+    X = torch.cat([x, torch.ones(len(x), 1).double()], dim=1)
+    K = X @ X.mT / δ + σ**2 * torch.eye(len(x)).double()
+    return torch.distributions.MultivariateNormal(torch.zeros(len(x)).double(), K).log_prob(y.mT).sum()
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("weights", [0.0, 1.0, 30.0])
+def test_it_is_bayesian_linear_regression_from_any_weights(weights: float, structure: str) -> None:
+    network, x, y = linear_regression(weights)
+    posterior = fit_laplace(network, [(x[:5], y[:5]), (x[5:], y[5:])], Gaussian(0.7), structure)
+    for δ, σ in ((2.0, 0.7), (0.3, 0.4), (50.0, 2.0)):
+        expected = exact_evidence(x, y, δ, σ)
+        torch.testing.assert_close(posterior.log_marginal_likelihood(δ, σ, at="optimum"), expected)
+        moved = posterior.with_noise(σ).with_prior(δ)
+        torch.testing.assert_close(moved.log_marginal_likelihood(at="optimum"), expected)
+    assert weights == 0 or posterior.log_marginal_likelihood() < posterior.log_marginal_likelihood(at="optimum") - 1
+
+
+def test_tuning_finds_the_prior_of_the_exact_evidence_from_any_weights() -> None:
+    tuned = []
+    for weights in (0.5, 20.0):
+        network, x, y = linear_regression(weights)
+        posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "full")
+        tuned.append(posterior.tune_prior("linear").prior_precision)
+    torch.testing.assert_close(tuned[0], tuned[1], rtol=1e-4, atol=0)
+    σ = torch.tensor(0.7, dtype=torch.float64)
+    best = posterior.tune_prior("linear", noise=False).prior_precision
+    scan = torch.linspace(-0.2, 0.2, 9).exp().double() * best
+    evidence = torch.stack([exact_evidence(x, y, float(δ), float(σ)) for δ in scan])
+    assert int(evidence.argmax()) == 4
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_newton_step_of_a_classifier_by_dense_algebra(structure: str) -> None:
+    """`θ⋆` and the evidence at it, written out with matrices; the sum of gradients is autograd's."""
+    problem = case("mlp")
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, prior_precision=3.0)
+    θ, H = posterior.mean, posterior.curvature.structure.to_dense()
+    f = problem.network(problem.x)
+    loss = -problem.likelihood.log_likelihood(f, problem.y)
+    g = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(problem.network.parameters()))])
+    torch.testing.assert_close(posterior.curvature.gradient, g)
+    for δ in (0.5, 3.0, 200.0):
+        P = H + δ * torch.eye(len(θ)).double()
+        d = torch.linalg.solve(P, H @ θ - g) - θ
+        predicted = loss.detach() + g @ d + 0.5 * d @ H @ d
+        if predicted < 0:  # no loss of a classifier is: the step is shortened to where it would be zero
+            t = float(step_length(g @ d, d @ H @ d, loss.detach()))
+            assert 0 < t < 1
+            d = t * d
+            predicted = loss.detach() + g @ d + 0.5 * d @ H @ d
+            torch.testing.assert_close(predicted, torch.zeros_like(predicted), atol=1e-9, rtol=0)
+        logdets = torch.logdet(P) - len(θ) * torch.log(torch.tensor(δ).double())
+        expected = -predicted - 0.5 * δ * (θ + d).square().sum() - 0.5 * logdets
+        torch.testing.assert_close(posterior.log_marginal_likelihood(δ, at="optimum"), expected)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_its_gradient_in_prior_and_noise_is_that_of_finite_differences(structure: str) -> None:
+    network = mlp(outputs=2).double()
+    x, y = real(9, 3), real(9, 2, seed=1)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.5), structure)
+    δ = torch.tensor([0.7, 4.0], dtype=torch.float64, requires_grad=True)
+    σ = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda δ, σ: posterior.log_marginal_likelihood(δ, σ, at="optimum"), (δ, σ))
+
+
+def test_a_step_ends_at_the_lower_bound_of_the_loss() -> None:
+    def number(v: float) -> Tensor:
+        return torch.tensor(v, dtype=torch.float64)
+
+    assert step_length(number(-2.0), number(1.0), number(5.0)) == 1  # lowest point −2, within the room
+    t = step_length(number(-10.0), number(0.0), number(4.0))  # a straight line down
+    torch.testing.assert_close(t, number(0.4))
+    t = step_length(number(-10.0), number(2.0), number(4.0))
+    torch.testing.assert_close(-10 * t + t**2, number(-4.0))
+    assert step_length(number(1.0), number(1.0), number(0.0)) == 1  # uphill
+
+
+def test_a_network_that_is_not_at_a_mode_is_not_taken_for_one() -> None:
+    """Weights blown up along a direction that the data do not see: the naive evidence pays for their size, the linear
+    model's own optimum does not have it."""
+    network = nn.Linear(4, 2, bias=False).double()
+    x = torch.cat([real(20, 3), torch.zeros(20, 1).double()], dim=1)  # the last input is never on
+    y = real(20, 2, seed=1)
+    tuned: dict[str, list[Tensor]] = {"marglik": [], "linear": []}
+    for size in (0.1, 100.0):
+        moved = copy.deepcopy(network)
+        with torch.no_grad():
+            moved.weight[:, 3] = size
+        posterior = fit_laplace(moved, [(x, y)], Gaussian(1.0), "full")
+        for method, priors in tuned.items():
+            priors.append(posterior.tune_prior(method, noise=False).prior_precision)
+    torch.testing.assert_close(*tuned["linear"], rtol=1e-5, atol=0)
+    assert tuned["marglik"][1] < tuned["marglik"][0] / 100
+
+
+def test_clear_errors_where_it_cannot_be_had() -> None:
+    network, x, y = linear_regression(1.0)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron", damping="glm")
+    with pytest.raises(PosteriorError, match="without damping"):
+        posterior.log_marginal_likelihood(at="optimum")
+    with pytest.raises(ValueError, match="unknown at='mode': use one of 'weights', 'optimum'"):
+        posterior.log_marginal_likelihood(at="mode")
+    plain = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron")
+    state = plain.state_dict()
+    again = LaplacePosterior.from_state_dict(network, state)
+    torch.testing.assert_close(again.log_marginal_likelihood(at="optimum"), plain.log_marginal_likelihood(at="optimum"))
+    del state["gradient"]  # as older files are
+    with pytest.raises(PosteriorError, match="needs the gradient of the training loss"):
+        LaplacePosterior.from_state_dict(network, state).tune_prior("linear")

@@ -1,0 +1,68 @@
+"""Readers of small data sets: whatever form the files have, the same tensors."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes import datasets
+
+
+def write_idx(path: Path, values: np.ndarray, packed: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+    path = path.with_name(path.name + ".gz") if packed else path
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_grey_images(tmp_path: Path, packed: bool) -> None:
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (3, 28, 28), np.uint8), np.array([4, 0, 9], np.uint8)
+    write_idx(tmp_path / "KMNIST/raw/t10k-images-idx3-ubyte", pixels, packed)
+    write_idx(tmp_path / "KMNIST/raw/t10k-labels-idx1-ubyte", labels, packed)
+    x, y = datasets.images("KMNIST", train=False, folder=tmp_path)
+    assert torch.equal(x, torch.from_numpy(pixels).unsqueeze(1))
+    assert y is not None
+    assert y.tolist() == [4, 0, 9]
+
+
+def test_mosaics_are_read_row_by_row(tmp_path: Path) -> None:
+    """Two rows of 100 tiles, each lossless."""
+    tiles = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), np.uint8)
+    mosaic = tiles.reshape(2, 100, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(64, 3200, 3)
+    for name in ("cifar10/test_batch", "svhn/test_first5000"):
+        (tmp_path / name).parent.mkdir()
+        Image.fromarray(mosaic).save(tmp_path / f"{name}.webp", lossless=True)
+    np.savez(tmp_path / "cifar10/labels.npz", train=np.zeros(0, np.int64), test=np.arange(200) % 10)
+    x, y = datasets.images("CIFAR10", train=False, folder=tmp_path)
+    assert torch.equal(x, torch.from_numpy(tiles).permute(0, 3, 1, 2))
+    assert y is not None
+    assert torch.equal(y, torch.arange(200) % 10)
+    unlabelled, none = datasets.images("SVHN", train=False, folder=tmp_path)
+    assert torch.equal(unlabelled, x)
+    assert none is None
+
+
+def test_splits_of_a_regression(tmp_path: Path) -> None:
+    (tmp_path / "uci_regression").mkdir()
+    X, y = np.arange(12.0).reshape(6, 2), np.arange(6.0)
+    rows = {"standard_train_0": [0, 1, 2, 3], "standard_test_0": [4, 5], "gap_train_1": [0, 5], "gap_test_1": [2]}
+    np.savez(tmp_path / "uci_regression/toy.npz", X=X, y=y, **{name: np.array(r) for name, r in rows.items()})
+    x, targets, train, test = datasets.uci_regression("toy", 1, gap=True, folder=tmp_path)
+    assert (train.tolist(), test.tolist()) == ([0, 5], [2])
+    assert x.shape == (6, 2)
+    assert targets.tolist() == y.tolist()
+    with pytest.raises(datasets.MissingDataError, match="toy has no standard split 7: choose a smaller number"):
+        datasets.uci_regression("toy", 7, folder=tmp_path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(datasets.MissingDataError, match=r"neither .*train-images-idx3-ubyte nor .*\.gz"):
+        datasets.images("MNIST", train=True, folder=tmp_path)
+    with pytest.raises(datasets.MissingDataError, match=r"labels\.npz"):
+        datasets.images("CIFAR10", train=True, folder=tmp_path)
