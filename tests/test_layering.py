@@ -1,5 +1,6 @@
 """The layers of the package, enforced by reading every import.
 
+    arguments ── all others
     likelihoods ─┐
     structures ──┴─ curvature ── posterior ── predictive ── callbacks ── mixins
     metrics ── plots
@@ -23,8 +24,9 @@ import lightning_bayes
 PACKAGE = "lightning_bayes"
 ROOT = Path(lightning_bayes.__file__).parent
 
-# What each layer may import, besides itself.
+# What each layer may import, besides itself and the checks of arguments.
 ALLOWED: dict[str, set[str]] = {
+    "arguments": set(),
     "likelihoods": set(),
     "structures": set(),
     "curvature": {"likelihoods", "structures"},
@@ -54,7 +56,7 @@ def find_violations(root: Path) -> list[str]:
     found = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        layer = parts[0] if len(parts) > 1 else ""
+        layer = parts[0] if len(parts) > 1 or parts == ("arguments",) else ""
         where = "/".join([PACKAGE, *path.relative_to(root).parts])
         if layer not in ALLOWED and parts != ("__init__",):
             found.append(f"{where}: belongs to no layer")
@@ -71,7 +73,7 @@ def broken_rule(layer: str, each: Import) -> str | None:
     top, *rest = each.target.split(".")
     if top == PACKAGE:
         target = rest[0] if rest else ""
-        if not layer or target == layer or target in ALLOWED[layer] or (each.lazy and (layer, target) in LAZILY):
+        if not layer or target in (layer, "arguments", *ALLOWED[layer]) or (each.lazy and (layer, target) in LAZILY):
             return None
         return f"{layer} must not import {target if target in ALLOWED else 'the whole package'}"
     if top in OPTIONAL and not each.lazy:
@@ -80,6 +82,8 @@ def broken_rule(layer: str, each: Import) -> str | None:
         return f"{layer or PACKAGE} must not know of Lightning"
     if layer == "metrics" and top not in METRICS_NEED:
         return f"metrics need torch and torchmetrics only, not {top}"
+    if layer == "arguments" and top not in sys.stdlib_module_names:
+        return f"arguments need Python alone, not {top}"
     return None
 
 
@@ -130,6 +134,8 @@ def test_every_import_of_the_package_is_seen() -> None:
 
 
 GOOD = {
+    "arguments.py": "import math",
+    "structures/dense.py": "from lightning_bayes.arguments import count",
     "__init__.py": "from lightning_bayes.callbacks.laplace import LaplaceCallback",
     "curvature/fit.py": "from ..structures import Dense\nfrom lightning_bayes import likelihoods",
     "posterior/gaussian.py": (
@@ -184,6 +190,8 @@ def test_a_package_in_order_passes(tmp_path: Path) -> None:
         ("metrics/bad.py", "from lightning_bayes import plots", "metrics must not import plots"),
         ("metrics/bad.py", "import numpy as np", "metrics need torch and torchmetrics only, not numpy"),
         ("__init__.py", "import matplotlib", "matplotlib is optional"),
+        ("arguments.py", "from lightning_bayes.likelihoods import x", "arguments must not import likelihoods"),
+        ("arguments.py", "import torch", "arguments need Python alone, not torch"),
         ("utils/bad.py", "", "belongs to no layer"),
         ("helpers.py", "", "belongs to no layer"),
     ],

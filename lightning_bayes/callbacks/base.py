@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import word
+from lightning_bayes.callbacks.arguments import check_save, check_use
 from lightning_bayes.callbacks.checkpoints import Stored, beside, put_posterior, survey
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
 from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
@@ -56,11 +58,12 @@ class PosteriorCallback(ScoringCallback):
         save: bool | str | None = None,
     ) -> None:
         super().__init__()
-        check_word("predict_step", predict_step, PREDICT_STEPS)
         self.name = name
         self.likelihood = resolve(likelihood)
-        check_word("predictive", predictive, PREDICTIVES)
-        self.likelihood.choose_link(link)
+        word("predictive", predictive, PREDICTIVES)
+        check_use(name, self.likelihood, link, samples, network, ood, plots, seed)
+        word("predict_step", predict_step, PREDICT_STEPS)
+        check_save(save)
         self.predictive, self.link, self.samples = predictive, link, samples
         self.network, self.ood, self.plots, self.seed = network, ood, plots, seed
         self.save = save
@@ -336,12 +339,6 @@ def is_of_weights(posterior: GaussianPosterior) -> bool:
     except PosteriorError:
         return False
     return True
-
-
-def check_word(argument: str, word: Any, known: tuple[Any, ...]) -> None:
-    """Refuse an unknown word when the callback is made, not when training has ended."""
-    if word not in known:
-        raise ValueError(f"unknown {argument} {word!r}: use one of {', '.join(map(repr, known))}")
 
 
 def describe(posterior: LaplacePosterior) -> dict[str, float]:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from lightning_bayes.arguments import instance, listed
+from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
 from lightning_bayes.curvature import inputs
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
@@ -33,6 +36,11 @@ def evaluate(
     well two scores tell their inputs from the others: "ood_auroc_entropy" and "ood_auroc_epistemic", with "/0", "/1", …
     where there are several. The other arguments are those of `predict`; the seed is the same for every batch.
     """
+    instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
+    check_loader(loader)
+    for others in listed("ood_loaders", ood_loaders, "loaders"):
+        check_loader(others, "ood_loaders", "batches")
+    check_seed("seed", seed)
 
     def predict(x: Any) -> Prediction:
         generator = torch.Generator().manual_seed(seed)
@@ -44,7 +52,7 @@ def evaluate(
     likelihood, batches, targets = predictor.likelihood, 0, 0
     with preserved_rng():  # a shuffling loader draws from the global generator
         for batch in loader:
-            x, y = inputs.split_pair(batch)
+            x, y = inputs.split_targets(batch)
             prediction, y = predict(x), y.to(device)
             check_targets(likelihood, prediction, y)
             batches, targets = batches + 1, targets + likelihood.n_targets(y)

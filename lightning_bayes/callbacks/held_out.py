@@ -22,7 +22,6 @@ from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive.auto import Choice, auto, survey
 from lightning_bayes.predictive.held_out import Scoring
 
-CALIBRATIONS = ("auto", "outputs", "probs", None)
 WORSE = 0.01  # nats per example that are worth a warning
 HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
 

@@ -14,7 +14,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe, is_of_weights
+from lightning_bayes.arguments import count, word
+from lightning_bayes.callbacks.arguments import check_tuning
+from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
 from lightning_bayes.callbacks.batches import Batches
 from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import (
@@ -30,7 +32,6 @@ from lightning_bayes.callbacks.data import (
 )
 from lightning_bayes.callbacks.dry_run import split_training_batch
 from lightning_bayes.callbacks.files import posterior_file
-from lightning_bayes.callbacks.held_out import CALIBRATIONS
 from lightning_bayes.callbacks.loss_check import LossFit
 from lightning_bayes.callbacks.module import network_of
 from lightning_bayes.callbacks.plain import plain_values
@@ -41,15 +42,15 @@ from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.l2m import SCALINGS, default_loss_scale, fisher_factor, fit_l2m
+from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
-from lightning_bayes.posterior.tuning import METHODS
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
 )
+METHODS = ("auto", "marglik", "mackay", "grid")  # "linear" needs the gradient of the training loss
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -107,12 +108,13 @@ class L2MCallback(PosteriorCallback):
         calibrate: str | None = "auto",
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
-        check_word("scaling", scaling, SCALINGS)
-        check_word("tune", tune, (None, *(method for method in METHODS if method != "linear")))
-        check_word("calibrate", calibrate, CALIBRATIONS)
-        self.calibrate = calibrate
-        self.scaling, self.tune, self.per_layer = scaling, tune, per_layer
+        word("scaling", scaling, SCALINGS)
+        check_tuning(tune, per_layer, calibrate, methods=METHODS)
+        self.scaling, self.tune, self.per_layer, self.calibrate = scaling, tune, per_layer, calibrate
         self.prior_precision = plain_values(prior_precision)
+        check_l2m(self.prior_precision, loss_scale)
+        if n_data is not None:
+            count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
         self._batches, self._resumed, self._decay = Batches(), False, 1.0
 

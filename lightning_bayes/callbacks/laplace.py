@@ -11,7 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe, is_of_weights
+from lightning_bayes.arguments import count, word
+from lightning_bayes.callbacks.arguments import check_data, check_module, check_tuning
+from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
 from lightning_bayes.callbacks.block_summary import block_summary
 from lightning_bayes.callbacks.checkpoints import WEIGHTS, hold_weights, needing_a_pass, weights_of
 from lightning_bayes.callbacks.data import (
@@ -25,19 +27,18 @@ from lightning_bayes.callbacks.data import (
 from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
 from lightning_bayes.callbacks.epoch import Epoch
 from lightning_bayes.callbacks.files import run_folder
-from lightning_bayes.callbacks.held_out import CALIBRATIONS
 from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded, share
 from lightning_bayes.curvature import Processes, choose_subset, fit_curvature
-from lightning_bayes.curvature.accumulate import SHARINGS, SMALL, STRUCTURES
+from lightning_bayes.curvature.accumulate import SMALL
+from lightning_bayes.curvature.checks import check_loader
+from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.curvature.preserve import preserved_rng
-from lightning_bayes.curvature.roots import CURVATURES
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.laplace import DAMPINGS
-from lightning_bayes.posterior.tuning import METHODS
+from lightning_bayes.posterior.laplace import check_laplace
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
@@ -123,21 +124,16 @@ class LaplaceCallback(PosteriorCallback):
         calibrate: str | None = "auto",
     ) -> None:
         super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
-        check_word("structure", structure, tuple(STRUCTURES))
-        check_word("curvature", curvature, tuple(CURVATURES))
-        check_word("tune", tune, (None, *METHODS))
-        check_word("calibrate", calibrate, CALIBRATIONS)
-        if per_layer and tune in ("auto", "grid"):
-            raise ValueError(
-                f"tune={tune!r} tunes one prior for all layers: per_layer=True needs 'marglik' or 'linear'"
-            )
-        check_word("damping", damping, DAMPINGS)
-        check_word("weight_sharing", weight_sharing, tuple(SHARINGS))
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
-        check_word("weights", weights, WEIGHTS)
-        if max_batches is not None and max_batches < 1:
-            raise ValueError(f"max_batches must be at least 1, got {max_batches}")
+        check_options(structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress)
+        check_laplace(structure, self.prior_precision, temperature, damping)
+        check_tuning(tune, per_layer, calibrate, damping)
+        count("mc_samples", mc_samples)
+        word("weights", weights, WEIGHTS)
+        check_data(data)
+        if max_batches is not None:
+            count("max_batches", max_batches)
         self.calibrate, self._held_out = calibrate, None
         self.weights, self.data, self.max_batches = weights, data, max_batches
         self._epoch, self._warned = Epoch(), False
@@ -241,6 +237,8 @@ class LaplaceCallback(PosteriorCallback):
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
+        check_module(module, trainer)
+        check_loader(dataloader, "dataloader", "batches")
         self._posterior = posterior = self._fitted(trainer, module, dataloader)
         self._best_path = None
         self._report(trainer, posterior)

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_bayes.curvature.checks import submodule
+
 
 class ModuleError(RuntimeError):
     """The module does not say enough of itself, or is not for this callback; the message says what to do."""
@@ -14,15 +16,7 @@ class ModuleError(RuntimeError):
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:
     """The module itself, whose `forward` maps x to f, or the submodule at `path`."""
-    if path is None:
-        return module
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        children = ", ".join(name for name, _ in module.named_children()) or "none"
-        raise ModuleError(
-            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
-        ) from None
+    return module if path is None else submodule(module, path, ModuleError)
 
 
 def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -> tuple[Any, Any]:

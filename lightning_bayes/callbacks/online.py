@@ -25,7 +25,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_bayes.callbacks.base import PosteriorCallback, check_word, describe
+from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
+from lightning_bayes.callbacks.base import PosteriorCallback, describe
 from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
@@ -37,6 +38,7 @@ from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subs
 from lightning_bayes.curvature.backprop import MODES, BatchDiagonal, choose_mode
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
 from lightning_bayes.curvature.preserve import preserved_rng, unwrap
+from lightning_bayes.curvature.subset import check_subset
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
@@ -107,21 +109,24 @@ class OnlineLaplaceCallback(PosteriorCallback):
         predict_step: str = "replace",
         save: bool | str | None = None,
     ) -> None:
+        count("predictive_samples", predictive_samples)
         super().__init__(
             name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step, save
         )
-        check_word("hessian", hessian, MODES)
-        check_word("at", at, ("mean", "sample"))
-        check_word("scaling", scaling, ("dataset", "batch"))
-        if not 0 <= memory_factor <= 1:
-            raise ValueError(f"memory_factor must be between 0 and 1, got {memory_factor}")
-        positive = {"prior_precision": prior_precision, "scale": scale, "samples": samples}
-        positive.update({"max_std": 1 if max_std is None else max_std, "n_data": 1 if n_data is None else n_data})
-        for argument, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{argument} must be positive, got {value}")
-        if not initial_curvature >= 0:
-            raise ValueError(f"initial_curvature must not be negative, got {initial_curvature}")
+        word("hessian", hessian, MODES)
+        word("at", at, ("mean", "sample"))
+        word("scaling", scaling, ("dataset", "batch"))
+        between("memory_factor", memory_factor, 0, 1)
+        count("samples", samples)
+        positive("prior_precision", prior_precision)
+        positive("scale", scale)
+        flag("average", average)
+        flag("same_sample", same_sample)
+        not_negative("initial_curvature", initial_curvature)
+        between("threshold", threshold, 0, math.inf)
+        positive("max_std", 1 if max_std is None else max_std)
+        count("n_data", 1 if n_data is None else n_data)
+        check_subset(subset)
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError
 
 from lightning_bayes.callbacks.loss_check import chooses_one_class
+from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
     BrierScore,
@@ -47,6 +48,12 @@ class Scores:
         return None if self._curve is None else ("calibration", self._curve)
 
     def _classification(self, probs: Tensor, y: Tensor) -> None:
+        expected = probs.shape if probs.ndim == y.ndim else probs.shape[:1] + probs.shape[2:]
+        if y.shape != expected:
+            raise DataError(
+                f"predictions of shape {list(probs.shape)} need targets of shape {list(expected)}, got shape "
+                f"{list(y.shape)}"
+            )
         if probs.ndim == y.ndim:  # one probability per label
             probs, y = probs.flatten(), y.flatten().long()
             probs = torch.stack((1 - probs, probs), dim=1)

@@ -16,9 +16,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.callbacks.arguments import check_module
 from lightning_bayes.callbacks.data import batch_size, sampler_of, to_module
 from lightning_bayes.callbacks.module import split_batch
 from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import GaussianPosterior
@@ -90,8 +92,12 @@ class ScoringCallback(Callback):
         self, module: LightningModule, dataloader: Any, ood_dataloaders: Any = (), trainer: Trainer | None = None
     ) -> dict[str, float]:
         """The numbers that `trainer.test` logs, for a module without `test_step`: `nll_map`, `nll_<name>`, …"""
-        self._module = module
+        check_module(module, trainer)
+        check_loader(dataloader, "dataloader", "batches")
         extra = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
+        for loader in extra:
+            check_loader(loader, "ood_dataloaders", "batches")
+        self._module = module
         self._start_scores(len(extra))
         with preserved_rng(), forward_context(trainer):
             for index, loader in enumerate([dataloader, *extra]):

@@ -1,64 +1,96 @@
-"""What must hold of a network and its outputs, and whether two ways to the same numbers agree."""
+"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own would be a riddle."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
 
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.errors import CurvatureError, DataError
+from lightning_bayes.arguments import instance, shown, text
+from lightning_bayes.curvature.errors import CurvatureError, DataError, NetworkError
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of two ways to compute the same number; 16-bit: 0.1
+# What torch and Python raise of themselves; subclasses, such as out of memory, mean something of their own.
+_PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
+_CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+_LONGEST = 120  # characters of torch's own message within ours
 
 
-def check_output(f: Any, size: int) -> None:
-    if not isinstance(f, Tensor):
-        raise CurvatureError(
-            f"the network must return one tensor, but it returned {type(f).__name__}; wrap it in a module that does"
+def check_network(network: Any) -> nn.Module:
+    """A module whose weights are there."""
+    instance("network", network, nn.Module, "an nn.Module that maps x to f")
+    for name, p in network.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise CurvatureError(f"{name} has no shape before the first batch: run one through the lazy layers first")
+        if p.is_meta:
+            raise CurvatureError(f"{name} is on the meta device and has no values: use to_empty and load the weights")
+    return network
+
+
+def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
+    """The submodule at a dotted path, or an error with the names that there are."""
+    text("network", path, "the dotted name of a submodule")
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        children = ", ".join(name for name, _ in module.named_children()) or "none"
+        raise error(
+            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
+        ) from None
+
+
+def check_real(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise CurvatureError(
+                f"{name} is complex ({p.dtype}), but a posterior is over real weights: leave it out of the subset"
+            )
+
+
+def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batches") -> Any:
+    """Something that gives batches when it is iterated."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise DataError(
+            f"{name} is a {type(loader).__name__}, which gives single examples: pass DataLoader(dataset, batch_size=…)"
         )
-    if f.ndim == 0 or f.shape[0] != size:
-        raise CurvatureError(
-            f"the network's output must have one row per example, but {size} examples gave an output of shape "
-            f"{tuple(f.shape)}"
-        )
-    if not f.requires_grad:
-        raise CurvatureError(
-            "the network's output does not depend on any chosen parameter: is it computed under torch.no_grad(), or "
-            "detached, or is the subset not used?"
-        )
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not iterable or isinstance(loader, (str, bytes, Tensor, type, nn.Module)):
+        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {shown(loader)}")
+    return loader
 
 
-def check_finite(f: Tensor, x: Any, batch: int) -> None:
-    if not f.isfinite().all():
-        culprit = "its input has" if inputs.has_nonfinite(x) else "its weights or activations overflow: it has"
-        raise DataError(f"batch {batch}: the network's output is not finite; {culprit} NaN or infinite values")
+@contextmanager
+def explained(network: nn.Module, x: Any) -> Iterator[None]:
+    """An error while `network` runs on `x` says what was run on what."""
+    try:
+        yield
+    except _PLAIN as error:
+        if type(error) not in _PLAIN:
+            raise
+        raise NetworkError(_explanation(network, x, error)) from error
 
 
-def check_examples_apart(network: nn.Module, f: Tensor, beside: Tensor) -> None:
-    """The first examples must give what they give beside others."""
-    apart = torch.linalg.vector_norm((f - beside[: len(f)]).detach())
-    if apart > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
-        norms = [
-            name
-            for name, module in network.named_modules()
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.running_mean is None
-        ]
-        culprit = f"{', '.join(norms)}: batch norm without running statistics" if norms else "or is it random?"
-        raise CurvatureError(
-            f"the output of {type(network).__name__} for one example depends on another example of the batch "
-            f"({culprit}); curvature needs examples that do not see each other"
-        )
+def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
+    kind = type(network).__name__
+    if isinstance(error, NotImplementedError) and "forward" in str(error):
+        return f"{kind} has no forward: give it one that maps x to f, or name the submodule that does with network="
+    leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+    shapes, dtypes = [str(list(leaf.shape)) for leaf in leaves], list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    few = ", ".join(shapes[:3]) + (", …" if len(shapes) > 3 else "")
+    what = f"{'an input of shape' if len(shapes) == 1 else 'inputs of shapes'} {few} and {', '.join(map(str, dtypes))}"
+    weights = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
+    said = " ".join(str(error).split())
+    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
+    return f"{kind} cannot be run on {what}, with weights of {weights} ({said}): {_way_out(error, dtypes, weights)}"
 
 
-def agree(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
-    """Whether two ways to a sum of gradients gave the same, up to rounding: that of each parameter's gradient, or, of a
-    gradient that is zero up to rounding, that of the largest."""
-    norms = {name: float(torch.linalg.vector_norm(g)) for name, g in true.items()}
-    largest = max(norms.values(), default=0.0)
-    close = {}
-    for name, g in true.items():
-        tolerance = TOLERANCE.get(g.dtype, 0.1) * norms[name] + 100 * torch.finfo(g.dtype).eps * largest + 1e-30
-        close[name] = bool(torch.linalg.vector_norm(found[name] - g) <= tolerance)
-    return close
+def _way_out(error: Exception, dtypes: list[torch.dtype], weights: torch.dtype | None) -> str:
+    if weights in _CASTS and weights not in dtypes and "dtype" in str(error):
+        return f"give it x.{_CASTS[weights]}()"
+    if isinstance(error, TypeError):
+        return "give it the inputs that its forward takes, several of them as ((x1, x2), y)"
+    return "give it inputs as in training"

@@ -5,6 +5,10 @@ class CurvatureError(RuntimeError):
     """The network or its curvature cannot be handled; the message names the layer and a way out."""
 
 
+class NetworkError(CurvatureError):
+    """The network cannot be run on an input; the message says on what, and holds the network's own."""
+
+
 def not_finite(name: str) -> CurvatureError:
     return CurvatureError(
         f"{name}: the curvature is not finite; the network's gradients overflow there (half precision, or exploding "

@@ -17,17 +17,20 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # Lightning's own progress bar, and so always installed
 
+from lightning_bayes.arguments import count, flag, instance, word
+from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, make_accumulator
-from lightning_bayes.curvature.checks import check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.checks import check_loader, check_network, check_real
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.plan import Plan, describe, find_last_layer, make_plan
 from lightning_bayes.curvature.preserve import borrowed, preserved_rng, unwrap
 from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call, recording
 from lightning_bayes.curvature.roots import CURVATURES, output_columns
-from lightning_bayes.curvature.subset import Subset, resolve_subset
+from lightning_bayes.curvature.subset import Subset, check_subset, resolve_subset
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.structures import Structure
 
@@ -87,13 +90,10 @@ def fit_curvature(
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             the first batch.
     """
-    _check_word("structure", structure, STRUCTURES)
-    _check_word("curvature", curvature, CURVATURES)
-    _check_word("weight_sharing", weight_sharing, SHARINGS)
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+    check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes)
     likelihood = resolve(likelihood)
-    network = unwrap(network)
+    network = check_network(unwrap(network))
+    check_loader(loader)
     total: Sum | None = None
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
@@ -121,10 +121,38 @@ def fit_curvature(
         return total.finish()
 
 
+def check_options(
+    structure: Any,
+    subset: Any,
+    curvature: Any,
+    samples: Any = 1,
+    seed: Any = 0,
+    weight_sharing: Any = "expand",
+    progress: Any = False,
+    processes: Any = None,
+) -> None:
+    """Refuse what is known to be wrong without a network or data."""
+    word("structure", structure, tuple(STRUCTURES))
+    word("curvature", curvature, tuple(CURVATURES))
+    word("weight_sharing", weight_sharing, tuple(SHARINGS))
+    check_subset(subset)
+    count("samples", samples)
+    check_seed("seed", seed)
+    flag("progress", progress)
+    check_processes(processes)
+
+
+def check_processes(processes: Any) -> None:
+    if processes is not None:
+        instance("processes", processes, Processes, "Processes(rank, size)")
+
+
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
     """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
+    check_loader(loader)
+    check_processes(processes)
     totals = torch.zeros(5, dtype=torch.float64, device=_device(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
@@ -145,7 +173,9 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):
             last_layer = find_last_layer(network, x)
-    return resolve_subset(network, subset, last_layer)
+    chosen = resolve_subset(network, subset, last_layer)
+    check_real(chosen.parameters(network))
+    return chosen
 
 
 class Sum:
@@ -289,16 +319,8 @@ def _numbers(totals: Tensor) -> dict[str, Any]:
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    x, y = inputs.to_device(inputs.split_pair(batch), _device(network))
-    if not isinstance(y, Tensor):
-        raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}")
-    return x, y
+    return inputs.to_device(inputs.split_targets(batch), _device(network))
 
 
 def _device(network: nn.Module) -> torch.device:
     return next((p.device for p in network.parameters()), torch.device("cpu"))
-
-
-def _check_word(argument: str, word: str, known: Sequence[str]) -> None:
-    if word not in known:
-        raise ValueError(f"unknown {argument} {word!r}: use one of {', '.join(map(repr, known))}")

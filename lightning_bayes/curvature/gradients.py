@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.checks import agree
+from lightning_bayes.curvature.output_checks import agree
 from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.curvature.recorder import Call
 
@@ -175,7 +175,7 @@ class NetworkCall(nn.Module):
         self.training = network.training
 
     def forward(self, x: Any) -> Tensor:
-        return inputs.call(self.network, x)
+        return inputs.bare_call(self.network, x)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.checks import TOLERANCE
+from lightning_bayes.curvature.output_checks import TOLERANCE
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.curvature.rows import PLAIN, BatchAxis, RowIndex, Rows
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_bayes.curvature.checks import explained
 from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.preserve import borrowed
 
@@ -27,7 +28,21 @@ def split_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def split_targets(batch: Any) -> tuple[Any, Tensor]:
+    """`split_pair` of a batch whose targets are needed."""
+    x, y = split_pair(batch)
+    if not isinstance(y, Tensor):
+        raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}")
+    return x, y
+
+
 def call(network: nn.Module, x: Any) -> Tensor:
+    """`f(x)`, or an error that says what the network was run on."""
+    with explained(network, x):
+        return bare_call(network, x)
+
+
+def bare_call(network: nn.Module, x: Any) -> Tensor:
     """`f(x)`: a tuple or list is passed as positional arguments, a mapping as keyword arguments."""
     if isinstance(x, Mapping):
         return network(**x)

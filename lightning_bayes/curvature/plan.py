@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.checks import agree, check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.errors import CurvatureError, SubsetError, not_finite
 from lightning_bayes.curvature.graph import keeps_rows, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
+from lightning_bayes.curvature.output_checks import agree, check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
 from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.curvature.subset import Subset

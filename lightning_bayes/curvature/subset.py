@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import shown
 from lightning_bayes.curvature.errors import SubsetError
+
+WORDS = ("all", "last_layer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +92,24 @@ def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, las
         return _whole(parameters)
     if subset == "last_layer":
         return _whole({name: p for name, p in network.named_parameters() if name in set(last_layer)})
-    if isinstance(subset, str):
-        raise SubsetError(
-            f"unknown subset {subset!r}: use 'all', 'last_layer', a list of parameter names, or a mask over the weights"
-        )
+    check_subset(subset)
     return _named(dict(network.named_parameters()), list(subset))
+
+
+def check_subset(subset: Any) -> None:
+    """Refuse what names no parameters of any network."""
+    if isinstance(subset, Tensor) or (isinstance(subset, str) and subset in WORDS):
+        return
+    if isinstance(subset, str) or not isinstance(subset, Sequence):
+        raise SubsetError(
+            f"unknown subset {shown(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask over the "
+            "weights"
+        )
+    if not len(subset):
+        raise SubsetError("the list of names in subset is empty: name at least one parameter or module")
+    for name in subset:
+        if not isinstance(name, str):
+            raise SubsetError(f"the names in subset must be strings, got {shown(name)}")
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
@@ -101,8 +118,6 @@ def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
 
 def _named(every: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
     """By parameter name, or by module name for all its parameters."""
-    if not wanted:
-        raise SubsetError("the list of parameter names is empty: name at least one parameter or module")
     chosen = set()
     for name in wanted:
         found = {p for p in every if p == name or p.startswith(f"{name}.")}

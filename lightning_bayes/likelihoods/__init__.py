@@ -8,6 +8,8 @@
 | | `HeteroscedasticGaussian()` | means and log-variances `[B, 2D, …]` | real `[B, D, …]` |
 """
 
+from lightning_bayes.arguments import shown
+
 from .base import ClassPredictive, LabelPredictive, Likelihood, LikelihoodError, Predictive
 from .bernoulli import Bernoulli
 from .categorical import Categorical
@@ -42,5 +44,6 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
         return _WORDS[likelihood]()
     words = ", ".join(repr(word) for word in _WORDS)
     raise LikelihoodError(
-        f"likelihood={likelihood!r} is not known; use one of {words}, or a Likelihood such as Gaussian(noise_std=0.3)."
+        f"likelihood={shown(likelihood)} is not known; use one of {words}, or a Likelihood such as "
+        "Gaussian(noise_std=0.3)."
     )

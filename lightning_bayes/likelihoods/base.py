@@ -28,7 +28,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .outputs import LikelihoodError, check_floating, check_output, draw_gaussian, sum_per_example, widen
+from lightning_bayes.arguments import count
+
+from .outputs import (
+    LikelihoodError,
+    check_floating,
+    check_generator,
+    check_output,
+    check_tensor,
+    draw_gaussian,
+    sum_per_example,
+    widen,
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,7 @@ class Likelihood(ABC):
         """Raise `LikelihoodError`, in one sentence, when outputs or targets do not fit this likelihood."""
         name = type(self).__name__
         check_floating(name, f)
+        check_tensor(name, "targets", y)
         if y.ndim == 0 or len(y) != len(f):
             raise LikelihoodError(
                 f"{name} needs one target per example, got outputs of shape {list(f.shape)} "
@@ -195,6 +207,7 @@ class Likelihood(ABC):
         `link` is one of `links`; `samples` and `generator` are for what is drawn (by default everything).
         """
         self.choose_link(link)
+        self._check_gaussian(mean, covariance, samples, generator)
         return self.from_samples(draw_gaussian(widen(mean), widen(covariance), samples, generator))
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
@@ -208,10 +221,19 @@ class Likelihood(ABC):
         """`link`, or the default for `None`; an error with the words to choose from otherwise."""
         if link is None:
             return self.links[0]
-        if link not in self.links:
+        if not isinstance(link, str) or link not in self.links:
             words = ", ".join(repr(word) for word in self.links)
             raise LikelihoodError(f"{type(self).__name__} cannot integrate with link={link!r}; choose one of {words}.")
         return link
+
+    def _check_gaussian(
+        self, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
+    ) -> None:
+        name = type(self).__name__
+        check_floating(name, mean)
+        check_tensor(name, "variances of the outputs", covariance)
+        count("samples", samples, 0, LikelihoodError)
+        check_generator(generator)
 
     def _decompose(
         self, probs: Tensor, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None

@@ -25,6 +25,7 @@ from .outputs import (
     check_floating,
     check_output,
     check_shape,
+    check_tensor,
     check_uniform,
     diagonal_root,
     marginal_variance,
@@ -94,6 +95,7 @@ class Bernoulli(Likelihood):
         samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Predictive:
+        self._check_gaussian(mean, covariance, samples, generator)
         mean, covariance = widen(mean), widen(covariance)
         link = self.choose_link(link)
         if link in ("probit", "pairwise"):
@@ -106,6 +108,7 @@ class Bernoulli(Likelihood):
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
         check_floating("Bernoulli", f)
+        check_tensor("Bernoulli", "targets", y)
         if y.is_complex():
             raise LikelihoodError(f"Bernoulli needs boolean, integer or floating-point targets, got {y.dtype}.")
         check_shape("Bernoulli", f, y, tuple(f.shape))

@@ -41,12 +41,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import integer
+
 from .base import ClassPredictive, Likelihood, Predictive
 from .outputs import (
     LikelihoodError,
     check_floating,
     check_output,
     check_shape,
+    check_tensor,
     check_uniform,
     marginal_variance,
     sum_per_example,
@@ -68,6 +71,9 @@ class Categorical(Likelihood):
 
     predictive = ClassPredictive
     links = ("pairwise", "probit", "bridge", "mc")
+
+    def __post_init__(self) -> None:
+        integer("ignore_index", self.ignore_index, LikelihoodError)
 
     def check(self, f: Tensor, y: Tensor) -> None:
         self._check_fit(f, y)
@@ -143,6 +149,7 @@ class Categorical(Likelihood):
         generator: torch.Generator | None = None,
     ) -> Predictive:
         self._check_logits(mean)
+        self._check_gaussian(mean, covariance, samples, generator)
         mean, covariance = widen(mean), widen(covariance)
         link = self.choose_link(link)
         if link == "bridge":
@@ -180,6 +187,7 @@ class Categorical(Likelihood):
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_logits(f)
+        check_tensor("Categorical", "targets", y)
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise LikelihoodError(
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "

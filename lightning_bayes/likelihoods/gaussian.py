@@ -26,6 +26,7 @@ from .outputs import (
     marginal_variance,
     standard_normal,
     sum_per_example,
+    vector,
     widen,
 )
 
@@ -46,11 +47,7 @@ class Gaussian(Likelihood):
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     def __post_init__(self) -> None:
-        σ = torch.as_tensor(self.noise_std)
-        if σ.ndim > 1 or σ.is_complex():
-            raise LikelihoodError(
-                f"Gaussian needs noise_std to be a number or a real tensor [C], got {σ.dtype} of shape {list(σ.shape)}."
-            )
+        σ = vector("noise_std", self.noise_std, LikelihoodError)
         bad = ~((σ > 0) & σ.isfinite())
         if bad.any():
             raise LikelihoodError(f"Gaussian needs a positive, finite noise_std, got {σ[bad].flatten()[0].item()}.")
@@ -125,6 +122,7 @@ class Gaussian(Likelihood):
     ) -> Predictive:
         """Exact; nothing is drawn."""
         self.choose_link(link)
+        self._check_gaussian(mean, covariance, samples, generator)
         mean, noise = self.conditional(mean)
         return Predictive(mean, marginal_variance(mean, widen(covariance)), noise)
 

@@ -96,6 +96,7 @@ class HeteroscedasticGaussian(Likelihood):
     ) -> Predictive:
         """Exact; nothing is drawn."""
         self.choose_link(link)
+        self._check_gaussian(mean, covariance, samples, generator)
         m, s = self._split(mean)
         Σ_mm, Σ_ss = marginal_variance(mean, widen(covariance)).chunk(2, 1)
         return Predictive(m, Σ_mm, (s + 0.5 * Σ_ss).exp())

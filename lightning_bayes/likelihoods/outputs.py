@@ -13,8 +13,12 @@ Half precision is widened: everything is computed, and returned, in at least flo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from lightning_bayes.arguments import count, instance, shown
 
 
 class LikelihoodError(ValueError):
@@ -80,8 +84,8 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: tor
 
     The symmetric root exists for singular covariances and is unique, so equal noise gives equal draws on any machine.
     """
-    if samples < 1:
-        raise LikelihoodError(f"Monte Carlo needs samples of at least 1, got {samples}.")
+    count("samples", samples, error=LikelihoodError)
+    check_generator(generator)
     device = mean.device if generator is None else generator.device
     noise = torch.randn((samples, *mean.shape), generator=generator, device=device, dtype=mean.dtype).to(mean.device)
     variance = marginal_variance(mean, covariance)
@@ -90,6 +94,19 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     λ, Q = torch.linalg.eigh(covariance)
     root = (Q * _without_rounding(λ).sqrt().unsqueeze(-2)) @ Q.mT  # [B, C, C]
     return mean + torch.einsum("bij,sbj->sbi", root, noise)  # [S, B, C]
+
+
+def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
+    """A real number or a vector of them, as a tensor."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}") from None
+    if found.ndim > 1 or not found.numel() or found.is_complex() or found.dtype == torch.bool:
+        raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}")
+    return found
 
 
 def check_output(name: str, f: Tensor) -> None:
@@ -111,8 +128,20 @@ def check_shape(name: str, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> N
         )
 
 
+def check_generator(generator: Any) -> None:
+    if generator is not None:
+        meaning = "a torch.Generator, such as torch.Generator().manual_seed(0)"
+        instance("generator", generator, torch.Generator, meaning)
+
+
+def check_tensor(name: str, what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise LikelihoodError(f"{name} needs {what} in a tensor, got {shown(value)}.")
+
+
 def check_floating(name: str, f: Tensor) -> None:
     """Refuse outputs that are not real floating-point tensors with a batch dimension."""
+    check_tensor(name, "network outputs", f)
     if not f.is_floating_point() or f.ndim == 0:
         raise LikelihoodError(
             f"{name} needs floating-point network outputs with a batch dimension, got {f.dtype} of shape "
@@ -122,6 +151,7 @@ def check_floating(name: str, f: Tensor) -> None:
 
 def check_real_targets(name: str, y: Tensor) -> None:
     """Refuse integer targets, which are usually class labels, where real values are meant."""
+    check_tensor(name, "targets", y)
     if not y.is_floating_point():
         raise LikelihoodError(
             f"{name} needs floating-point targets, got {y.dtype}; use y.float() if they are real values, "

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_bayes.metrics.functional.inputs import accumulation_dtype
+from lightning_bayes.arguments import flag
+from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype
 from lightning_bayes.metrics.functional.mean import mean_compute
 
 
@@ -33,7 +34,7 @@ class AdditiveMetric(Metric):
 
     def __init__(self, validate_args: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.validate_args = validate_args
+        self.validate_args = flag("validate_args", validate_args, MetricInputError)
         self._state_name = ""
         self.set_dtype(torch.float64)
 

@@ -12,7 +12,7 @@ from lightning_bayes.metrics.functional.brier_decomposition import (
     _brier_decomposition_compute,
     _brier_decomposition_update,
 )
-from lightning_bayes.metrics.functional.inputs import MetricInputError, check_count
+from lightning_bayes.metrics.functional.inputs import MetricInputError, check_count, check_label
 
 
 class BrierDecomposition(AdditiveMetric):
@@ -33,8 +33,9 @@ class BrierDecomposition(AdditiveMetric):
 
     def __init__(self, num_classes: int, n_bins: int = 15, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_count("num_classes", num_classes)
+        check_count("num_classes", num_classes, 2)
         check_count("n_bins", n_bins)
+        check_label(ignore_index)
         self.num_classes, self.n_bins, self.ignore_index = num_classes, n_bins, ignore_index
         self.keep_sums(num_classes, n_bins, 5, settings=(ignore_index,))
 

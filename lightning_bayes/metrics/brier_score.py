@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_bayes.metrics.base import MeanMetric
 from lightning_bayes.metrics.functional.brier_score import _brier_score_update
+from lightning_bayes.metrics.functional.inputs import check_label
 
 
 class BrierScore(MeanMetric):
@@ -31,6 +32,7 @@ class BrierScore(MeanMetric):
 
     def __init__(self, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(settings=(ignore_index,), **kwargs)
+        check_label(ignore_index)
         self.ignore_index = ignore_index
 
     def update(self, probs: Tensor, target: Tensor) -> None:

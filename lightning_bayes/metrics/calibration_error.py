@@ -20,7 +20,7 @@ from lightning_bayes.metrics.functional.calibration_error import (
     _reliability_bins,
     _width_sums,
 )
-from lightning_bayes.metrics.functional.inputs import MetricInputError, check_choice, check_count
+from lightning_bayes.metrics.functional.inputs import MetricInputError, check_choice, check_count, check_label
 
 
 class CalibrationError(AdditiveMetric):
@@ -67,7 +67,8 @@ class CalibrationError(AdditiveMetric):
         check_choice("binning", binning, ("width", "mass"))
         check_choice("kind", kind, ("top_label", "class_wise"))
         if kind == "class_wise":
-            check_count('num_classes (which kind="class_wise" needs)', num_classes)
+            check_count('num_classes (which kind="class_wise" needs)', num_classes, 2)
+        check_label(ignore_index)
         if resolution is not None:
             check_count("resolution", resolution)
             if binning == "width":

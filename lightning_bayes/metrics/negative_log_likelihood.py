@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bayes.metrics.base import MeanMetric
+from lightning_bayes.metrics.functional.inputs import check_label
 from lightning_bayes.metrics.functional.negative_log_likelihood import _negative_log_likelihood_update
 
 
@@ -31,6 +32,7 @@ class NegativeLogLikelihood(MeanMetric):
 
     def __init__(self, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(settings=(ignore_index,), **kwargs)
+        check_label(ignore_index)
         self.ignore_index = ignore_index
 
     def update(self, probs: Tensor, target: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_bayes.arguments import instance, shown
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.preserve import borrowed
 
@@ -63,11 +64,12 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
         module: changed in place; if it is itself such an activation, the replacement is returned.
         replacement: a module class or a function that makes a module.
     """
+    instance("module", module, nn.Module, "an nn.Module")
     made: dict[nn.Module, nn.Module] = {}
 
     def instead_of(old: nn.Module) -> nn.Module:
         if old not in made:
-            made[old] = replacement().train(old.training)
+            made[old] = _made(replacement).train(old.training)
         return made[old]
 
     if _has_kink(module):
@@ -87,12 +89,26 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
     `nn.TransformerEncoderLayer`, `self.act = F.relu`). Functions that are only called in a `forward` are seen if an
     `example` input is there to call it with (in eval mode; nothing is left changed).
     """
+    instance("module", module, nn.Module, "an nn.Module")
     found = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
     if example is not None:
         found = {**_called(module, example), **found}
     if found:
         rank_zero_warn(_message(found), stacklevel=2)
     return found
+
+
+def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
+    maker = callable(replacement) and not isinstance(replacement, nn.Module)
+    try:
+        new = replacement() if maker else None
+    except TypeError:  # of a function of x, say
+        new = None
+    if not isinstance(new, nn.Module):
+        raise TypeError(
+            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {shown(replacement)}"
+        )
+    return new
 
 
 def _has_kink(module: nn.Module) -> bool:
@@ -136,6 +152,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _called(module: nn.Module, example: Any) -> dict[str, str]:
+    inputs.batch_size(example)  # an error where it holds no tensor
     with borrowed(module, ()), torch.no_grad(), _watched(module) as watch:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs.call(module, inputs.to_device(example, device))

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bayes.arguments import positive
 from lightning_bayes.mixins.groups import MULTIPLIER, PARENT, add_missing, keep_ratio, split
 from lightning_bayes.mixins.log_sigma import LogSigma
 from lightning_bayes.mixins.patterns import by_pattern
@@ -120,14 +121,9 @@ def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dic
 def _checked(given: Any) -> float | dict[str, float]:
     """Plain numbers, which a checkpoint can hold."""
     if isinstance(given, Mapping):
-        return {str(pattern): _positive(m, f" of pattern {pattern!r}") for pattern, m in given.items()}
-    return _positive(given, "")
-
-
-def _positive(m: Any, of: str) -> float:
-    if isinstance(m, bool) or not isinstance(m, (int, float)) or not math.isfinite(m) or m <= 0:
-        raise MultiplierError(f"log_sigma_multiplier{of} must be a positive number, got {m!r}")
-    return float(m)
+        of = "log_sigma_multiplier of pattern"
+        return {str(pattern): float(positive(f"{of} {pattern!r}", m, MultiplierError)) for pattern, m in given.items()}
+    return float(positive("log_sigma_multiplier", given, MultiplierError))
 
 
 def _too_short(reach: float, m: float, steps: int, assumed: list[str]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
+from lightning_bayes.arguments import count, flag, positive, shown, word
+from lightning_bayes.callbacks.arguments import check_use
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.predict_step import PREDICT_STEPS
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
@@ -96,24 +98,26 @@ class Settings:
     predict_step: str = "replace"
 
     def __post_init__(self) -> None:
-        _check_word("predictive", self.predictive, tuple(PREDICTIVES))
-        _check_word("loss", self.loss, LOSSES)
-        _check_word("predict_step", self.predict_step, PREDICT_STEPS)
-        _check_word("curvature", self.curvature, CURVATURES)
-        _check_word("method", self.method, METHODS)
+        word("predictive", self.predictive, tuple(PREDICTIVES), OptionError)
+        word("loss", self.loss, LOSSES, OptionError)
+        word("predict_step", self.predict_step, PREDICT_STEPS, OptionError)
+        word("curvature", self.curvature, CURVATURES, OptionError)
+        word("method", self.method, METHODS, OptionError)
         if self.curvature == "hessian" and self.method == "finite_difference":
             raise OptionError("curvature='hessian' has no finite-difference form: use method='exact'")
-        if not self.beta > 0:
-            raise OptionError(f"beta must be positive, got {self.beta!r}; for maximum a posteriori leave the mixin out")
-        for key in ("train_samples", "samples", "n_data"):
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise OptionError(f"{key} must be a whole number of at least 1, got {value!r}")
+        positive("beta", self.beta, OptionError)
+        count("train_samples", self.train_samples, error=OptionError)
+        count("n_data", 1 if self.n_data is None else self.n_data, error=OptionError)
+        flag("local_reparameterization", self.local_reparameterization, OptionError)
+        use = (self.link, self.samples, self.network, self.ood, self.plots, self.seed)
+        check_use(self.name, self.likelihood, *use, error=OptionError)
 
 
 def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:
     """`defaults` are those that differ from one mixin to the next; `unused` among them names keys it has no use for."""
     unused = set(defaults.pop("unused", ()))
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"variational must be a dictionary of options, got {shown(given)}")
     options: dict[str, Any] = plain_values(given or {})
     known = [f.name for f in fields(Settings) if f.name not in unused]
     for key in options:
@@ -123,7 +127,10 @@ def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings
         options["likelihood"] = likelihood_from(options["likelihood"])
     if isinstance(options.get("deterministic"), str):
         options["deterministic"] = (options["deterministic"],)
-    options["deterministic"] = tuple(options.get("deterministic") or ())
+    patterns = options.get("deterministic") or ()
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"deterministic must be a list of name patterns, got {shown(patterns)}")
+    options["deterministic"] = tuple(patterns)
     return Settings(**{**defaults, **options})
 
 
@@ -152,8 +159,3 @@ def likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
         )
     found: Likelihood = _LIKELIHOODS[name](**arguments)
     return found
-
-
-def _check_word(key: str, word: Any, known: tuple[str, ...]) -> None:
-    if word not in known:
-        raise OptionError(f"unknown {key} {word!r}: use one of {', '.join(map(repr, known))}")

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bayes.arguments import is_positive, shown
 from lightning_bayes.mixins.patterns import by_pattern
 
 WORDS = ("he", "weight_decay")
@@ -123,10 +124,9 @@ def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[st
 def _checked(value: Any) -> float | str:
     if isinstance(value, str) and value in WORDS:
         return value
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise PriorStdError(
-            f"a prior_std must be a positive number or one of {', '.join(map(repr, WORDS))}, got {value!r}"
-        )
+    if not is_positive(value):
+        words = ", ".join(map(repr, WORDS))
+        raise PriorStdError(f"prior_std must be a positive number or one of {words}, got {shown(value)}")
     return float(value)
 
 

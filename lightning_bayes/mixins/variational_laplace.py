@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_bayes.arguments import instance
 from lightning_bayes.callbacks.loss_check import mean_nll
 from lightning_bayes.curvature import Processes
 from lightning_bayes.curvature.noise import uniforms
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 from lightning_bayes.mixins.objective import hessian_term
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of
-from lightning_bayes.mixins.users_step import Step, with_loss
+from lightning_bayes.mixins.users_step import Step, StepError, with_loss
 from lightning_bayes.mixins.variational import VariationalMixin
 
 
@@ -67,6 +68,12 @@ class VariationalLaplaceMixin(VariationalMixin):
             y_sampled: labels drawn from the model at `f`; drawn here if not given.
         """
         self._variational.explicit = True
+        instance("f", f, Tensor, "the network's outputs, a tensor")
+        if not f.requires_grad:
+            raise StepError("f does not depend on the weights: hand vl_loss the network's outputs with their graph")
+        instance("y", y, Tensor, "a tensor of targets")
+        if y_sampled is not None:
+            instance("y_sampled", y_sampled, Tensor, "a tensor of targets")
         likelihood, S = self._variational.settings.likelihood, len(f)
         likelihood.check(f.detach(), y)
         nll = mean_nll(likelihood, f, y)

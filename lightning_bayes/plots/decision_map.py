@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from lightning_bayes.plots.style import CLASS_COLOURS, CLASS_MARKERS, canvas, to_numpy
+from lightning_bayes.metrics.functional.inputs import check_tensors
+from lightning_bayes.plots.style import CLASS_COLOURS, CLASS_MARKERS, canvas, check_each, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,7 @@ def decision_map(
     what a network returns for ``torch.cartesian_prod(y, x).flip(1)``. ``points`` ``[N, 2]`` and ``labels`` ``[N]`` are
     data to show on the map.
     """
+    _check(x, y, probs, epistemic, aleatoric, points, labels)
     xs, ys = to_numpy(x), to_numpy(y)
     p = to_numpy(probs).reshape(len(ys), len(xs), -1)  # [H, W, C]
     data = np.empty((0, 2)) if points is None else to_numpy(points)  # [N, 2]
@@ -48,6 +50,38 @@ def decision_map(
                 _draw_points(panel, data, to_numpy(labels).astype(int))
             panel.set(xlabel="x₁", ylabel="x₂", xlim=(xs[0], xs[-1]), ylim=(ys[0], ys[-1]))
     return figure, axes
+
+
+def _check(
+    x: Tensor,
+    y: Tensor,
+    probs: Tensor,
+    epistemic: Tensor,
+    aleatoric: Tensor,
+    points: Tensor | None,
+    labels: Tensor | None,
+) -> None:
+    check_tensors(x=x, y=y, probs=probs, epistemic=epistemic, aleatoric=aleatoric)
+    for name, axis in (("x", x), ("y", y)):
+        if axis.ndim != 1 or len(axis) < 2:
+            raise ValueError(f"{name} must be a vector of at least two, got shape {list(axis.shape)}.")
+    H, W = len(y), len(x)
+    if list(probs.shape[:-1]) not in ([H, W], [H * W]):
+        raise ValueError(f"probs must be [H, W, C] or [H·W, C] for {H} × {W} points, got shape {list(probs.shape)}.")
+    if probs.shape[-1] < 2:
+        raise ValueError(f"probs must have at least two classes, got shape {list(probs.shape)}.")
+    for name, value in (("epistemic", epistemic), ("aleatoric", aleatoric)):
+        if list(value.shape) not in ([H, W], [H * W]):
+            raise ValueError(f"{name} must be [H, W] or [H·W] for {H} × {W} points, got shape {list(value.shape)}.")
+    if points is not None:
+        check_tensors(points=points)
+        if points.ndim != 2 or points.shape[1] != 2:
+            raise ValueError(f"points must be [N, 2], got shape {list(points.shape)}.")
+    if labels is not None:
+        check_tensors(labels=labels)
+        if points is None:
+            raise ValueError("labels= needs points=, the data that it is of.")
+        check_each("labels", labels, "points", len(points))
 
 
 def _draw_classes(ax: "Axes", xs: np.ndarray, ys: np.ndarray, p: np.ndarray, data: np.ndarray) -> None:

@@ -6,8 +6,11 @@ Loggers are told apart by what they can do, so none of their packages is importe
 """
 
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lightning_bayes.arguments import count, instance, shown, text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +29,11 @@ def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: 
     Returns:
         The path of the PNG, or None if a logger took the figure. Call it on rank zero only.
     """
+    text("name", name, "the figure's name")
+    count("step", step, 0)
+    if not hasattr(figure, "savefig"):
+        raise TypeError(f"figure must be a matplotlib Figure, got {shown(figure)}")
+    instance("directory", directory, (str, PathLike), "a path")
     loggers = list(loggers) if isinstance(loggers, Iterable) else [loggers]
     taken = [_send(logger, name, figure, step) for logger in loggers]
     if any(taken):

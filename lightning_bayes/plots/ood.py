@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_bayes.metrics.functional.inputs import check_count
 from lightning_bayes.metrics.functional.ood_detection import (
     _exact_counts,
     _histogram_counts,
@@ -27,6 +28,7 @@ _MOST_BARS = 50
 
 def ood_histogram(score: Tensor, is_ood: Tensor, n_bins: int = 40, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
     """Histograms of ``score`` ``[N]``, larger meaning more out-of-distribution; infinite scores join the last bars."""
+    check_count("n_bins", n_bins)
     rows = _ood_rows(score, is_ood, validate=True)  # [N, 2]
     finite = rows[rows[:, 0].isfinite(), 0]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from lightning_bayes.plots.style import BLUE, GREY, VERMILION, canvas, to_numpy
+from lightning_bayes.metrics.functional.inputs import check_tensors
+from lightning_bayes.plots.style import BLUE, GREY, VERMILION, canvas, check_each, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ def regression_bands(
     ax: "Sequence[Axes] | None" = None,
 ) -> tuple["Figure", np.ndarray]:
     """Three panels, epistemic, aleatoric and total, from variances at the inputs ``x``, all ``[N]`` or ``[N, 1]``."""
+    _check(x, mean, epistemic, aleatoric, x_data, y_data)
     order = np.argsort(to_numpy(x).reshape(-1))
     xs, mu, var_e, var_a = (to_numpy(v).reshape(-1)[order] for v in (x, mean, epistemic, aleatoric))  # [N]
     with canvas(ax, panels=3, size=(3.2, 3.2)) as (figure, axes):
@@ -47,6 +49,26 @@ def regression_bands(
         else:  # the rest of a given figure is not ours
             axes[-1].legend(loc="best")
     return figure, axes
+
+
+def _check(
+    x: Tensor, mean: Tensor, epistemic: Tensor, aleatoric: Tensor, x_data: Tensor | None, y_data: Tensor | None
+) -> None:
+    check_tensors(x=x, mean=mean, epistemic=epistemic, aleatoric=aleatoric)
+    if not x.numel() or list(x.shape) not in ([len(x)], [len(x), 1]):
+        raise ValueError(f"x must be [N] or [N, 1], got shape {list(x.shape)}.")
+    for name, value in (("mean", mean), ("epistemic", epistemic), ("aleatoric", aleatoric)):
+        check_each(name, value, "x", len(x))
+        if name != "mean" and bool((value < 0).any()):
+            raise ValueError(f"{name} is a variance and must not be negative.")
+    if (x_data is None) != (y_data is None):
+        raise ValueError("x_data and y_data belong together: give both, or neither.")
+    if x_data is not None and y_data is not None:
+        check_tensors(x_data=x_data, y_data=y_data)
+        if x_data.numel() != y_data.numel():
+            raise ValueError(
+                f"x_data and y_data must have one shape, got {list(x_data.shape)} and {list(y_data.shape)}."
+            )
 
 
 def _draw_bands(ax: "Axes", xs: np.ndarray, mu: np.ndarray, std: np.ndarray, colour: str) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from lightning_bayes.arguments import shown
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -51,22 +53,32 @@ def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.
     """
     require_matplotlib()
     import matplotlib
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_SETTINGS):
         if ax is None:
             figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained", dpi=120)
             ax = figure.subplots(1, panels)
-        elif panels > 1:
-            ax = np.asarray(ax, dtype=object).reshape(-1)
-            if len(ax) != panels:
-                raise ValueError(f"ax must hold {panels} axes, one per panel, got {len(ax)}.")
+        else:
+            given = np.asarray(ax, dtype=object).reshape(-1)
+            if not all(isinstance(each, Axes) for each in given):
+                raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
+            if len(given) != panels:
+                raise ValueError(f"ax must hold {panels} Axes, one per panel, got {len(given)}.")
+            ax = given[0] if panels == 1 else given
         yield (ax if panels == 1 else ax[0]).figure, ax
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
     """A tensor from any device, of any float type, as float64."""
     return x.detach().cpu().double().numpy()
+
+
+def check_each(name: str, value: Any, of: str, n: int) -> None:
+    """Refuse what has not one value for each of ``n``: ``[n]`` or ``[n, 1]``."""
+    if list(value.shape) not in ([n], [n, 1]):
+        raise ValueError(f"{name} must have a value for each of the {n} of {of}, got shape {list(value.shape)}.")
 
 
 def draw_diagonal(ax: "Axes", label: str) -> None:

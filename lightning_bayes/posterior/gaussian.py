@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature import Subset, inputs
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.functional import output_gaussian
 from lightning_bayes.structures import Structure
@@ -62,6 +64,8 @@ class GaussianPosterior:
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""
+        count("n", n)
+        check_generator(generator)
         return self.mean + self.precision.sample(n, generator)
 
     def log_prob(self, theta: Tensor) -> Tensor:
@@ -74,6 +78,7 @@ class GaussianPosterior:
     def functional(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
         """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
         the covariance of all outputs of the batch `[B·C, B·C]`."""
+        flag("joint", joint)
         mean, covariances = self.functional_for([self.precision], x, "joint" if joint else "example")
         return mean, covariances[0]
 
@@ -172,6 +177,12 @@ class GaussianPosterior:
 
     def check_weights(self) -> None:
         """Raise if the network's weights are not the ones this posterior was fitted to."""
+        weights = next(iter(self.subset.parameters(self.network).values())).dtype
+        if torch.promote_types(weights, torch.float32) != self.mean.dtype:
+            raise PosteriorError(
+                f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
+                "with network.to(dtype), or fit the posterior again"
+            )
         if not same_weights(fingerprint(self.network), self.fingerprint):
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "

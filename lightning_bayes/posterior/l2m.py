@@ -22,18 +22,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.curvature import Curvature, Processes, Subset
+from lightning_bayes.curvature.checks import check_network
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.curvature.subset import trainable
 from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
+from lightning_bayes.posterior.prior import check_precision
 from lightning_bayes.posterior.second_moment import SecondMoment, second_moments
 from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
 from lightning_bayes.structures import Diagonal
@@ -70,11 +72,12 @@ def fit_l2m(
             own losses: `1/n_outputs`, but for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
         n_outputs: targets of one example, over which the loss averages too; for that default alone.
     """
-    likelihood, network = resolve(likelihood), unwrap(network)
-    if scaling not in SCALINGS:
-        raise ValueError(f"unknown scaling {scaling!r}: use one of {', '.join(map(repr, SCALINGS))}")
-    if scaling == "dataset":
-        _check_numbers(n_data=n_data, batch_size=batch_size, n_outputs=n_outputs, loss_scale=loss_scale)
+    likelihood, network = resolve(likelihood), check_network(unwrap(network))
+    word("scaling", scaling, SCALINGS)
+    count("n_data", n_data, 1 if scaling == "dataset" else 0)
+    positive("batch_size", batch_size)
+    count("n_outputs", n_outputs)
+    check_l2m(prior_precision, loss_scale)
     every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     reshard(network)
     parameters = trainable(network)
@@ -104,12 +107,12 @@ def fit_l2m(
     return from_curvature(network, found, δ)
 
 
-def _check_numbers(loss_scale: Any, **counts: Any) -> None:
-    for name, value in counts.items():
-        if not (isinstance(value, Real) and value >= 1):  # type: ignore[operator]
-            raise ValueError(f"{name} must be a number of at least 1, got {value!r}")
-    if loss_scale is not None and not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):  # type: ignore[operator]
-        raise ValueError(f"loss_scale must be a positive, finite number, got {loss_scale!r}")
+def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
+    """Refuse what is known to be wrong without an optimizer."""
+    if prior_precision is not None:
+        check_precision(prior_precision)
+    if loss_scale is not None:
+        positive("loss_scale", loss_scale)
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:

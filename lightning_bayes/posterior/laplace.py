@@ -11,22 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import keywords, positive, word
 from lightning_bayes.curvature import Curvature, Processes, fit_curvature
 from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.curvature.preserve import unwrap
-from lightning_bayes.likelihoods import Gaussian, Likelihood
+from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError
+from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
 from lightning_bayes.posterior.linear_evidence import linear_evidence
-from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
 
 DAMPINGS = (None, "glm", "ritter")
 EVIDENCES = ("weights", "optimum")
+OPTIONS = tuple(n for n, p in signature(fit_curvature).parameters.items() if p.kind is p.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +68,7 @@ class LaplacePosterior(GaussianPosterior):
         It is taken `at="weights"`, as if these were a mode of the loss, or `at="optimum"` of the linearised model (see
         `linear_evidence`), which they need not be.
         """
-        if at not in EVIDENCES:
-            raise ValueError(f"unknown at={at!r}: use one of {', '.join(map(repr, EVIDENCES))}")
+        word("at", at, EVIDENCES)
         if not self.curvature.knows_likelihood:
             raise PosteriorError(
                 "this posterior was made without a pass over the data and does not know their likelihood: use "
@@ -106,7 +109,7 @@ class LaplacePosterior(GaussianPosterior):
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
         with torch.inference_mode(False), torch.no_grad():
-            ρ = self._noise_ratio(noise_std)
+            ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
             likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
             known = self.curvature.squared_error
             curvature = replace(
@@ -136,9 +139,10 @@ class LaplacePosterior(GaussianPosterior):
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
-            method: "marglik" (gradients of the evidence), "mackay" (its fixed point) or "grid" (validation data).
-            loader: batches `(x, y)`: validation data for "grid"; for a posterior that has seen no data, as L2M's, the
-                training data.
+            method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
+                "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
+            loader: batches `(x, y)`: validation data for "auto" and "grid"; for a posterior that has seen no data, as
+                that of L2M, the training data.
             per_layer: one prior precision per layer in place of one for all.
             options: see `lightning_bayes.posterior.tuning`.
         """
@@ -187,6 +191,7 @@ class LaplacePosterior(GaussianPosterior):
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
+        vector("noise_std", noise_std, LikelihoodError)
         σ, new = (
             torch.as_tensor(s, dtype=self.mean.dtype, device=self.device)
             for s in (self.likelihood.noise_std, noise_std)
@@ -201,6 +206,17 @@ class LaplacePosterior(GaussianPosterior):
                 "noise_std times one number, or fit again"
             )
         return first
+
+
+def check_laplace(structure: Any, prior_precision: Any, temperature: Any, damping: Any) -> None:
+    """Refuse what is known to be wrong without a network or data."""
+    positive("temperature", temperature)
+    check_precision(prior_precision)
+    word("damping", damping, DAMPINGS)
+    if damping is not None and structure != "kron":
+        raise ValueError(f"damping={damping!r} needs structure='kron', got structure={structure!r}")
+    if damping is not None and torch.as_tensor(prior_precision).numel() > 1:
+        raise ValueError(f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each")
 
 
 def fit_laplace(
@@ -234,12 +250,8 @@ def fit_laplace(
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
-    if damping not in DAMPINGS or (damping is not None and structure != "kron"):
-        raise ValueError(
-            f"damping must be 'glm' or 'ritter' and needs structure='kron', got {damping!r}, {structure!r}"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    keywords("fit_laplace", options, OPTIONS)
+    check_laplace(structure, prior_precision, temperature, damping)
     network = unwrap(network)
     found = fit_curvature(network, loader, likelihood, structure, subset, curvature, progress=progress, **options)
     return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)

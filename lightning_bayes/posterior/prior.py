@@ -10,18 +10,30 @@ from torch import Tensor
 
 from lightning_bayes.curvature import Subset
 from lightning_bayes.curvature.subset import layer_of
+from lightning_bayes.likelihoods.outputs import vector
 
 
 class PriorError(ValueError):
     """A prior precision of the wrong size or sign."""
 
 
+def check_precision(prior: Any) -> None:
+    """Refuse a prior precision that fits no network."""
+    _check_values(vector("prior_precision", prior, PriorError))
+
+
+def _check_values(precision: Tensor) -> None:
+    least, most = precision.detach().aminmax()
+    if not (least > 0 and most < math.inf):  # nor NaN
+        bad = least if not least > 0 else most
+        raise PriorError(f"prior_precision must be positive and finite, got {bad.item():g}")
+
+
 def as_precision(prior: float | Tensor | list[float] | tuple[float, ...], subset: Subset, like: Tensor) -> Tensor:
     """A checked tensor: a scalar, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
-    try:
-        precision = torch.as_tensor(prior, dtype=like.dtype, device=like.device)
-    except (TypeError, ValueError, RuntimeError):
-        raise PriorError(f"a prior precision must be a number or a vector of numbers, got {prior!r}") from None
+    vector("prior_precision", prior, PriorError)
+    precision = torch.as_tensor(prior, dtype=like.dtype, device=like.device)
+    _check_values(precision)
     precision = precision.reshape(()) if precision.numel() == 1 else precision
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(
@@ -29,9 +41,6 @@ def as_precision(prior: float | Tensor | list[float] | tuple[float, ...], subset
             f"{len(subset.layers)} layers ({', '.join(subset.layers[:4])}{', …' if len(subset.layers) > 4 else ''}), "
             f"nor one for each of the {subset.size} parameters"
         )
-    least, most = precision.detach().aminmax()
-    if not (least > 0 and most < math.inf):  # nor NaN
-        raise PriorError(f"a prior precision must be positive and finite, got {least.item():g}")
     return precision
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_bayes.arguments import shown
+
 _KNOWN: dict[type[Optimizer], tuple[str, Any]] = {  # the buffer, and the decay of its average
     torch.optim.Adam: ("exp_avg_sq", lambda group: group["betas"][1]),
     torch.optim.AdamW: ("exp_avg_sq", lambda group: group["betas"][1]),
@@ -71,8 +73,8 @@ class SecondMoment:
 def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, SecondMoment]:
     """The second moment of each of `parameters` that an optimizer holds. One whose gradient never came has none."""
     names = {id(p): name for name, p in parameters.items()}
-    found = {}
-    for optimizer in _holding(optimizers, names):
+    found, holding = {}, _holding(optimizers, names)
+    for optimizer in holding:
         key, decay = _rule(optimizer)
         for group in optimizer.param_groups:
             decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
@@ -80,6 +82,8 @@ def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.
                 state = optimizer.state.get(p, {})
                 if id(p) in names and key in state:
                     found[names[id(p)]] = _of_parameter(key, decay, group, state, bool(decoupled))
+    if not holding:
+        raise OptimizerError("no optimizer holds a parameter of the network: pass the one that trained it")
     if not found:
         raise OptimizerError("the optimizer has made no step and holds no second moment yet: train first")
     return {name: found[name] for name in parameters if name in found}
@@ -120,6 +124,11 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 def _holding(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[Optimizer]:
     """Those that hold one of the parameters."""
     bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+    for optimizer in bare:
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizers must be the optimizer that trained the network, or a list of them, got {shown(optimizer)}"
+            )
     return [o for o in bare if any(id(p) in names for group in o.param_groups for p in group["params"])]
 
 

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import count
 from lightning_bayes.curvature import Curvature, Subset, inputs
 from lightning_bayes.curvature.noise import uniforms
 from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.curvature.subset import layer_of
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.likelihoods.outputs import standard_normal
+from lightning_bayes.likelihoods.outputs import check_generator, standard_normal
 from lightning_bayes.posterior.gaussian import PosteriorError, check_theta
 from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.posterior.second_moment import local
@@ -137,8 +138,8 @@ class ShardedPosterior:
                 f"predictive={predictive!r} needs the whole network on every process, but its weights are sharded: use "
                 "predictive='bnn' or 'map', or gather(network) for an ordinary posterior"
             )
-        if samples < 1:
-            raise ValueError(f"samples must be at least 1, got {samples}")
+        count("samples", samples)
+        check_generator(generator)
         self.likelihood.choose_link(link)
         self.check_weights()
         seed = generator.initial_seed() if generator is not None else 0

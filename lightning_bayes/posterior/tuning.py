@@ -17,11 +17,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -30,45 +32,53 @@ from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_pa
 logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
+_OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
 _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
 def tune(
     posterior: LaplacePosterior, method: str, loader: Iterable[Any] | None, per_layer: bool, **options: Any
 ) -> LaplacePosterior:
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: use one of {', '.join(map(repr, METHODS))}")
-    with torch.inference_mode(False):
-        if method == "auto":
-            from lightning_bayes.predictive.auto import auto
-            from lightning_bayes.predictive.held_out import Scoring
-
-            if per_layer:
-                raise ValueError("tune_prior('auto') tunes one prior for all layers; use 'marglik' with per_layer=True")
-            calibrate = options.pop("calibrate", True)
-            return auto(posterior, loader, Scoring(**{"of": "probs", **options}), calibrate)
-        if method != "grid":
-            if not posterior.curvature.knows_likelihood:
-                if loader is None:
-                    raise PosteriorError(
-                        f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior "
-                        "has made no pass: pass loader="
-                    )
-                posterior = posterior.with_log_likelihood(loader)
-            by: Any = {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
-            return by(posterior, per_layer, **options)
-        if loader is None:
-            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+    word("method", method, METHODS)
+    flag("per_layer", per_layer)
+    function = _function(method)
+    keywords(f"tune_prior({method!r})", options, [name for name in signature(function).parameters if name not in _OWN])
+    if method in ("auto", "grid"):
         if per_layer:
-            raise ValueError("tune_prior('grid') tunes one prior for all layers; use 'marglik' with per_layer=True")
+            raise ValueError(f"tune_prior({method!r}) tunes one prior for all layers; per_layer=True needs 'marglik'")
+        if loader is None and method == "grid":
+            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+        with torch.inference_mode(False):
+            return function(posterior, loader, **options)
+    with torch.inference_mode(False):
+        if not posterior.curvature.knows_likelihood:
+            if loader is None:
+                raise PosteriorError(
+                    f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior has "
+                    "made no pass: pass loader="
+                )
+            posterior = posterior.with_log_likelihood(loader)
+        return function(posterior, per_layer, **options)
+
+
+def _function(method: str) -> Any:
+    """What tunes by this method; its further arguments are the options."""
+    if method == "auto":
+        from lightning_bayes.predictive.auto import tune_auto
+
+        return tune_auto
+    if method == "grid":
         from lightning_bayes.predictive.grid import grid
 
-        return grid(posterior, loader, **options)
+        return grid
+    return {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
 
 
 def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
     """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
     maximum is sought from the best of many priors."""
+    flag("noise", noise)
+    count("steps", steps)
     with torch.no_grad():
         scan = torch.logspace(-4, 6, 21, dtype=torch.float64)
         evidence = torch.stack([posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan])
@@ -79,6 +89,8 @@ def marglik(
     posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100, at: str = "weights"
 ) -> LaplacePosterior:
     """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
+    flag("noise", noise)
+    count("steps", steps)
     σ = _noise_std(posterior) if noise else None
     log_δ = _start(posterior, per_layer).log().requires_grad_()
     log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
@@ -107,6 +119,9 @@ def mackay(
     """
     if posterior.damping is not None:
         raise PosteriorError("MacKay's fixed point belongs to the exact sum of curvature and prior, not to damping")
+    flag("noise", noise)
+    count("steps", steps)
+    positive("tolerance", tolerance)
     tolerance = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
     squares = per_layer_sums(posterior.mean.square(), posterior.subset)  # ‖θ_l‖²
     squares = squares if per_layer else squares.sum()

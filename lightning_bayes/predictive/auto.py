@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import flag
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, Gaussian
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -46,6 +48,23 @@ PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
 EVERY = slice(None)
+
+
+def tune_auto(
+    posterior: LaplacePosterior,
+    loader: Iterable[Any] | None,
+    predictive: str = "glm",
+    link: str | None = None,
+    samples: int = 100,
+    seed: int = 0,
+    of: str = "probs",
+    calibrate: bool = True,
+) -> LaplacePosterior:
+    """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
+    scoring = Scoring(predictive, link, samples, seed, of)
+    scoring.check(posterior.likelihood)
+    flag("calibrate", calibrate)
+    return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)
 
 
 def auto(

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.preserve import call_with
+from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import at_mean, unflatten
 
@@ -100,8 +102,9 @@ def _moments(
     keep_samples: bool,
 ) -> list[_Moments]:
     """Of what comes out of each of the parts, which are run one after the other."""
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+    count("samples", samples)
+    check_generator(generator)
+    flag("keep_samples", keep_samples)
     _check_parts(posterior.network)
     found = [_Moments(part, keep_samples) for part in parts]
     with at_mean(posterior, x) as x:

@@ -20,7 +20,7 @@ With a posterior for each member it also knows what is uncertain around each of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import instance, listed, shown
+from lightning_bayes.curvature.checks import submodule
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.gaussian import same_weights
@@ -50,6 +52,7 @@ class DeepEnsemble:
     weights: Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
+        instance("posteriors", self.posteriors, Iterable, "a list of posteriors")
         object.__setattr__(self, "posteriors", tuple(self.posteriors))
         _check_members(self.posteriors)
         object.__setattr__(self, "weights", _normalised(self.weights, len(self.posteriors)))
@@ -62,6 +65,8 @@ class DeepEnsemble:
         weights: Sequence[float] | Tensor | None = None,
     ) -> DeepEnsemble:
         """From the files that posteriors and callbacks write, and the trained network of each."""
+        listed("paths", paths, "paths")
+        listed("networks", [*networks] if isinstance(networks, nn.ModuleList) else networks, "networks")
         if len(paths) != len(networks):
             raise PosteriorError(
                 f"there are {len(paths)} posterior files and {len(networks)} networks: every member needs one of each"
@@ -95,13 +100,14 @@ class DeepEnsemble:
             weights: of the members.
             device: where the networks go.
         """
+        listed("paths", paths, "paths")
         members = []
         for path in paths:
             with _naming(fspath(path)):
                 checkpoint = _read(path)
                 state = _stored_posterior(checkpoint, name)
-                restored = _restore(module, path, checkpoint).to(device)
-                found = restored if network is None else restored.get_submodule(network)
+                restored = _placed(_restore(module, path, checkpoint), device)
+                found = restored if network is None else submodule(restored, network, PosteriorError)
                 members.append(GaussianPosterior.from_state_dict(found, state, likelihood))
                 members[-1].check_weights()
         return DeepEnsemble(members, weights)
@@ -175,6 +181,7 @@ class DeepEnsemble:
         members = self.predict_each(x, predictive, link, samples, generator)
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
+        instance("y", y, Tensor, "a tensor of targets")
         y = y.to(self.device)
         terms = []
         for w, member in zip(self.weights or (), members, strict=True):
@@ -222,7 +229,10 @@ def _kind(likelihood: Likelihood) -> tuple[Any, ...]:
 def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple[float, ...]:
     if weights is None:
         return (1 / members,) * members
-    found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    try:
+        found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise PosteriorError(f"weights must be a number for each member, got {shown(weights)}") from None
     if found.shape != (members,):
         raise PosteriorError(
             f"there are {members} members, but weights of shape {list(found.shape)}: give one for each"
@@ -259,6 +269,14 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
+    try:
+        return network.to(device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:150]
+        raise PosteriorError(f"the network cannot be put on the device {shown(device)}: {reason}") from error
+
+
 def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Callbacks keep theirs under "Class[name]"."""
     callbacks = checkpoint.get("callbacks") or {}
@@ -288,6 +306,10 @@ def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkp
         )
     if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class, which knows its saved arguments
         return module.load_from_checkpoint(path, map_location="cpu")
+    if not callable(module):
+        raise TypeError(
+            f"module must be a LightningModule's class, or a function that makes a network, got {shown(module)}"
+        )
     made = module()
     made.load_state_dict(checkpoint["state_dict"])
     return made

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.linearised import Linearised
 
@@ -30,8 +32,9 @@ def sample_functions(
 ) -> Tensor:
     """`n` functions drawn from the posterior, evaluated at `x`: one weight sample for all inputs, so that the draws are
     smooth in x. Of the linearised network `f(x) + J(x)(θ − θ*)`, or of the network itself.  # [n, B, ...]"""
-    if n < 1:
-        raise ValueError(f"samples must be at least 1, got {n}")
+    count("n", n)
+    check_generator(generator)
+    flag("linearised", linearised)
     draws = []
     with at_mean(posterior, x) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
@@ -44,6 +47,7 @@ def sample_functions(
 @contextmanager
 def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
     posterior.check_weights()
+    inputs.batch_size(x)  # an error where x holds no tensor
     with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
         yield inputs.to_device(x, posterior.device)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, positive, shown
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
@@ -38,13 +40,19 @@ def grid(
         predictive, link, samples: as in `predict`.
         seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
     """
-    if not 0 < low < high or size < 2:
-        raise ValueError(f"the grid needs 0 < low < high and size of at least 2, got {low}, {high} and {size}")
+    positive("low", low)
+    positive("high", high)
+    if not low < high:
+        raise ValueError(f"low must be less than high={high}, got {low}")
+    count("size", size, 2)
+    check_loader(loader)
+    scoring, likelihood = Scoring(predictive, link, samples, seed), posterior.likelihood
+    scoring.check(likelihood)
+    _check_metric(metric)
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     priors = torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
-    scoring, likelihood = Scoring(predictive, link, samples, seed), posterior.likelihood
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
     for laws, y in held_out_laws(posterior, [posterior.with_prior(δ).precision for δ in priors], loader, scoring):
         for score, law in zip(scores, laws, strict=True):
@@ -53,6 +61,14 @@ def grid(
     if not values.isfinite().any():
         raise ValueError(f"no prior between {low:g} and {high:g} has a finite validation score")
     return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
+
+
+def _check_metric(metric: Any) -> None:
+    if metric is None:
+        return
+    usable = all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+    if not usable or isinstance(metric, type):
+        raise TypeError(f"metric must be a torchmetrics metric, or None, got {shown(metric)}")
 
 
 class _NLL:

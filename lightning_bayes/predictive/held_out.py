@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, word
+from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature import DataError, inputs
+from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.posterior import GaussianPosterior
@@ -36,11 +39,13 @@ class Scoring:
     seed: int = 0
     of: str = "outputs"
 
+    def __post_init__(self) -> None:
+        word("predictive", self.predictive, PREDICTIVES)
+        count("samples", self.samples)
+        check_seed("seed", self.seed)
+        word("of", self.of, PLACES)
+
     def check(self, likelihood: Likelihood) -> None:
-        if self.predictive not in PREDICTIVES:
-            raise ValueError(f"unknown predictive {self.predictive!r}: use one of {', '.join(map(repr, PREDICTIVES))}")
-        if self.of not in PLACES:
-            raise ValueError(f"unknown of={self.of!r}: a temperature is one of the 'outputs' or of the 'probs'")
         likelihood.choose_link(self.link)
 
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
@@ -71,6 +76,7 @@ def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
 ) -> Posterior:
     scoring = Scoring(predictive, link, samples, seed, of)
+    check_loader(loader)
     if issubclass(posterior.likelihood.predictive, ClassPredictive):
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
@@ -114,7 +120,7 @@ def held_out_laws(
     targets = []
     with preserved_rng():
         for batch in loader:
-            x, y = inputs.to_device(inputs.split_pair(batch), posterior.device)
+            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
             laws = output_laws(posterior, present, x, scoring.predictive, scoring.samples, scoring.seed)
             mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
             posterior.likelihood.check(mean, y)

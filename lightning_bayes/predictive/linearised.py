@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from lightning_bayes.curvature.checks import explained
 from lightning_bayes.curvature.gradients import NetworkCall
 from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.posterior import PosteriorError
@@ -52,7 +53,8 @@ class Linearised:
         return f + df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
-        return call_with(self._module, parameters, (self._x,))
+        with explained(self._module.network, self._x):
+            return call_with(self._module, parameters, (self._x,))
 
     @torch.enable_grad()
     def _double_backward(self) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:

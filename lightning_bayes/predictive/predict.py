@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_law
@@ -25,8 +27,10 @@ def predict(
     generator: torch.Generator | None = None,
     calibrated: bool = True,
 ) -> Prediction:
-    if predictive not in PREDICTIVES:
-        raise ValueError(f"unknown predictive {predictive!r}: use one of {', '.join(map(repr, PREDICTIVES))}")
+    word("predictive", predictive, PREDICTIVES)
+    count("samples", samples)
+    check_generator(generator)
+    flag("calibrated", calibrated)
     likelihood = posterior.likelihood
     likelihood.choose_link(link)  # a link that there is not is an error with every predictive
     with preserved_rng():

@@ -473,12 +473,6 @@ def test_a_number_of_examples_that_the_evidence_would_contradict_is_refused_befo
     assert torch.equal(before.double(), model.net[0].weight)
 
 
-def test_words_that_are_not_known_are_refused_at_once() -> None:
-    for word in ("scaling", "tune", "predictive"):
-        with pytest.raises(ValueError, match=f"unknown {word} 'kfac': use one of "):
-            l2m(**{word: "kfac"})
-
-
 # -- reports, and posteriors on request --------------------------------------------------------------------------------
 
 

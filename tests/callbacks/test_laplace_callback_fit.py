@@ -25,7 +25,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
-from lightning_bayes.likelihoods import LikelihoodError
 
 
 def run(folder: Path, *callbacks: L.Callback) -> dict[str, Any]:
@@ -93,18 +92,6 @@ def test_a_grid_without_validation_data_is_refused_before_training(tmp_path: Pat
     with pytest.raises(RuntimeError, match=r"tune='grid' needs validation data.*val_dataloader.*marglik"):
         trainer(tmp_path, callback).fit(model, train_loader())
     assert torch.equal(before, model.net[0].weight)
-
-
-@pytest.mark.parametrize("word", ["structure", "curvature", "tune", "predictive", "damping", "weight_sharing"])
-def test_a_word_that_is_not_known_is_refused_at_once(word: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown {word} 'kfac': use one of "):
-        laplace(**{word: "kfac"})
-
-
-@pytest.mark.parametrize("argument", ["likelihood", "link"])
-def test_a_likelihood_or_link_that_is_not_known_is_refused_at_once(argument: str) -> None:
-    with pytest.raises(LikelihoodError, match=r"'softmax'.* one of"):
-        laplace(**{argument: "softmax"})
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior(tmp_path: Path) -> None:

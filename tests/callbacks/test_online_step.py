@@ -377,28 +377,6 @@ def test_a_sharded_network_is_refused(tmp_path: Path) -> None:
         fit.fit(Autoencoder(), Given(vectors()))
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        ({"hessian": "full"}, "unknown hessian 'full': use one of 'auto', 'exact', 'approx', 'mixed'"),
-        ({"at": "mode"}, "unknown at 'mode': use one of 'mean', 'sample'"),
-        ({"scaling": "paper"}, "unknown scaling 'paper': use one of 'dataset', 'batch'"),
-        ({"memory_factor": 1.5}, "memory_factor must be between 0 and 1, got 1.5"),
-        ({"memory_factor": -0.1}, "memory_factor must be between 0 and 1"),
-        ({"memory_factor": float("nan")}, "memory_factor must be between 0 and 1"),
-        ({"prior_precision": 0.0}, "prior_precision must be positive, got 0"),
-        ({"scale": -1.0}, "scale must be positive"),
-        ({"samples": 0}, "samples must be positive"),
-        ({"max_std": 0.0}, "max_std must be positive"),
-        ({"n_data": 0}, "n_data must be positive"),
-        ({"initial_curvature": -1.0}, "initial_curvature must not be negative"),
-    ],
-)
-def test_arguments_without_meaning_are_refused(words: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        OnlineLaplaceCallback(**words)
-
-
 # -- activation checkpointing ------------------------------------------------------------------------------------------
 
 

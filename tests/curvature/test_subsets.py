@@ -207,34 +207,6 @@ def test_flat_vector_is_the_parameters_in_order() -> None:
         assert torch.equal(subset.flatten(case.network)[start], named[name].detach().flatten()[0])
 
 
-BAD: dict[str, tuple[Any, str]] = {
-    "unknown word": ("lastlayer", "unknown subset 'lastlayer': use 'all', 'last_layer'"),
-    "unknown name": (["2.wieght"], r"no parameter '2\.wieght'; did you mean one of 2\.weight"),
-    "nothing like it": (["zzz"], "no parameter 'zzz'; did you mean one of "),
-    "empty list": ([], "list of parameter names is empty"),
-    "mask of the wrong length": (torch.ones(5, dtype=torch.bool), r"mask has shape \(5,\), but there are 31 trainable"),
-    "empty mask": (torch.zeros(31, dtype=torch.bool), "selects no weight"),
-    "position too large": (torch.tensor([3, 31]), "position 31, but there are 31 trainable weights"),
-    "negative position": (torch.tensor([-1, 3]), "position -1, but there are 31 trainable weights"),
-    "real numbers": (torch.rand(31), "boolean mask over the trainable weights or a vector of their positions"),
-    "matrix": (torch.zeros(2, 3, dtype=torch.long), "boolean mask over the trainable weights or a vector"),
-}
-
-
-@pytest.mark.parametrize("which", BAD)
-def test_subset_that_does_not_fit_is_named(which: str) -> None:
-    subset, message = BAD[which]
-    case = CASES["mlp"]()
-    with pytest.raises(SubsetError, match=message):
-        fit_curvature(case.network, case.loader(), structure="full", subset=subset)
-
-
-def test_subnetwork_has_no_kronecker_form() -> None:
-    case = CASES["mlp"]()
-    with pytest.raises(SubsetError, match="no Kronecker form: use structure='full' or 'diag' for a subnetwork"):
-        fit_curvature(case.network, case.loader(), structure="kron", subset=torch.tensor([1, 2]))
-
-
 def test_parameters_that_the_output_does_not_depend_on_have_zero_curvature() -> None:
     case = CASES["dead_layer"]()
     for structure in STRUCTURES:

@@ -107,16 +107,6 @@ def test_check_names_a_target_that_is_no_label(target: float) -> None:
         Bernoulli().check(logits(3), torch.tensor([0.0, target, 1.0]))
 
 
-def test_check_names_a_complex_target_dtype() -> None:
-    with pytest.raises(LikelihoodError, match="complex64"):
-        Bernoulli().check(logits(3), torch.zeros(3, dtype=torch.complex64))
-
-
-def test_bridge_is_not_offered() -> None:
-    with pytest.raises(LikelihoodError, match="link='bridge'; choose one of 'probit', 'pairwise', 'mc'"):
-        Bernoulli().integrate(logits(3), torch.ones(3), link="bridge")
-
-
 @pytest.mark.parametrize(("f_shape", "y_shape"), [((5,), (5, 1)), ((5, 1), (5,)), ((5, 3), (5, 1)), ((5, 3), (3,))])
 def test_shapes_that_torch_would_broadcast_are_refused(f_shape: tuple[int, ...], y_shape: tuple[int, ...]) -> None:
     with pytest.raises(LikelihoodError, match="needs targets of shape"):

@@ -1,9 +1,7 @@
 """What holds for every metric: split, order, dtype, copies, collections, emptiness, and the functional twin."""
 
-import ast
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,14 +177,3 @@ def test_directions_and_plot_bounds() -> None:
         "RiskCoverage": (False, 0.0, 1.0),
     }
     assert set(found) == set(metrics.__all__) - {"MetricInputError", "functional"}
-
-
-def test_the_layer_imports_torch_and_torchmetrics_only() -> None:
-    folder = Path(metrics.__file__).parent
-    allowed = {"torch", "torchmetrics", "lightning_bayes.metrics", "typing", "collections", "dataclasses", "math"}
-    for file in folder.rglob("*.py"):
-        for node in ast.parse(file.read_text()).body:  # the top level: a plot may be imported where it is drawn
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-                for module in modules:
-                    assert any(module == a or module.startswith(f"{a}.") for a in allowed), f"{file.name}: {module}"

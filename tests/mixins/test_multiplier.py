@@ -24,8 +24,7 @@ from multiplier_cases import (
 from torch import Tensor, nn
 
 from lightning_bayes.mixins.groups import OptimizerError, add_missing
-from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError, multipliers
-from lightning_bayes.mixins.patterns import PatternError
+from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, multipliers
 
 pytestmark = pytest.mark.filterwarnings("ignore:log σ can move")
 
@@ -275,17 +274,6 @@ def test_lightning_cli(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         expected = 3.0 if given.startswith("{") and name.endswith("weight") else 12.0
         group = by_parameter[cli.model.log_sigma[name]]
         assert (group["lr"], group["weight_decay"]) == (pytest.approx(expected * 0.01 / 4), 0.0)
-
-
-@pytest.mark.parametrize("given", [0, -1.0, float("nan"), float("inf"), "ten", True, None, {"*": 0.0}, {"*": "ten"}])
-def test_a_multiplier_must_be_a_positive_number(given: Any) -> None:
-    with pytest.raises(MultiplierError, match=r"log_sigma_multiplier.* must be a positive number, got"):
-        Multiplied(log_sigma_multiplier=given)
-
-
-def test_a_pattern_that_fits_nothing_is_an_error() -> None:
-    with pytest.raises(PatternError, match=r"matches the pattern 'net\.1\.\*'.*names are net\.0\.weight, net\.0\.b"):
-        Multiplied(log_sigma_multiplier={"net.0.*": 2.0, "net.1.*": 3.0})
 
 
 def test_lbfgs_is_refused(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from lightning_bayes import Gaussian
 from lightning_bayes.curvature import DataError
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
-    OptionError,
-    PatternError,
     PriorStdError,
     VariationalError,
     VariationalLaplaceMixin,
@@ -109,27 +107,6 @@ def test_a_prior_for_each_name_pattern() -> None:
     assert prior["net.1.bias"] == 0.1
     assert prior["net.1.weight"] == pytest.approx(math.sqrt(2 / 32))
     assert prior["net.5.weight"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("prior", "message"),
-    [
-        (0.0, "must be a positive number or one of 'he', 'weight_decay', got 0.0"),
-        ("hee", "must be a positive number or one of 'he', 'weight_decay', got 'hee'"),
-        (True, "got True"),
-        ({"net.1": 1.0}, r"says nothing of net.3.weight, net.3.bias, net.5.weight, …: add a pattern"),
-    ],
-)
-def test_a_wrong_prior_is_an_error(prior: Any, message: str) -> None:
-    with pytest.raises(PriorStdError, match=message):
-        vl(prior_std=prior)
-
-
-def test_a_pattern_without_a_parameter_is_an_error() -> None:
-    with pytest.raises(PatternError, match="no parameter matches the pattern 'nett' of deterministic; their names are"):
-        vl(deterministic=["nett"])
-    with pytest.raises(PatternError, match="no parameter matches the pattern 'head' of prior_std"):
-        vl(prior_std={"head": 1.0, "*": 1.0})
 
 
 def test_weight_decay_becomes_the_prior(tmp_path: Path) -> None:
@@ -289,59 +266,11 @@ def test_without_a_number_the_loss_is_an_error() -> None:
         module.vl_loss(module(images(3).float()), targets("classification", 3))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"betta": 1.0}, "variational has no key 'betta': use 'name', 'predictive', 'likelihood'"),
-        ({"train_samples": 2}, "variational has no key 'train_samples'"),
-        ({"curvature": "ggn"}, "unknown curvature 'ggn': use one of 'fisher', 'empirical', 'hessian'"),
-        ({"method": "fast"}, "unknown method 'fast'"),
-        ({"beta": 0.0}, "beta must be positive, got 0.0"),
-        ({"samples": 0}, "samples must be a whole number of at least 1, got 0"),
-        ({"predictive": "gp"}, "unknown predictive 'gp'"),
-        ({"curvature": "hessian", "method": "finite_difference"}, "has no finite-difference form: use method='exact'"),
-    ],
-)
-def test_a_wrong_option_is_an_error(given: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        VL(variational=given)
-
-
 def test_the_order_of_the_classes_matters_and_says_so() -> None:
     with pytest.raises(
         TypeError, match=r"name the mixin before your module, as in class Bayes\(.*class Backwards has it"
     ):
         type("Backwards", (Lit, VariationalLaplaceMixin), {})
-
-
-def test_a_module_without_weights_is_an_error() -> None:
-    class Empty(L.LightningModule):
-        pass
-
-    with pytest.raises(
-        VariationalError, match="no trainable weights when the mixin looks for them: make the layers in"
-    ):
-        type("Bayes", (VariationalLaplaceMixin, Empty), {})()
-
-
-def test_a_module_with_a_log_sigma_of_its_own_is_an_error() -> None:
-    class Own(Lit):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**arguments)
-            self.log_sigma = nn.Parameter(torch.zeros(2))
-
-    with pytest.raises(VariationalError, match="already has an attribute log_sigma"):
-        type("Bayes", (VariationalLaplaceMixin, Own), {})()
-
-
-def test_lazy_layers_have_to_be_run_first() -> None:
-    class Lazy(Lit):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**arguments)
-            self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
-
-    with pytest.raises(VariationalError, match=r"net.1.weight has no shape before the first batch"):
-        type("Bayes", (VariationalLaplaceMixin, Lazy), {})()
 
 
 def test_a_layer_frozen_later_is_deterministic_while_it_is() -> None:

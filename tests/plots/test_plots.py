@@ -88,11 +88,6 @@ def test_a_given_axes_is_drawn_into(name: str) -> None:
     assert np.atleast_1d(ax)[0].has_data()
 
 
-def test_a_wrong_number_of_panels_is_refused() -> None:
-    with pytest.raises(ValueError, match="ax must hold 3 axes, one per panel, got 2"):
-        PICTURES["bands"](ax=Figure().subplots(1, 2))
-
-
 @pytest.mark.parametrize(("binning", "n_bins"), [("width", 10), ("mass", 6)])
 def test_the_reliability_diagram_shows_bins_gaps_and_the_error(binning: Any, n_bins: int) -> None:
     figure, ax = plots.reliability_diagram(PROBS, TARGET, n_bins=n_bins, binning=binning)

@@ -261,14 +261,3 @@ def test_the_noise_of_a_regression_is_tuned_as_if_the_buffer_had_been_read_with_
     torch.testing.assert_close(
         moved.log_marginal_likelihood(), again.with_log_likelihood(loader).log_marginal_likelihood()
     )
-
-
-def test_errors_say_what_to_do() -> None:
-    net, optimizer = trained(AdamW)
-    with pytest.raises(PosteriorError, match=r"a batch of all 24 examples.*train with smaller batches"):
-        fit_l2m(net, optimizer, n_data=N, batch_size=N)
-    with pytest.raises(ValueError, match="unknown scaling 'x': use one of 'dataset', 'paper', 'paper_literal'"):
-        fit_l2m(net, optimizer, n_data=N, batch_size=2, scaling="x")
-    per_output = Gaussian(torch.tensor([0.1, 0.2, 0.3]))
-    with pytest.raises(PosteriorError, match="noise_std per output: pass loss_scale="):
-        fit_l2m(net, optimizer, per_output, n_data=N, batch_size=2, n_outputs=C)

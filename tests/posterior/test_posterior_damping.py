@@ -1,12 +1,10 @@
 """Damping in place of the exact sum: `(A + √δ) ⊗ (G + √δ)` with the factors written out from inputs and gradients."""
 
-import pytest
 import torch
 from posterior_cases import TIGHT, case, mlp, real
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.posterior import PosteriorError
 
 DELTA = 0.7
 X, Y = real(8, 3), torch.tensor([0, 1, 2, 2, 1, 0, 0, 2])
@@ -116,19 +114,3 @@ def test_damped_posterior_can_change_its_prior() -> None:
     net = network()
     posterior = fit_laplace(net, [(X, Y)], prior_precision=9.0, damping="glm").with_prior(DELTA)
     torch.testing.assert_close(posterior.precision.to_dense(), fitted(net, "glm"), **TIGHT)
-
-
-def test_damping_takes_one_prior() -> None:
-    with pytest.raises(PosteriorError, match="damping takes one prior precision for all layers"):
-        fit_laplace(network(), [(X, Y)], prior_precision=[1.0, 2.0], damping="glm")
-
-
-@pytest.mark.parametrize(("damping", "structure"), [("glm", "diag"), ("ritter", "full"), ("kfac", "kron")])
-def test_damping_of_another_structure_is_refused(damping: str, structure: str) -> None:
-    with pytest.raises(ValueError, match="damping must be 'glm' or 'ritter' and needs structure='kron'"):
-        fit_laplace(network(), [(X, Y)], structure=structure, damping=damping)
-
-
-def test_temperature_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        fit_laplace(network(), [(X, Y)], temperature=0)

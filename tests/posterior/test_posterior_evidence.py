@@ -9,8 +9,7 @@ from posterior_cases import STRUCTURES, TIGHT, Case, case
 from torch import Tensor
 
 from lightning_bayes import Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
-from lightning_bayes.likelihoods import LikelihoodError
-from lightning_bayes.posterior import PosteriorError, PriorError
+from lightning_bayes.posterior import PosteriorError
 
 CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
 SLOPE = {"rtol": 1e-6, "atol": 1e-7}  # of a central difference with a step of 1e-5 in float64
@@ -196,31 +195,6 @@ def test_noise_per_output_moves_by_a_common_scale_only(noise: object) -> None:
     posterior = fitted(case("noise_per_output"), "diag")
     with pytest.raises(PosteriorError, match="by a common scale after the fit"):
         posterior.log_marginal_likelihood(noise_std=torch.tensor(noise))
-
-
-@pytest.mark.parametrize("noise", [0.0, -0.5, float("nan"), float("inf")])
-def test_noise_must_be_positive(noise: float) -> None:
-    posterior = fitted(case("regression"), "diag")
-    with pytest.raises(LikelihoodError, match="positive, finite noise_std"):
-        posterior.log_marginal_likelihood(noise_std=noise)
-
-
-def test_priors_that_fit_nothing_name_sizes_and_layers() -> None:
-    posterior = fitted(case("mlp"), "diag")
-    with pytest.raises(PriorError, match=r"shape \(3,\).*each of the 2 layers \(0, 2\).*each of the 31 parameters"):
-        posterior.with_prior([1.0, 2.0, 3.0])
-    with pytest.raises(PriorError, match="positive and finite, got -1"):
-        posterior.log_marginal_likelihood([1.0, -1.0])
-    with pytest.raises(PriorError, match="positive and finite"):
-        posterior.with_prior(float("inf"))
-    with pytest.raises(PriorError, match="number or a vector of numbers, got 'weak'"):
-        posterior.with_prior("weak")
-
-
-def test_prior_per_parameter_of_a_kronecker_block_names_the_layer() -> None:
-    posterior = fitted(case("mlp"), "kron")
-    with pytest.raises(ValueError, match=r"0\.weight: a Kronecker block takes one prior precision for the whole layer"):
-        posterior.with_prior(torch.linspace(1, 2, 31))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -338,18 +338,6 @@ def test_many_outputs_are_scored_as_they_are_predicted(monkeypatch: pytest.Monke
     assert float(chosen) == pytest.approx(priors[int(scores.argmin())])
 
 
-def test_grid_needs_data_and_one_prior() -> None:
-    posterior, batches, _ = predictions("classes")
-    with pytest.raises(ValueError, match="needs validation data: pass loader="):
-        posterior.tune_prior("grid")
-    with pytest.raises(ValueError, match="one prior for all layers"):
-        posterior.tune_prior("grid", batches, per_layer=True)
-    with pytest.raises(ValueError, match="held-out data are empty"):
-        posterior.tune_prior("grid", [])
-    with pytest.raises(ValueError, match="0 < low < high"):
-        posterior.tune_prior("grid", batches, low=1.0, high=1.0)
-
-
 def test_grid_takes_several_inputs() -> None:
     problem = case("named_inputs")
     posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")

@@ -312,11 +312,6 @@ def test_marglik_tunes_a_damped_posterior() -> None:
     torch.testing.assert_close(slopes(tuned), torch.zeros(()).double(), **FLAT)
 
 
-def test_unknown_method_names_the_known() -> None:
-    with pytest.raises(ValueError, match="'auto', 'marglik', 'mackay', 'linear', 'grid'"):
-        fitted(case("mlp"), "kron").tune_prior("cross-validation")
-
-
 def test_a_network_that_is_itself_a_layer_has_one_prior_per_layer() -> None:
     """Weight and bias of a bare Linear are one Kronecker block, and so one layer."""
     torch.manual_seed(0)

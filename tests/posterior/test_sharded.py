@@ -211,7 +211,7 @@ def test_errors_say_what_to_do() -> None:
     x = torch.randn(2, 4, dtype=torch.float64)
     with pytest.raises(PosteriorError, match=r"'glm' needs the whole network.*use predictive='bnn' or 'map'"):
         posterior.predict(x, "glm")
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="samples must be a whole number of at least 1, got 0"):
         posterior.predict(x, samples=0)
     with torch.no_grad():
         net[4].bias[0] += 1e-3

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from predictive_cases import TIGHT, made, mlp, positions, real, seeded
+from predictive_cases import TIGHT, made, positions, real, seeded
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
@@ -244,13 +244,6 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.testing.assert_close(found.variance, draws.var(0, correction=0))
 
 
-def test_a_network_that_names_no_encoder() -> None:
-    posterior = fit_laplace(mlp(2), [(real(6, 3), real(6, 2))], "regression")
-    for use in (posterior.encode, posterior.reconstruct):
-        with pytest.raises(PosteriorError, match=r"Sequential has no submodule 'encoder' .*0, 1, 2.*`decoder`"):
-            use(real(2, 3))
-
-
 def test_an_encoder_with_two_outputs_is_named() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -273,10 +266,8 @@ def test_an_encoder_with_two_outputs_is_named() -> None:
         fitted(Variational).encode(X_TEST)
 
 
-def test_other_weights_and_no_samples_are_refused() -> None:
+def test_other_weights_are_refused() -> None:
     posterior = fitted()
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        posterior.reconstruct(X_TEST, samples=0)
     with torch.no_grad():
         posterior.network.decoder[0].weight.add_(1)
     with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):

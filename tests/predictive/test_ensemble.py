@@ -1,6 +1,5 @@
 """A mixture of posteriors: its moments against samples of member, weights and target; its files and checkpoints."""
 
-import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
@@ -330,18 +329,6 @@ def test_nothing_of_the_members_networks_is_changed() -> None:
 
 
 class TestErrors:
-    def test_no_members(self) -> None:
-        with pytest.raises(PosteriorError, match="needs at least one posterior, got none"):
-            DeepEnsemble([])
-
-    def test_something_that_is_no_posterior(self) -> None:
-        with pytest.raises(PosteriorError, match="member 1 is a Linear: an ensemble takes GaussianPosteriors"):
-            DeepEnsemble([*classifiers(1), nn.Linear(3, 3)])  # type: ignore[list-item]
-
-    def test_different_likelihoods(self) -> None:
-        with pytest.raises(PosteriorError, match=r"one kind of likelihood, but member 0 has Categorical.* 1 has Gauss"):
-            DeepEnsemble([classifiers(1)[0], regressions()[0]])
-
     def test_different_ignored_labels(self) -> None:
         with pytest.raises(PosteriorError, match="one kind of likelihood"):
             DeepEnsemble([classifiers(1)[0], member(Categorical(ignore_index=7), LABELS, 3, 1)])
@@ -351,19 +338,6 @@ class TestErrors:
         ensemble = DeepEnsemble([classifiers(1)[0], member(Categorical(), LABELS, 4, 1)])
         with pytest.raises(PosteriorError, match=r"member 0 has shape \[5, 3\] and member 1 has shape \[5, 4\]"):
             ensemble.predict(X_TEST, predictive)
-
-    @pytest.mark.parametrize(
-        ("weights", "message"),
-        [
-            ((0.5, 0.5), r"3 members, but weights of shape \[2\]"),
-            ((1.0, -0.5, 0.5), "must be finite, not negative, and not all zero"),
-            ((0.0, 0.0, 0.0), "must be finite, not negative, and not all zero"),
-            ((1.0, math.nan, 1.0), "must be finite, not negative, and not all zero"),
-        ],
-    )
-    def test_weights_that_are_none(self, weights: tuple[float, ...], message: str) -> None:
-        with pytest.raises(PosteriorError, match=message):
-            DeepEnsemble(classifiers(), weights)
 
     def test_one_network_for_two_members(self) -> None:
         network = net(3, 0)
@@ -384,14 +358,6 @@ class TestErrors:
             members[2].network[0].bias += 1
         with pytest.raises(PosteriorError, match="member 2: the network's weights are not those"):
             DeepEnsemble(members).predict(X_TEST)
-
-    def test_a_density_of_classes(self) -> None:
-        with pytest.raises(PosteriorError, match=r"density of real targets; for classes take the log of predict"):
-            DeepEnsemble(classifiers()).log_prob(X_TEST, LABELS[:5])
-
-    def test_a_target_that_would_broadcast(self) -> None:
-        with pytest.raises(PosteriorError, match=r"needs targets of shape \[5, 2\].* got \[5, 1\]"):
-            DeepEnsemble(regressions()).log_prob(X_TEST, real(5, 1))
 
 
 def same_prediction(found: Prediction, expected: Prediction) -> None:

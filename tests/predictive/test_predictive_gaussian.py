@@ -8,7 +8,7 @@ from predictive_cases import TIGHT, Shaped, jacobian, made, mlp, real, seeded
 from torch import Tensor, nn
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
-from lightning_bayes.likelihoods import Likelihood, LikelihoodError
+from lightning_bayes.likelihoods import Likelihood
 
 X, X_TEST = real(9, 3), 2 * real(5, 3, seed=1)
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1])
@@ -231,18 +231,6 @@ def test_own_likelihood_on_dense_outputs_gets_draws_of_whole_examples() -> None:
     variance = Σ.sum((1, 2))
     assert ((found.mean - f.flatten(1).sum(1)).abs() < 5 * (variance / n).sqrt()).all()
     assert ((found.epistemic - variance).abs() < 5 * variance * (2 / n) ** 0.5).all()
-
-
-def test_unknown_words_name_the_known() -> None:
-    posterior = fitted(Categorical(), LABELS)
-    with pytest.raises(ValueError, match="unknown predictive 'gp': use one of 'glm', 'bnn', 'map'"):
-        posterior.predict(X_TEST, "gp")
-    with pytest.raises(LikelihoodError, match="link='logit'; choose one of 'pairwise', 'probit', 'bridge', 'mc'"):
-        posterior.predict(X_TEST, link="logit")
-    with pytest.raises(LikelihoodError, match="choose one of 'probit', 'pairwise', 'mc'"):
-        fitted(Bernoulli(), (LABELS > 0).double()[:, None], mlp(1)).predict(X_TEST, link="bridge")
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
-        posterior.predict(X_TEST, "bnn", samples=0)
 
 
 def test_map_has_no_epistemic_part() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.tape import Tape
-from lightning_bayes.curvature.checks import check_examples_apart, check_output
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.subset import Subset
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import count, integer, shown, word
+
 
 class MetricInputError(ValueError):
     """A metric was given something it cannot use; the message says what, and what to give instead."""
@@ -28,6 +30,8 @@ def classification_inputs(
     probs: Tensor, target: Tensor, ignore_index: int | None = None, validate: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Probabilities ``[N, C]`` and labels ``[N]``, flattened over dense positions, ignored labels dropped."""
+    check_tensors(probs=probs, target=target)
+    check_label(ignore_index)
     if not probs.is_floating_point():
         raise MetricInputError(f"probs must be floating-point probabilities, got {probs.dtype}.")
     if target.is_floating_point() or target.is_complex():
@@ -64,6 +68,7 @@ def regression_inputs(
     mean: Tensor, variance: Tensor, target: Tensor, validate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, variance and target as flat ``[N]`` tensors; every element counts once."""
+    check_tensors(mean=mean, variance=variance, target=target)
     if not mean.shape == variance.shape == target.shape:
         raise MetricInputError(
             f"mean, variance and target must have one shape, got {list(mean.shape)}, {list(variance.shape)} and "
@@ -81,6 +86,7 @@ def regression_inputs(
 
 def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate: bool = True) -> tuple[Tensor, Tensor]:
     """A real-valued score and a 0/1 label as flat ``[N]`` tensors; infinite scores are ordered like any other."""
+    check_tensors(**{names[0]: score, names[1]: label})
     if score.shape != label.shape:
         raise MetricInputError(
             f"{names[0]} and {names[1]} must have one shape, got {list(score.shape)} and {list(label.shape)}."
@@ -94,16 +100,29 @@ def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate:
     return score, label
 
 
+def check_tensors(**given: Any) -> None:
+    """Refuse what is no tensor of real numbers (or of truth values)."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise MetricInputError(f"{name} must be a tensor, got {shown(value)}; use torch.as_tensor.")
+        if value.is_complex():
+            raise MetricInputError(f"{name} must be real, got {value.dtype}.")
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse an option that is not one of ``choices``."""
-    if value not in choices:
-        raise MetricInputError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    word(name, value, choices, MetricInputError)
 
 
-def check_count(name: str, value: Any) -> None:
-    """Refuse a number of bins that is not a positive integer."""
-    if not isinstance(value, int) or value < 1:
-        raise MetricInputError(f"{name} must be a positive integer, got {value!r}.")
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse a number, of bins or classes, that is not a whole one."""
+    count(name, value, least, MetricInputError)
+
+
+def check_label(ignore_index: Any) -> None:
+    """Refuse a label that no target can have."""
+    if ignore_index is not None:
+        integer("ignore_index", ignore_index, MetricInputError)
 
 
 def _widen(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Khosravi et al. (2011). Quote the two together: an infinitely wide interval alwa
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import between
 from lightning_bayes.metrics.functional.inputs import MetricInputError, regression_inputs
 from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 
@@ -44,8 +45,7 @@ def interval_z(level: float) -> float:
     >>> round(interval_z(0.95), 4)
     1.96
     """
-    if not 0 < level < 1:
-        raise MetricInputError(f"level must lie strictly between 0 and 1, got {level!r}.")
+    between("level", level, 0, 1, MetricInputError, borders=False)
     return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
 
 

@@ -14,9 +14,12 @@ threshold: they are accepted together or not at all.
 torchmetrics' curves are not called here, because they squash scores through a sigmoid whenever a batch leaves [0, 1].
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import shown
 from lightning_bayes.metrics.functional.binning import cell_sums, tie_sums
 from lightning_bayes.metrics.functional.inputs import MetricInputError, check_count, score_inputs
 
@@ -51,8 +54,12 @@ def check_histogram(resolution: int | None, score_range: tuple[float, float] | N
         )
     if resolution is not None and score_range is not None:
         check_count("resolution", resolution)
-        if not score_range[0] < score_range[1]:
-            raise MetricInputError(f"score_range must be (low, high) with low < high, got {score_range}.")
+        try:
+            low, high = (float(border) for border in score_range)
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not -math.inf < low < high < math.inf:
+            raise MetricInputError(f"score_range must be (low, high) with low < high, got {shown(score_range)}.")
 
 
 def _ood_rows(score: Tensor, is_ood: Tensor, validate: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_bayes.metrics.functional.binning import cell_sums
 from lightning_bayes.metrics.functional.calibration_error import Norm
-from lightning_bayes.metrics.functional.inputs import MetricInputError, check_choice, regression_inputs
+from lightning_bayes.metrics.functional.inputs import check_choice, check_count, regression_inputs
 
 
 def regression_calibration_error(
@@ -48,8 +48,7 @@ def regression_calibration_curve(
 
 def check_levels(n_bins: int) -> None:
     """Refuse a number of bins that leaves no level strictly between 0 and 1."""
-    if not isinstance(n_bins, int) or n_bins < 2:
-        raise MetricInputError(f"n_bins must be an integer of at least 2, got {n_bins!r}.")
+    check_count("n_bins", n_bins, 2)
 
 
 def _regression_calibration_update(

@@ -1,0 +1,127 @@
+"""Checks of arguments: each returns the value that it was given, or says in one sentence what is wrong with it.
+
+They know nothing but Python, so that every layer can use them where its arguments come in. `name` is the argument's own
+name, `error` the kind of exception.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+LARGEST_SEED = 2**63 - 1
+
+
+def shown(value: Any) -> str:
+    """A value within a message: short, and on one line.
+
+    >>> shown("ten"), shown([1.0, 2.0])
+    ("'ten'", '[1.0, 2.0]')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "shape") and len(value.shape):
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    if text.startswith("<"):  # an address says nothing
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number; a bool, a string or NaN is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and 0 < value < math.inf
+
+
+def positive(name: str, value: Any, error: type[Exception] = ValueError) -> float:
+    """A positive, finite number."""
+    if not is_positive(value):
+        raise error(f"{name} must be a positive, finite number, got {shown(value)}")
+    return value
+
+
+def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> float:
+    """A finite number of at least 0."""
+    if not is_number(value) or not 0 <= value < math.inf:
+        raise error(f"{name} must be a finite number of at least 0, got {shown(value)}")
+    return value
+
+
+def between(
+    name: str, value: Any, low: float, high: float, error: type[Exception] = ValueError, borders: bool = True
+) -> float:
+    """A number from `low` to `high`."""
+    if not is_number(value):
+        raise error(f"{name} must be a number, got {shown(value)}")
+    if not (low <= value <= high if borders else low < value < high):
+        raise error(f"{name} must be {'' if borders else 'strictly '}between {low:g} and {high:g}, got {shown(value)}")
+    return value
+
+
+def count(name: str, value: Any, least: int = 1, error: type[Exception] = ValueError) -> int:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise error(f"{name} must be a whole number of at least {least}, got {shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def integer(name: str, value: Any, error: type[Exception] = ValueError) -> int:
+    """A whole number of either sign."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise error(f"{name} must be a whole number, got {shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def seed(name: str, value: Any, error: type[Exception] = ValueError) -> int:
+    """A whole number that a generator takes."""
+    if count(name, value, 0, error) > LARGEST_SEED:
+        raise error(f"{name} must be less than 2**63, got {shown(value)}")
+    return value
+
+
+def flag(name: str, value: Any, error: type[Exception] = ValueError) -> bool:
+    """True or False; any string would be true."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def word(name: str, value: Any, known: Sequence[str | None], error: type[Exception] = ValueError) -> Any:
+    """One of the words that are known."""
+    if not (value is None or isinstance(value, str)) or value not in known:
+        raise error(f"unknown {name} {shown(value)}: use one of {', '.join(map(repr, known))}")
+    return value
+
+
+def text(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> str:
+    """A string that is not empty; `meaning` says of what."""
+    if not isinstance(value, str) or not value.strip():
+        raise error(f"{name} must be {meaning}, got {shown(value)}")
+    return value
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], meaning: str) -> Any:
+    """An object of that kind; `meaning` says which, and how to come by it."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {meaning}, got {shown(value)}")
+    return value
+
+
+def listed(name: str, value: Any, what: str) -> Any:
+    """A list (or another sequence) of things."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of {what}, got {shown(value)}")
+    return value
+
+
+def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """The names of further arguments, all of which must be known."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")

@@ -1,0 +1,128 @@
+"""The callbacks' arguments: all are checked when a callback is made, before hours of training."""
+
+import math
+
+import torch
+
+from bad_calls.cases import Table
+from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
+
+POSITIVE = "must be a positive, finite number"
+COUNT = "must be a whole number of at least 1"
+FLAG = "must be True or False"
+
+laplace = Table("LaplaceCallback", lambda t, **given: LaplaceCallback(**given), LaplaceCallback)
+l2m = Table("L2MCallback", lambda t, **given: L2MCallback(**given), L2MCallback)
+online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback(**given), OnlineLaplaceCallback)
+CALLBACKS = [laplace, l2m, online]
+
+
+def counts(table: Table, *arguments: str) -> None:
+    for argument in arguments:
+        table(argument, 0, f"{COUNT}, got 0")
+        table(argument, -3, f"{COUNT}, got -3")
+        table(argument, 2.5, f"{COUNT}, got 2.5")
+        table(argument, "ten", f"{COUNT}, got 'ten'")
+        table(argument, True, f"{COUNT}, got True")
+
+
+def positives(table: Table, *arguments: str) -> None:
+    for argument in arguments:
+        for bad in (0.0, -1.0, math.nan, math.inf, "one", True):
+            table(argument, bad, f"{POSITIVE}, got {bad!r}")
+
+
+def flags(table: Table, *arguments: str) -> None:
+    for argument in arguments:
+        table(argument, "no", f"{FLAG}, got 'no'")
+        table(argument, None, f"{FLAG}, got None")
+
+
+def words(table: Table, *arguments: str) -> None:
+    for argument in arguments:
+        table(argument, "kfca", f"unknown {argument} 'kfca': use one of ")
+        table(argument, 3, f"unknown {argument} 3: use one of ")
+
+
+def common(table: Table) -> None:
+    """What all callbacks have."""
+    table("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
+    table("likelihood", None, "None", "use one of 'classification'")
+    table("likelihood", Gaussian, "use one of 'classification'")
+    words(table, "predictive")
+    table("predictive", None, "unknown predictive None: use one of 'glm'")
+    table("link", "logit", "'logit'", "choose one of", "'probit'")
+    table("link", 3, "link=3", "choose one of", "'probit'")
+    table("link", "bridge", "Bernoulli", "choose one of 'probit', 'mc'", likelihood="binary")
+    flags(table, "ood", "plots")
+    table("seed", -1, "must be a whole number of at least 0, got -1")
+    table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
+    table("seed", None, "must be a whole number of at least 0, got None")
+    table("seed", 2**64, "must be less than 2**63")
+    table("network", "", "must be the dotted name of a submodule")
+    table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
+    table("name", "", "must be a word", "got ''")
+    table("name", "map", "'map' is the name of the plain network's own scores")
+    table("name", "a/b", "must not hold a slash, got 'a/b'")
+    table("name", "a\\b", "must not hold a slash")
+    table("name", None, "must be a word", "got None")
+    table("name", 3, "must be a word", "got 3")
+
+
+def subsets(table: Table) -> None:
+    table("subset", [], "the list of names in subset is empty: name at least one parameter or module")
+    table("subset", "last-layer", "unknown subset 'last-layer': use 'all', 'last_layer'")
+    table("subset", 3, "unknown subset 3: use 'all', 'last_layer'")
+    table("subset", None, "unknown subset None: use 'all', 'last_layer'")
+    table("subset", ["net.0", 3], "the names in subset must be strings, got 3")
+
+
+def priors(table: Table) -> None:
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        table("prior_precision", bad, f"must be positive and finite, got {bad:g}")
+    table("prior_precision", "weak", "must be a number or a vector of numbers, got 'weak'")
+    table("prior_precision", True, "must be a number or a vector of numbers, got True")
+    table("prior_precision", [1.0, -1.0], "must be positive and finite, got -1")
+    table("prior_precision", [], "must be a number or a vector of numbers, got []")
+    table("prior_precision", [[1.0]], "must be a number or a vector of numbers, got [[1.0]]")
+    table("prior_precision", ["he"], "must be a number or a vector of numbers, got ['he']")
+    table("prior_precision", {"net": 1.0}, "must be a number or a vector of numbers, got {'net': 1.0}")
+
+
+common(laplace)
+words(laplace, "structure", "curvature", "tune", "weight_sharing", "damping")
+subsets(laplace)
+priors(laplace)
+positives(laplace, "temperature")
+counts(laplace, "samples", "mc_samples")
+flags(laplace, "per_layer", "progress")
+laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
+laplace("per_layer", True, "tune='grid' tunes one prior for all layers: use tune='marglik' with", tune="grid")
+laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
+laplace("damping", "glm", "tune='mackay'", "leave damping= out, or use tune='marglik'", tune="mackay")
+laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True)
+laplace("damping", "ritter", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
+
+common(l2m)
+words(l2m, "scaling", "tune")
+priors(l2m)
+positives(l2m, "loss_scale")
+counts(l2m, "samples", "n_data")
+flags(l2m, "per_layer")
+l2m("per_layer", True, "tune='grid' tunes one prior for all layers", tune="grid")
+
+common(online)
+words(online, "hessian", "at", "scaling")
+subsets(online)
+positives(online, "prior_precision", "scale", "max_std")
+counts(online, "samples", "predictive_samples", "n_data")
+flags(online, "average", "same_sample")
+for _bad in (-0.1, 1.1, math.inf):
+    online("memory_factor", _bad, f"must be between 0 and 1, got {_bad}")
+for _argument in ("memory_factor", "threshold"):
+    online(_argument, "half", "must be a number, got 'half'")
+    online(_argument, math.nan, "must be a number, got nan")
+    online(_argument, True, "must be a number, got True")
+for _bad in (-1.0, math.inf, "half"):
+    online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
+online("threshold", -1, "must be between 0 and inf, got -1")

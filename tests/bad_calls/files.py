@@ -1,0 +1,132 @@
+"""Files and states that hold no posterior of this network."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bad_calls.cases import Of, Table, Things, mlp
+from lightning_bayes import DeepEnsemble, GaussianPosterior
+from lightning_bayes.posterior import PosteriorError
+
+FORMAT = "one sentence for every file that is not whole"
+
+
+def _file(content: Any) -> Of:
+    """A file with these bytes, or with this object."""
+
+    def make(t: Things) -> Path:
+        path = t.folder / "posterior.pt"
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        return path
+
+    return Of(make, repr(content)[:30])
+
+
+def _cut(t: Things) -> Path:
+    path = t.folder / "cut.pt"
+    t.classifier.save(path)
+    path.write_bytes(path.read_bytes()[:400])
+    return path
+
+
+def _without(key: str) -> Of:
+    return Of(lambda t: {k: v for k, v in t.diagonal.state_dict().items() if k != key}, f"without {key}")
+
+
+load = Table(
+    "GaussianPosterior.load",
+    lambda t, path, network=None: GaussianPosterior.load(path, network or t.net()),
+    ["path", "network", "likelihood"],
+    named=False,
+    error=PosteriorError,
+)
+load("path", _file(b""), "posterior", waits=FORMAT)
+load("path", _file(b"not a posterior"), "posterior", waits=FORMAT)
+load("path", Of(_cut, "cut"), "posterior", waits=FORMAT)
+load("path", _file([1, 2]), "posterior", waits=FORMAT)
+load("path", _file({"state_dict": {}}), "holds no posterior")
+load("path", Of(lambda t: t.folder / "nowhere.pt", "nowhere"), "nowhere.pt", waits=FORMAT)
+load("path", Of(lambda t: t.folder, "a folder"), "folder", waits=FORMAT)
+load("path", None, "path", waits=FORMAT)
+load.anything_goes("network", "a table of its own: from_state_dict")
+load.anything_goes("likelihood", "a table of its own: from_state_dict")
+
+state = Table(
+    "from_state_dict",
+    lambda t, network=None, **given: GaussianPosterior.from_state_dict(
+        t.net() if network is None else network, **{"state": t.diagonal.state_dict(), **given}
+    ),
+    GaussianPosterior.from_state_dict,
+    named=False,
+    error=(PosteriorError, TypeError),
+)
+state(
+    "network", Of(lambda t: mlp(3, 4), "other outputs"), "belongs to another network: it has 2.weight of shape (3, 4)"
+)
+state("network", Of(lambda t: torch.nn.Linear(3, 3), "Linear"), "belongs to another network", "no such parameter")
+state("network", "net", "network must be an nn.Module, got 'net'", waits=FORMAT)
+state("state", {}, "holds no posterior that this version reads")
+state("state", None, "state", "got None", waits=FORMAT)
+state("state", {"format": 99}, "holds no posterior that this version reads (format 99)")
+for _key in ("names", "mean", "curvature", "fingerprint", "likelihood", "prior_precision"):
+    state("state", _without(_key), _key, waits=FORMAT)
+state("likelihood", "classification", "likelihood", waits=FORMAT)
+
+ensembles = Table(
+    "DeepEnsemble.load",
+    lambda t, **given: DeepEnsemble.load(**{"paths": [], "networks": [], **given}),
+    ["paths", "networks", "likelihood", "weights"],
+    error=(PosteriorError, TypeError),
+    named=False,
+)
+ensembles("paths", ["a.pt"], "there are 1 posterior files and 0 networks")
+ensembles("paths", "a.pt", "paths must be a list of paths, got 'a.pt'")
+ensembles("paths", None, "paths must be a list of paths, got None")
+ensembles("networks", None, "networks must be a list of networks, got None")
+ensembles("networks", Of(lambda t: t.net(), "one"), "networks must be a list of networks", "Sequential", paths=["a.pt"])
+ensembles("paths", [], "an ensemble needs at least one posterior, got none")
+ensembles.anything_goes("likelihood", "a table of its own: from_state_dict")
+ensembles.anything_goes("weights", "a table of its own: DeepEnsemble")
+
+checkpoints = Table(
+    "DeepEnsemble.from_checkpoints",
+    lambda t, **given: DeepEnsemble.from_checkpoints(**{"paths": [], "module": mlp, **given}),
+    ["paths", "module", "name", "network", "likelihood", "weights", "device"],
+    error=(PosteriorError, TypeError, ValueError),
+    named=False,
+)
+_checkpoint = Of(lambda t: [_one(t)], "a checkpoint")
+
+
+def _one(t: Things) -> Path:
+    path = t.folder / "one.ckpt"
+    held = {"posterior": t.diagonal.state_dict()}
+    torch.save({"state_dict": t.diagonal.network.state_dict(), "callbacks": {"LaplaceCallback[laplace]": held}}, path)
+    return path
+
+
+checkpoints("paths", [], "an ensemble needs at least one posterior, got none")
+checkpoints("paths", "a.ckpt", "paths must be a list of paths, got 'a.ckpt'")
+checkpoints("paths", Of(lambda t: [t.folder], "a folder"), "this is a folder", "DeepEnsemble.load")
+checkpoints("paths", Of(lambda t: [_file({"state_dict": {}}).make(t)], "weights"), "this checkpoint holds no posterior")
+checkpoints("paths", Of(lambda t: [_file([1]).make(t)], "a list"), "posterior.pt", waits=FORMAT)
+checkpoints("paths", Of(lambda t: [t.folder / "nowhere.ckpt"], "nowhere"), "nowhere.ckpt", waits=FORMAT)
+checkpoints(
+    "module", Of(lambda t: t.net(), "a network"), "module= is one Sequential", "pass the class", paths=_checkpoint
+)
+checkpoints("module", "Lit", "module must be a LightningModule's class, or a function", "got 'Lit'", paths=_checkpoint)
+checkpoints("name", "l2m", "no posterior named 'l2m'; it has 'laplace'", paths=_checkpoint)
+checkpoints("name", 3, "no posterior named 3", paths=_checkpoint)
+checkpoints("network", "net", "has no submodule 'net'", "network=", paths=_checkpoint)
+checkpoints("network", 3, "network must be the dotted name of a submodule, got 3", paths=_checkpoint)
+checkpoints("device", "gpu", "device", "'gpu'", paths=_checkpoint)
+checkpoints.anything_goes("likelihood", "a table of its own: from_state_dict")
+checkpoints.anything_goes("weights", "a table of its own: DeepEnsemble")
+
+save = Table("save", lambda t, **given: t.diagonal.save(**given), GaussianPosterior.save, named=False)
+save("path", Of(lambda t: t.folder, "a folder"), "folder", waits=FORMAT)
+save("path", Of(lambda t: t.folder / "nowhere" / "a.pt", "nowhere"), "nowhere", waits=FORMAT)
+save("path", None, "path", waits=FORMAT)
+
+FILES = [load, state, ensembles, checkpoints, save]

@@ -1,0 +1,170 @@
+"""Fitting: the arguments of `fit_laplace`, `fit_curvature` and `fit_l2m`, and of the callbacks' own calls."""
+
+from inspect import signature
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from bad_calls.callbacks import COUNT, counts, flags, positives, priors, words
+from bad_calls.cases import Of, Table, Things, mlp
+from bad_calls.networks import LitAutoEncoder, X, Y, fit
+from lightning_bayes import (
+    Categorical,
+    Gaussian,
+    LaplaceCallback,
+    fit_laplace,
+)
+from lightning_bayes.curvature import SubsetError, fit_curvature
+from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.posterior import OptimizerError, fit_l2m
+
+laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])
+words(laplace, "structure", "curvature", "weight_sharing")
+laplace("structure", None, "unknown structure None: use one of")
+laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
+laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
+laplace("likelihood", 3, "likelihood=3 is not known", error=LikelihoodError)
+laplace("damping", "kfac", "unknown damping 'kfac': use one of None, 'glm', 'ritter'")
+laplace("damping", True, "unknown damping True")
+laplace("damping", "glm", "needs structure='kron', got structure='full'", structure="full")
+laplace("damping", "glm", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
+laplace("sampels", 3, "fit_laplace has no argument 'sampels'", "samples", error=TypeError)
+priors(laplace)
+laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
+laplace("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers (0, 2)", "each of the 31 parameters", named=False)
+laplace("prior_precision", Of(lambda t: torch.rand(31) + 1, "[31]"), "0.weight", "one prior precision", named=False)
+positives(laplace, "temperature")
+counts(laplace, "samples")
+laplace("samples", 0, COUNT, curvature="fisher_mc")
+flags(laplace, "progress")
+laplace("seed", -1, "must be a whole number of at least 0, got -1")
+laplace("seed", "zero", "must be a whole number of at least 0, got 'zero'")
+laplace("processes", 2, "must be Processes(rank, size), got 2")
+
+for _argument in ("network", "loader", "probe"):
+    laplace.anything_goes(_argument, "a table of its own: networks")
+
+SUBSET = {"error": SubsetError, "named": False}
+laplace("subset", "last-layer", "unknown subset 'last-layer': use 'all', 'last_layer'", **SUBSET)
+laplace("subset", [], "the list of names in subset is empty", **SUBSET)
+laplace("subset", None, "unknown subset None", **SUBSET)
+laplace("subset", 3, "unknown subset 3", **SUBSET)
+laplace("subset", [3], "the names in subset must be strings, got 3", **SUBSET)
+laplace("subset", ["2.wight"], "no parameter '2.wight'; did you mean one of 2.weight", **SUBSET)
+laplace("subset", torch.ones(5, dtype=torch.bool), "the mask has shape (5,), but there are 31", **SUBSET)
+laplace("subset", torch.zeros(31, dtype=torch.bool), "selects no weight: choose at least one", **SUBSET)
+laplace("subset", torch.tensor([1, 31]), "position 31, but there are 31 trainable weights", **SUBSET)
+laplace("subset", torch.tensor([-1]), "position -1, but there are 31 trainable weights", **SUBSET)
+laplace("subset", ["zzz"], "no parameter 'zzz'; did you mean one of ", **SUBSET)
+laplace("subset", torch.tensor([1, 2]), "no Kronecker form: use structure='full' or 'diag'", **SUBSET)
+laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the trainable weights", **SUBSET)
+laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
+
+curvature = Table(
+    "fit_curvature",
+    lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
+    fit_curvature,
+)
+words(curvature, "structure", "curvature", "weight_sharing")
+curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
+curvature("loader", None, "must be an iterable of (x, y) batches")
+curvature("likelihood", "gauss", "is not known")
+curvature("subset", "last-layer", "unknown subset 'last-layer'")
+counts(curvature, "samples")
+curvature("seed", -1, "must be a whole number of at least 0")
+flags(curvature, "progress")
+curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
+curvature("probe", 3, "must hold a tensor with a batch dimension", named=False)
+
+# -- the second moment -----------------------------------------------------------------------------------------------
+
+
+def _stepped(network: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(network.parameters())
+    network(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _l2m(t: Things, **given: Any) -> Any:
+    network = given.pop("network", None) or mlp()
+    optimizers = given.pop("optimizers", None) or _stepped(network)
+    t.watch(network)
+    return fit_l2m(network, optimizers, **{"n_data": 40, "batch_size": 4, "prior_precision": 1.0, **given})
+
+
+l2m = Table("fit_l2m", _l2m, fit_l2m)
+words(l2m, "scaling")
+counts(l2m, "n_data", "n_outputs")
+positives(l2m, "batch_size", "loss_scale")
+priors(l2m)
+l2m("likelihood", "gauss", "is not known; use one of 'classification'")
+l2m("batch_size", 40, "a batch of all 40 examples", "train with smaller batches", named=False)
+l2m("loss_scale", None, "noise_std per output: pass loss_scale=", likelihood=Gaussian(torch.ones(3)))
+l2m("network", 3, "must be an nn.Module that maps x to f, got 3", optimizers=Of(lambda t: _stepped(mlp()), "Adam"))
+l2m("optimizers", "adam", "must be the optimizer that trained the network, or a list of them, got 'adam'")
+l2m("optimizers", [3], "must be the optimizer that trained the network, or a list of them, got 3")
+_sgd = Of(lambda t: torch.optim.SGD(mlp().parameters(), 0.1), "of another network")
+l2m("optimizers", _sgd, "no optimizer holds a parameter of the network", named=False, error=OptimizerError)
+_fresh = mlp()
+l2m("optimizers", torch.optim.SGD(_fresh.parameters(), 0.1), "SGD keeps no second moment", named=False, network=_fresh)
+l2m("optimizers", torch.optim.Adam(_fresh.parameters()), "has made no step", named=False, network=_fresh)
+
+# -- a callback's own calls ------------------------------------------------------------------------------------------
+
+
+class LitNet(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+def _now(t: Things, module: Any = None, dataloader: Any = ((X, Y),), trainer: Any = None, **options: Any) -> Any:
+    module = t.watch(LitNet() if module is None else module)
+    callback = LaplaceCallback(structure="diag", tune=None, progress=False, **options)
+    return callback.fit_now(trainer, module, dataloader)
+
+
+now = Table("LaplaceCallback.fit_now", _now, ["trainer", "module", "dataloader"], named=False)
+now("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
+now("module", "net", "module must be a LightningModule, got 'net'")
+now("module", Of(lambda t: mlp(), "Sequential"), "module must be a LightningModule", "Sequential")
+now("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
+now(
+    "module",
+    Of(lambda t: LitNet(), "network='nett'"),
+    "no submodule 'nett' (network=); its submodules are: net",
+    network="nett",
+)
+now("dataloader", None, "dataloader must be an iterable of batches", "got None")
+now("dataloader", TensorDataset(X, Y), "dataloader is a TensorDataset", "DataLoader(dataset, batch_size=")
+now("dataloader", [], "there are 0 training dataloaders")
+now("dataloader", DataLoader(TensorDataset(X[:0], Y[:0])), "training data are empty")
+now("dataloader", DataLoader([(X, X, Y)], batch_size=None), "split_batch(self, batch)")  # type: ignore[arg-type]
+now("dataloader", DataLoader([3], batch_size=None), "split_batch(self, batch)")  # type: ignore[arg-type]
+
+
+def _evaluate(t: Things, module: Any = None, dataloader: Any = ((X, Y),), **given: Any) -> Any:
+    callback = LaplaceCallback(structure="diag", tune=None, progress=False)
+    fitted = t.watch(LitNet())
+    callback.fit_now(None, fitted, DataLoader(TensorDataset(X, Y), 4))
+    return callback.evaluate(fitted if module is None else module, dataloader, **given)
+
+
+evaluating = Table(
+    "LaplaceCallback.evaluate", _evaluate, ["module", "dataloader", "ood_dataloaders", "trainer"], named=False
+)
+evaluating("module", "net", "module must be a LightningModule, got 'net'")
+evaluating("dataloader", None, "dataloader must be an iterable of batches", "got None")
+evaluating("ood_dataloaders", 3, "ood_dataloaders must be an iterable of batches", "got 3")
+evaluating("ood_dataloaders", [3], "ood_dataloaders must be an iterable of batches", "got 3")
+evaluating("trainer", 3, "trainer must be a Trainer or None, got 3")
+
+FITTING = [laplace, curvature, l2m, now, evaluating]

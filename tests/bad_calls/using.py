@@ -1,0 +1,328 @@
+"""A posterior in use: predictions, samples, priors, tuning, evaluation, ensembles, autoencoders."""
+
+import math
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanSquaredError
+
+from bad_calls.callbacks import counts, flags, positives, words
+from bad_calls.cases import Of, Table, Things
+from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
+from lightning_bayes.callbacks.evaluate import evaluate
+from lightning_bayes.posterior import PosteriorError, PriorError
+from lightning_bayes.posterior.grid import grid
+from lightning_bayes.posterior.tuning import mackay, marglik
+from lightning_bayes.predictive import decode, sample_functions
+
+GENERATOR = "must be a torch.Generator, such as torch.Generator().manual_seed(0), got"
+
+
+def _inputs(table: Table, argument: str = "x", part: str = "Sequential") -> None:
+    """What a network cannot be run on."""
+    run = f"{part} cannot be run on an input of shape"
+    for bad in (None, "abc", 3, [1.0, 2.0, 3.0], []):
+        table(argument, bad, "must hold a tensor with a batch dimension, but it is", named=False)
+    table(argument, Of(lambda t: t.x.numpy(), "numpy"), "must hold a tensor with a batch dimension", named=False)
+    table(argument, torch.tensor(1.0), "must hold a tensor with a batch dimension", named=False)
+    table(argument, Of(lambda t: t.x[:0], "no examples"), "a batch has no examples", named=False)
+    table(argument, Of(lambda t: t.x[0, :2], "short"), run, named=False)
+    table(argument, Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), f"{run} [", "torch.float32", named=False)
+    table(argument, Of(lambda t: t.x.double(), "double"), "torch.float64", "weights of torch.float32", named=False)
+    table(argument, Of(lambda t: t.x.long(), "integers"), "torch.int64", named=False)
+    table(argument, Of(lambda t: (t.x, t.x), "two inputs"), f"{part} cannot be run on inputs of shapes", named=False)
+    table(argument, Of(lambda t: {"ids": t.x}, "keywords"), run, "'ids'", named=False)
+
+
+def _drawing(table: Table, samples: str = "samples") -> None:
+    counts(table, samples)
+    table("generator", 42, f"{GENERATOR} 42", error=TypeError)
+    table("generator", "cpu", f"{GENERATOR} 'cpu'", error=TypeError)
+
+
+def _predict(t: Things, **given: Any) -> Any:
+    return t.classifier.predict(**{"x": t.x, **given})
+
+
+predict = Table("predict", _predict, GaussianPosterior.predict)
+_inputs(predict)
+_drawing(predict)
+words(predict, "predictive")
+predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
+predict("link", "logit", "link='logit'; choose one of 'probit', 'bridge', 'mc'")
+predict("link", 3, "link=3; choose one of")
+for _predictive in ("bnn", "map"):
+    predict("samples", 0, "at least 1, got 0", predictive=_predictive)
+    predict("samples", "ten", "got 'ten'", predictive=_predictive)
+    predict("generator", 42, GENERATOR, predictive=_predictive)
+    predict("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive=_predictive, named=False)
+    predict("x", Of(lambda t: t.x.double(), "double"), "torch.float64", predictive=_predictive, named=False)
+    predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
+    predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
+    predict("link", "logit", "choose one of 'probit'", predictive=_predictive, waits="a link's typo with bnn and map")
+
+moved = Table(
+    "moved network", lambda t, change, **given: t.moved(change).predict(t.x, **given), ["change"], named=False
+)
+for _predictive in ("glm", "bnn", "map"):
+    _double = Of(lambda t: nn.Module.double, "double")
+    moved("change", _double, "weights are torch.float64", "posterior's are torch.float32", predictive=_predictive)
+    _other = Of(lambda t: lambda net: nn.init.zeros_(net[0].bias), "other weights")
+    moved("change", _other, "weights are not those the posterior was fitted to", predictive=_predictive)
+_half = Of(lambda t: nn.Module.half, "half")
+moved("change", _half, "not those the posterior was fitted to")
+_grown = Of(lambda t: lambda net: net.append(nn.Linear(3, 3)), "another layer")
+moved("change", _grown, "not those the posterior was fitted to")
+
+functional = Table(
+    "functional", lambda t, **given: t.classifier.functional(**{"x": t.x, **given}), GaussianPosterior.functional
+)
+_inputs(functional)
+flags(functional, "joint")
+
+sample = Table("sample", lambda t, **given: t.classifier.sample(**given), GaussianPosterior.sample)
+_drawing(sample, "n")
+
+draw = Table(
+    "sample_functions",
+    lambda t, **given: sample_functions(t.classifier, **{"x": t.x, "n": 2, **given}),
+    [name for name in signature(sample_functions).parameters if name != "posterior"],
+)
+_drawing(draw, "n")
+_inputs(draw)
+flags(draw, "linearised")
+
+density = Table("log_prob", lambda t, **given: t.classifier.log_prob(**given), GaussianPosterior.log_prob)
+_SCALAR = "log_prob of what is no weight vector"
+for _bad in (None, "mean", 3.0, torch.tensor(1.0), torch.zeros(30), torch.zeros(2, 30), torch.zeros(31, 1)):
+    density("theta", _bad, "31", waits=_SCALAR)
+
+NUMBERS = "must be a number or a vector of numbers, got"
+with_prior = Table(
+    "with_prior", lambda t, **given: t.classifier.with_prior(**given), LaplacePosterior.with_prior, error=PriorError
+)
+evidence = Table(
+    "log_marginal_likelihood",
+    lambda t, **given: t.regressor.log_marginal_likelihood(**given),
+    LaplacePosterior.log_marginal_likelihood,
+)
+for _table in (with_prior, evidence):
+    for _bad in (0.0, -1.0, math.nan, math.inf):
+        _table("prior_precision", _bad, f"must be positive and finite, got {_bad:g}")
+    for _bad in ("weak", True, [], [[1.0]], {}):
+        _table("prior_precision", _bad, f"{NUMBERS} {_bad!r}")
+    _table("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers", named=False)
+with_prior("prior_precision", 1e300, "must be positive and finite, got inf")  # in float32
+with_prior("prior_precision", None, f"{NUMBERS} None")
+with_prior(
+    "prior_precision",
+    Of(lambda t: torch.rand(31) + 1, "[31]"),
+    "0.weight",
+    "whole layer",
+    named=False,
+    error=ValueError,
+)
+
+NOISE = "Gaussian needs a positive, finite noise_std"
+with_noise = Table("with_noise", lambda t, **given: t.regressor.with_noise(**given), LaplacePosterior.with_noise)
+for _table in (with_noise, evidence):
+    for _bad in (0.0, -1.0, math.nan, math.inf):
+        _table("noise_std", _bad, NOISE)
+    for _bad in ("small", [], {}, True):
+        _table("noise_std", _bad, "must be a number or a vector of numbers, got")
+    _table("noise_std", torch.ones(2, 2), "noise_std")
+    _table("noise_std", torch.tensor([1.0, 2.0]), "by a common scale after the fit")
+with_noise("noise_std", None, "must be a number or a vector of numbers, got None")
+
+classes = Table("noise of classes", lambda t, **given: t.classifier.with_noise(**given), ["noise_std"])
+classes("noise_std", 0.5, "belongs to a Gaussian likelihood, but this posterior has Categorical")
+
+# -- tuning ----------------------------------------------------------------------------------------------------------
+
+_tuning = [*signature(LaplacePosterior.tune_prior).parameters]
+_tuning += [name for method in (marglik, mackay, grid) for name in signature(method).parameters]
+tune = Table(
+    "tune_prior",
+    lambda t, **given: t.regressor.tune_prior(**given),
+    [name for name in dict.fromkeys(_tuning) if name not in ("self", "posterior", "options")],
+)
+tune("method", "cross-validation", "unknown method 'cross-validation': use one of", "'marglik', 'mackay', 'grid'")
+tune("method", None, "unknown method None: use one of")
+tune("method", 3, "unknown method 3: use one of")
+flags(tune, "per_layer", "noise")
+tune("per_layer", True, "tunes one prior for all layers", method="grid", loader=Of(lambda t: t.real_batches, "data"))
+counts(tune, "steps")
+tune("sizes", 3, "tune_prior('marglik') has no argument 'sizes'", "steps", error=TypeError)
+tune("size", 3, "tune_prior('marglik') has no argument 'size'", "steps", error=TypeError)
+tune(
+    "steps", 3, "tune_prior('grid') has no argument 'steps'", method="grid", loader=Of(lambda t: t.real_batches, "data")
+)
+for _bad in (0.0, -1.0, "small", math.nan):
+    tune("tolerance", _bad, "must be a positive, finite number", method="mackay")
+_damped = Table("tune_prior of damping", lambda t, **given: t.damped.tune_prior(**given), ["method"], named=False)
+_damped("method", "mackay", "not to damping")
+_damped("per_layer", True, "takes one prior precision for all layers")
+grids = Table(
+    "tune_prior('grid')",
+    lambda t, **given: t.regressor.tune_prior("grid", **{"loader": t.real_batches, **given}),
+    [name for name in signature(grid).parameters if name != "posterior"],
+)
+grids("loader", None, "needs validation data: pass loader=, or use 'marglik'")
+grids("loader", [], "the validation loader is empty")
+grids("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+grids("loader", Of(lambda t: TensorDataset(t.x, t.r), "dataset"), "is a TensorDataset", "DataLoader(dataset")
+grids("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
+grids("loader", Of(lambda t: [(t.x, t.r.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
+grids("loader", Of(lambda t: [(t.x, t.y)], "classes"), "Gaussian needs floating-point targets", named=False)
+grids("loader", Of(lambda t: [(t.x, t.r[:, :1])], "[5, 1]"), "Gaussian needs targets of shape [5, 2]", named=False)
+grids("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", named=False)
+grids("metric", "nll", "must be a torchmetrics metric, or None, got 'nll'")
+grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or None")
+grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
+positives(grids, "low", "high")
+grids("low", 10.0, "must be less than high=1.0, got 10.0", high=1.0)
+for _bad in (0, 1, 2.5, "many"):
+    grids("size", _bad, "must be a whole number of at least 2")
+counts(grids, "samples", "nodes")
+tune.anything = dict.fromkeys(("loader", "metric", "low", "high", "size", "nodes", "samples"), "a table of its own")
+
+with_data = Table(
+    "with_log_likelihood",
+    lambda t, **given: t.regressor.with_log_likelihood(**given),
+    LaplacePosterior.with_log_likelihood,
+)
+with_data("loader", None, "must be an iterable of (x, y) batches")
+with_data("loader", [], "the loader is empty")
+with_data("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "fewer"), "holds 3 examples, but the posterior is that of 5")
+with_data("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", named=False)
+with_data("loader", Of(lambda t: [(t.x, t.y)], "classes"), "Gaussian needs floating-point targets", named=False)
+with_data("processes", 2, "must be Processes(rank, size), got 2", loader=Of(lambda t: t.real_batches, "data"))
+
+variational = Table(
+    "GaussianPosterior",
+    lambda t, method, **given: getattr(_bare(t), method)(**given),
+    ["method"],
+    named=False,
+    error=PosteriorError,
+)
+
+
+def _bare(t: Things) -> GaussianPosterior:
+    p = t.diagonal
+    return GaussianPosterior(p.network, p.subset, p.likelihood, p.mean, p.precision, p.n_data, p.fingerprint)
+
+
+variational("method", "tune_prior", "does not keep curvature and prior apart and so has not a prior to tune")
+variational("method", "with_prior", "has not a prior to change", prior_precision=1.0)
+variational("method", "log_marginal_likelihood", "has not an evidence", "fit_laplace")
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+scores = Table(
+    "evaluate", lambda t, **given: evaluate(**{"predictor": t.classifier, "loader": t.batches, **given}), evaluate
+)
+scores("predictor", Of(lambda t: t.net(), "Sequential"), "must be a posterior or a DeepEnsemble", "Sequential")
+scores("predictor", None, "must be a posterior or a DeepEnsemble", "got None")
+scores("loader", None, "must be an iterable of (x, y) batches")
+scores("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
+scores("loader", [], "the loader is empty", waits="evaluate of no data")
+scores("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
+scores("loader", Of(lambda t: [(t.x, [0, 1, 2, 0, 1])], "list"), "targets of a batch must be a tensor", named=False)
+scores("loader", Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
+scores("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "shape [5]", "shape [3]", named=False)
+scores("loader", Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "torch.float32", named=False)
+scores("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
+scores("ood_loaders", 3, "must be a list of loaders, got 3")
+scores("ood_loaders", Of(lambda t: t.x, "tensor"), "must be a list of loaders, got a Tensor")
+scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
+scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
+words(scores, "predictive")
+scores("link", "logit", "choose one of 'probit'")
+counts(scores, "samples")
+scores("seed", -1, "must be a whole number of at least 0, got -1")
+scores("seed", "one", "must be a whole number of at least 0, got 'one'")
+
+# -- ensembles -------------------------------------------------------------------------------------------------------
+
+
+def _ensemble(t: Things, **given: Any) -> Any:
+    return DeepEnsemble(**{"posteriors": [t.classifier, t.diagonal], **given})
+
+
+ensemble = Table("DeepEnsemble", _ensemble, DeepEnsemble, error=(PosteriorError, TypeError))
+ensemble("posteriors", [], "an ensemble needs at least one posterior, got none", named=False)
+ensemble("posteriors", None, "must be a list of posteriors, got None")
+ensemble("posteriors", 3, "must be a list of posteriors, got 3")
+ensemble("posteriors", Of(lambda t: t.classifier, "one"), "must be a list of posteriors, got LaplacePosterior")
+ensemble("posteriors", Of(lambda t: [t.classifier, t.net()], "network"), "member 1 is a Sequential", named=False)
+ensemble("posteriors", Of(lambda t: [t.classifier, t.regressor], "mixed"), "one kind of likelihood", named=False)
+ensemble("weights", [1.0], "there are 2 members, but weights of shape [1]")
+ensemble("weights", 1.0, "there are 2 members, but weights of shape []")
+ensemble("weights", [1.0, -1.0], "must be finite, not negative, and not all zero")
+ensemble("weights", [0.0, 0.0], "must be finite, not negative, and not all zero")
+ensemble("weights", [1.0, math.nan], "must be finite, not negative, and not all zero")
+ensemble("weights", "equal", "must be a number for each member, got 'equal'")
+ensemble("weights", ["a", "b"], "must be a number for each member, got ['a', 'b']")
+
+mixture = Table(
+    "DeepEnsemble.predict", lambda t, **given: _ensemble(t).predict(**{"x": t.x, **given}), DeepEnsemble.predict
+)
+_drawing(mixture)
+words(mixture, "predictive")
+mixture("link", "logit", "choose one of 'probit'")
+mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
+mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
+mixture_density = Table(
+    "DeepEnsemble.log_prob",
+    lambda t, **given: DeepEnsemble([t.regressor]).log_prob(**{"x": t.x, "y": t.r, **given}),
+    DeepEnsemble.log_prob,
+)
+_of_classes = Table("density of classes", lambda t, y: _ensemble(t).log_prob(t.x, y), ["y"], named=False)
+_of_classes("y", Of(lambda t: t.y, "classes"), "density of real targets; for classes take the log of predict(x).probs")
+mixture_density("y", None, "must be a tensor of targets, got None")
+mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "needs targets of shape [5, 2]", named=False)
+mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
+_drawing(mixture_density)
+words(mixture_density, "predictive")
+mixture_density("link", "logit", "choose one of")
+
+# -- autoencoders ----------------------------------------------------------------------------------------------------
+
+AUTOENCODING = []
+for _name, _part in (("encode", "Sequential"), ("reconstruct", "Sequential")):
+    _table = Table(
+        _name,
+        lambda t, name=_name, **given: getattr(t.autoencoder, name)(**{"x": t.x, **given}),
+        getattr(GaussianPosterior, _name),
+    )
+    _drawing(_table)
+    flags(_table, "keep_samples")
+    _table("x", "abc", "must hold a tensor with a batch dimension", named=False)
+    _table("x", Of(lambda t: t.x.double(), "double"), "Sequential cannot be run", "torch.float64", named=False)
+    _table(
+        "x",
+        Of(lambda t: t.x.repeat(1, 2), "[5, 6]"),
+        "Sequential cannot be run on an input of shape [5, 6]",
+        named=False,
+    )
+    AUTOENCODING.append(_table)
+decoding = Table(
+    "decode",
+    lambda t, **given: decode(t.autoencoder, **{"z": t.x[:, :2], **given}),
+    [name for name in signature(decode).parameters if name != "posterior"],
+)
+_drawing(decoding)
+flags(decoding, "keep_samples")
+decoding("z", "abc", "must hold a tensor with a batch dimension", named=False)
+decoding("z", Of(lambda t: t.x, "[5, 3]"), "Sequential cannot be run on an input of shape [5, 3]", named=False)
+parts = Table("parts of an autoencoder", lambda t, posterior: posterior.encode(t.x), ["posterior"], named=False)
+parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule 'encoder'", "`decoder`")
+
+USING = [
+    *(predict, moved, functional, sample, draw, density, with_prior, evidence, with_noise, classes),
+    *(tune, _damped, grids, with_data, variational, scores, ensemble, mixture, mixture_density, _of_classes),
+    *(*AUTOENCODING, decoding, parts),
+]

@@ -1,0 +1,79 @@
+"""Every call that cannot work ends in one clear sentence of ours, and leaves the user's network as it was."""
+
+import inspect
+import sys
+
+import pytest
+from bad_calls import ROWS, TABLES, Row, Table, Things, clearness
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Things:
+    shared = Things(tmp_path_factory.mktemp("bad_calls"))
+    shared.forget()
+    return shared
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.of)
+def test_bad_calls_end_in_a_clear_sentence(table: Table, things: Things) -> None:
+    """One sentence, raised by a line of the package, with the words that name the culprit and the way out."""
+    assert unclear([row for row in table.rows if not row.waits], things) == {}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.waits], ids=str)
+def test_a_bad_call_that_is_to_become_clear(row: Row, things: Things) -> None:
+    if unclear([row], things):
+        pytest.xfail(f"to come: {row.waits}")
+
+
+def unclear(rows: list[Row], things: Things) -> dict[str, str]:
+    """What is wrong, by the row; each must leave the networks as they are."""
+    found = {}
+    for row in rows:
+        if problem := clearness(row, things):
+            found[str(row)] = problem
+        things.check_untouched()
+        things.forget()
+    return found
+
+
+def test_the_catalogue_is_long() -> None:
+    assert len(ROWS) >= 400
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.of)
+def test_every_argument_is_in_the_catalogue(table: Table) -> None:
+    """A new argument needs a row, or a reason why anything goes."""
+    names = table.signature if isinstance(table.signature, list) else inspect.signature(table.signature).parameters
+    known = {row.argument for row in table.rows} | set(table.anything)
+    assert [name for name in names if name not in (*known, "self", "kwargs", "options")] == []
+
+
+def test_every_public_call_has_a_table() -> None:
+    import lightning_bayes
+    from lightning_bayes import metrics, plots
+
+    ours = {table.of.removeprefix("plots.") for table in TABLES}
+    without = {
+        "GaussianPosterior": "made by a fit; its methods have tables",
+        "LaplacePosterior": "made by a fit; its methods have tables",
+        "Prediction": "made by predict",
+        "Bernoulli": "no arguments",
+        "HeteroscedasticGaussian": "no arguments",
+        "VariationalInferenceMixin": "the same arguments as VariationalLaplaceMixin",
+        "LogSigmaMultiplierMixin": "in the table of VariationalLaplaceMixin",
+        "MetricInputError": "an error",
+        "ReliabilityBins": "made by reliability_bins",
+        "functional": "a module",
+    }
+    public = [*lightning_bayes.__all__, *metrics.__all__, *metrics.functional.__all__, *plots.__all__]
+    assert [name for name in public if name not in ours | set(without)] == []
+
+
+def test_pictures_need_matplotlib_when_the_callback_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_bayes import LaplaceCallback
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    LaplaceCallback(plots=False)
+    with pytest.raises(ModuleNotFoundError, match="Pictures need matplotlib, which is not installed: pip install"):
+        LaplaceCallback(plots=True)
