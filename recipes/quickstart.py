@@ -1,7 +1,7 @@
 """A first program: train a small network on digits as people do, then ask it what it does not know.
 
-scikit-learn's digits 0–7 are what it is trained on, with early stopping on validation images. 8 and 9 it has never seen,
-and letters even less. Five trainings are judged, each as it is (MAP), with a temperature found on the validation images
+scikit-learn's digits 0–7 are what it is trained on, with early stopping on validation images. 8 and 9 it has never
+seen, and letters even less. Five trainings are judged, each as it is (MAP), with a temperature found on the validation images
 (what people do to calibrate a network), and by its Laplace posterior with default settings; and all five together as an
 ensemble, which costs five times as much.
 
@@ -56,7 +56,8 @@ def read_digits(seed: int, n_train: int = 800, n_validation: int = 200) -> Digit
 
 
 def draw_letters() -> Tensor:
-    """Letters in two fonts of matplotlib, as large as the digits and made alike: 32 × 32 dots, counted in 4 × 4 fields."""
+    """Letters in two fonts of matplotlib, with as much ink as the digits, and made alike: 32 × 32 dots, counted in 4 × 4
+    fields."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -217,7 +218,8 @@ def verdict(rows: dict[str, list[dict[str, float]]]) -> str:
         for column in rows["MAP"][0]
         if column.startswith("AUROC")
     )
-    return f"On known digits Laplace's probabilities are {size} than a temperature's; noticing the unknown: {gains} over MAP."
+    known = f"On known digits Laplace's probabilities are {size} than a temperature's"
+    return f"{known}; noticing the unknown by entropy: {gains} over MAP."
 
 
 if __name__ == "__main__":
