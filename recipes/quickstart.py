@@ -1,9 +1,9 @@
 """A first program: train a small network on digits as people do, then ask it what it does not know.
 
 scikit-learn's digits 0–7 are what it is trained on, with early stopping on validation images. 8 and 9 it has never
-seen, and letters even less. Five trainings are judged, each as it is (MAP), with a temperature found on the validation images
-(what people do to calibrate a network), and by its Laplace posterior with default settings; and all five together as an
-ensemble, which costs five times as much.
+seen, and letters even less. Five trainings are judged, each as it is (MAP), with a temperature found on the validation
+images (what people do to calibrate a network), and by its Laplace posterior with default settings; and all five
+together as an ensemble, which costs five times as much.
 
     python recipes/quickstart.py                # half a minute
 """
@@ -56,8 +56,8 @@ def read_digits(seed: int, n_train: int = 800, n_validation: int = 200) -> Digit
 
 
 def draw_letters() -> Tensor:
-    """Letters in two fonts of matplotlib, with as much ink as the digits, and made alike: 32 × 32 dots, counted in 4 × 4
-    fields."""
+    """Letters in two fonts of matplotlib, with as much ink as the digits and made alike: 32 × 32 dots, counted in
+    4 × 4 fields."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
