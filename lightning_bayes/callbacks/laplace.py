@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,14 +16,16 @@ from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
-from lightning_bayes.curvature import Processes, choose_subset, fit_curvature
-from lightning_bayes.curvature.accumulate import SHARINGS, SMALL, STRUCTURES
+from lightning_bayes.curvature import Processes, choose_subset
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
 from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.curvature.roots import CURVATURES
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import DAMPINGS
 from lightning_bayes.posterior.tuning import METHODS
+
+_TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -108,14 +111,13 @@ class LaplaceCallback(PosteriorCallback):
             check_validation(trainer)
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        words, weights = self._words(), choose_subset(network, x, self.subset)
         if self.structure == "full":
-            weights = choose_subset(network, x, self.subset)
             first = next(iter(weights.parameters(network).values()))
             check_memory(weights.size, first.dtype, first.device)
-            if weights.size > SMALL:  # the gradients are the same, and the matrix would be built for nothing
-                fit_curvature(network, [(x, y)], self.likelihood, "diag", self.subset, self.curvature)
-                return
-        fit_laplace(network, [(x, y)], **self._words(), processes=Undecomposed())
+        if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
+            words.update(structure="diag", damping=None)
+        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.fit_now(trainer, pl_module, trainer.train_dataloader)
