@@ -5,6 +5,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from lightning_bayes.posterior.grid import grid
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
@@ -14,7 +15,6 @@ from bad_calls.cases import Of, Table, Things
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
 from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.posterior import PosteriorError, PriorError
-from lightning_bayes.posterior.grid import grid
 from lightning_bayes.posterior.tuning import mackay, marglik
 from lightning_bayes.predictive import decode, sample_functions
 
