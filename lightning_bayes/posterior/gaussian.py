@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag
+from lightning_bayes.arguments import count, flag, shown
 from lightning_bayes.curvature import Subset, inputs
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed
@@ -238,10 +238,10 @@ class GaussianPosterior:
 
 def check_theta(theta: Tensor, mean: Tensor) -> None:
     """Refuse what broadcasting would make a weight vector of."""
-    if theta.shape[-1:] != mean.shape:
+    if not isinstance(theta, Tensor) or theta.shape[-1:] != mean.shape:
         raise ValueError(
-            f"log_prob takes weight vectors [..., {len(mean)}], one number for each weight of the posterior, got shape "
-            f"{list(theta.shape)}"
+            f"theta must be weight vectors [..., {len(mean)}], one number for each weight of the posterior, got "
+            f"{shown(theta)}"
         )
 
 

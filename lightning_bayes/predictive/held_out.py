@@ -144,6 +144,8 @@ def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
     if issubclass(likelihood.predictive, ClassPredictive):
         labels = torch.cat([y.flatten() for y in targets])
         labels = labels[labels != getattr(likelihood, "ignore_index", None)]
+        if not len(labels):
+            raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
         if len(labels.unique()) < 2:
             kind = "label" if issubclass(likelihood.predictive, LabelPredictive) else "class"
             raise DataError(
