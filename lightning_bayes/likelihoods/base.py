@@ -110,6 +110,7 @@ class Likelihood(ABC):
 
     predictive: ClassVar[type[Predictive]] = Predictive
     links: ClassVar[tuple[str, ...]] = ("mc",)  # the ways to integrate over f; the first is the default
+    calibrated_link: ClassVar[str | None] = None  # the default where a temperature is found; None: the first
 
     @abstractmethod
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:

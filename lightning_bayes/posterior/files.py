@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import instance
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 
 def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
+    _check_path(path)
     state = {**state, "checksum": checksum(state)}
     if _is_url(path):
         buffer = io.BytesIO()  # before the file is opened: an error leaves no half of it behind
@@ -55,22 +57,36 @@ def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:
+    state = read_any(path, "posterior")
+    if not isinstance(state, dict) or "format" not in state:
+        raise PosteriorError(f"{path} holds no posterior but {describe(state)}: use a file that posterior.save wrote")
+    known = state.pop("checksum", None)  # older files have none
+    if known is not None and known != checksum(state):
+        raise PosteriorError(_damaged(path))
+    return state
+
+
+def read_any(path: str | PathLike[str], what: str) -> Any:
+    """What `torch.save` wrote: tensors, numbers and strings. `what` names it in messages."""
+    _check_path(path)
     try:
         if _is_url(path):
             system, place = _file_system(path)
             content: Any = io.BytesIO(system.cat_file(place))
         else:
             content = Path(path)
-            content.stat()  # a folder, or a file that may not be read, is an error of its own
+            content.stat()  # a file that may not be read is an error of its own
+            if content.is_dir():
+                raise IsADirectoryError(f"{path} is a folder: name the {what}'s file in it")
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no posterior's file at {path}: check the path, or save one first") from None
+        raise FileNotFoundError(f"there is no {what}'s file at {path}: check the path, or save one first") from None
     if not _is_whole(content):
         raise PosteriorError(
-            f"{path} is no posterior's file, or was cut short: it lacks the end that torch.save writes; use another "
+            f"{path} is no {what}'s file, or was cut short: it lacks the end that torch.save writes; use another "
             "copy, or fit the posterior again"
         )
     try:
-        state = torch.load(content, map_location="cpu", weights_only=True)
+        return torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise PosteriorError(
             f"{path} was not loaded: it is damaged, or holds Python objects that are no tensors, numbers or strings, "
@@ -80,12 +96,6 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         raise
     except Exception as error:  # of whatever kind the damage makes it
         raise PosteriorError(_damaged(path)) from error
-    if not isinstance(state, dict) or "format" not in state:
-        raise PosteriorError(f"{path} holds no posterior but {describe(state)}: use a file that posterior.save wrote")
-    known = state.pop("checksum", None)  # older files have none
-    if known is not None and known != checksum(state):
-        raise PosteriorError(_damaged(path))
-    return state
 
 
 def checksum(value: Any, start: int = 0) -> int:
@@ -125,6 +135,10 @@ def _is_whole(content: Any) -> bool:
 
 def _damaged(path: str | PathLike[str]) -> str:
     return f"{path} is damaged: its contents are not what was saved; use another copy, or fit the posterior again"
+
+
+def _check_path(path: Any) -> None:
+    instance("path", path, (str, PathLike), "a file's path or URL")
 
 
 def _is_url(path: str | PathLike[str]) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag
+from lightning_bayes.arguments import count, flag, shown
 from lightning_bayes.curvature import Subset, inputs
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed
@@ -114,8 +114,8 @@ class GaussianPosterior:
         Args:
             x: an input of the network.
             predictive: "glm" (the linearised network), "bnn" (weight samples through the network itself) or "map".
-            link: how "glm" integrates a classifier's outputs: "pairwise", "probit", "bridge" or "mc"; by default the
-                likelihood's first.
+            link: how "glm" integrates a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by default the
+                one that the posterior was calibrated with, or else the likelihood's first.
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
@@ -151,9 +151,12 @@ class GaussianPosterior:
 
         return calibrate(self, loader, predictive, link, samples, seed, of)
 
-    def calibration_of(self, predictive: str, link: str) -> Calibration | None:
-        """What `calibrate` found for this predictive and link."""
-        return next((c for c in self.calibrations if (c.predictive, c.link) == (predictive, link)), None)
+    def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
+        """What `calibrate` found for this predictive and link; for `None`, whatever link it was last called with."""
+        of_predictive = [c for c in self.calibrations if c.predictive == predictive]
+        if predictive == "glm" and link is not None:
+            of_predictive = [c for c in of_predictive if c.link == link]
+        return of_predictive[-1] if of_predictive else None
 
     def with_calibration(self: Posterior, calibration: Calibration) -> Posterior:
         others = [c for c in self.calibrations if (c.predictive, c.link) != (calibration.predictive, calibration.link)]
@@ -238,10 +241,10 @@ class GaussianPosterior:
 
 def check_theta(theta: Tensor, mean: Tensor) -> None:
     """Refuse what broadcasting would make a weight vector of."""
-    if theta.shape[-1:] != mean.shape:
+    if not isinstance(theta, Tensor) or theta.shape[-1:] != mean.shape:
         raise ValueError(
-            f"log_prob takes weight vectors [..., {len(mean)}], one number for each weight of the posterior, got shape "
-            f"{list(theta.shape)}"
+            f"theta must be weight vectors [..., {len(mean)}], one number for each weight of the posterior, got "
+            f"{shown(theta)}"
         )
 
 

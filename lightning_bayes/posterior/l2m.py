@@ -75,7 +75,8 @@ def fit_l2m(
     likelihood, network = resolve(likelihood), check_network(unwrap(network))
     word("scaling", scaling, SCALINGS)
     count("n_data", n_data, 1 if scaling == "dataset" else 0)
-    positive("batch_size", batch_size)
+    if positive("batch_size", batch_size) < 1 and scaling == "dataset":
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
     every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature, Subset, inputs
+from lightning_bayes.curvature.checks import check_network
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from lightning_bayes.posterior.calibration import Calibration
@@ -65,9 +67,11 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         raise PosteriorError(
             f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
         )
-    network, state = unwrap(network), inputs.to_device(dict(state), torch.device("cpu"))
+    network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
     state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files have not
     _check_keys(state)
+    if likelihood is not None:
+        instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     _check_network(network, subset)
     matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"

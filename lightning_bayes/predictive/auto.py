@@ -3,8 +3,9 @@
 **Classes.** The evidence at the trained weights makes a posterior too wide for the probabilities of a well-trained
 network, yet width is what makes unknown inputs stand out. So the *widest* posterior is taken that the held-out data do
 not mind: each prior gets the temperature of its probabilities that scores best, and of all priors (and the plain
-network, which is one with zero covariance) whose mean negative log-likelihood is within one standard error, of the
-paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose.
+network, which is one with zero covariance) whose mean negative log-likelihood is within half a standard error, of the
+paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose. A
+few examples can ask for any temperature: `log T` has a prior, `N(0, 1/10)`, in which they have to outvote ten.
 Nothing held out: the evidence at the linear model's optimum.
 
 **Real targets.** The prior by the evidence at a fixed noise, the training RMSE. Held-out data then scale both, `σ²` by
@@ -47,6 +48,8 @@ logger = logging.getLogger("lightning_bayes")
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
+WITHIN = 0.5  # standard errors
+DOUBT = 10.0  # the precision of log T
 EVERY = slice(None)
 
 
@@ -141,22 +144,28 @@ class PriorChoice(Choice):
         chosen = self.posterior.with_prior((*self.priors, NEGLIGIBLE)[row]) if self.tune else self.posterior
         if not self.calibrate:
             return chosen
-        return chosen.with_calibration(self._calibration(nll[row]))
+        return chosen.with_calibration(self._calibration(self._doubted(nll)[row] if self.tune else nll[row].mean(-1)))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        return replace(self._calibration(self.nll[-1, :, examples]), predictive="map")
+        return replace(self._calibration(self.nll[-1, :, examples].mean(-1)), predictive="map")
 
     def _calibration(self, nll: Tensor) -> Calibration:
-        return self.scoring.calibration(self.posterior.likelihood, self.link, best_temperature(nll.mean(-1)))
+        return self.scoring.calibration(self.posterior.likelihood, self.link, best_temperature(nll))
+
+    def _doubted(self, nll: Tensor) -> Tensor:
+        """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
+        t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype)
+        return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def _widest(self, nll: Tensor) -> int:
-        """The first row that is within one standard error of the best, each at its own temperature."""
-        mean = nll.mean(-1)
+        """The first row that is near the best, each at its own temperature."""
+        mean = self._doubted(nll)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS)
-        tempered = nll[torch.arange(len(nll)), at]  # [priors + 1, N]
-        worse = tempered - tempered[tempered.mean(1).argmin()]
-        error = (worse.std(1) / worse.shape[1] ** 0.5).nan_to_num(0.0)
-        return int((worse.mean(1) <= error).nonzero()[0])
+        rows = torch.arange(len(nll))
+        best = int(mean[rows, at].argmin())
+        difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
+        error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0)
+        return int((mean[rows, at] - mean[best, at[best]] <= WITHIN * error).nonzero()[0])
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.curvature.checks import submodule
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.files import describe, read_any
 from lightning_bayes.posterior.gaussian import same_weights
 from lightning_bayes.predictive.prediction import Prediction
 
@@ -73,7 +73,7 @@ class DeepEnsemble:
             )
         members = []
         for path, network in zip(paths, networks, strict=True):
-            with _naming(fspath(path)):
+            with _naming(str(path)):
                 members.append(GaussianPosterior.load(path, network, likelihood))
                 members[-1].check_weights()
         return DeepEnsemble(members, weights)
@@ -103,7 +103,7 @@ class DeepEnsemble:
         listed("paths", paths, "paths")
         members = []
         for path in paths:
-            with _naming(fspath(path)):
+            with _naming(str(path)):
                 checkpoint = _read(path)
                 state = _stored_posterior(checkpoint, name)
                 restored = _placed(_restore(module, path, checkpoint), device)
@@ -262,11 +262,15 @@ def _naming(which: str) -> Iterator[None]:
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
-    if Path(path).is_dir():
+    try:
+        checkpoint = read_any(path, "checkpoint")
+    except IsADirectoryError:
         raise PosteriorError(
             "this is a folder, as sharded training writes it: use DeepEnsemble.load with the posteriors' own files"
-        )
-    return torch.load(path, map_location="cpu", weights_only=True)
+        ) from None
+    if not isinstance(checkpoint, dict):
+        raise PosteriorError(f"{path} holds no checkpoint but {describe(checkpoint)}")
+    return checkpoint
 
 
 def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:

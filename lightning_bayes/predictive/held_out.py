@@ -49,7 +49,10 @@ class Scoring:
         likelihood.choose_link(self.link)
 
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
-        return law.choose_link(likelihood, self.link if self.predictive == "glm" else None)
+        if self.predictive != "glm":
+            return law.choose_link(likelihood, None)
+        default = None if law.draws is not None else likelihood.calibrated_link
+        return law.choose_link(likelihood, self.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
@@ -146,6 +149,8 @@ def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
     if issubclass(likelihood.predictive, ClassPredictive):
         labels = torch.cat([y.flatten() for y in targets])
         labels = labels[labels != getattr(likelihood, "ignore_index", None)]
+        if not len(labels):
+            raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
         if len(labels.unique()) < 2:
             kind = "label" if issubclass(likelihood.predictive, LabelPredictive) else "class"
             raise DataError(

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.utils.data import TensorDataset
 
 from bad_calls.cases import Table
 from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
@@ -53,7 +54,7 @@ def common(table: Table) -> None:
     table("predictive", None, "unknown predictive None: use one of 'glm'")
     table("link", "logit", "'logit'", "choose one of", "'probit'")
     table("link", 3, "link=3", "choose one of", "'probit'")
-    table("link", "bridge", "Bernoulli", "choose one of 'probit', 'mc'", likelihood="binary")
+    table("link", "bridge", "Bernoulli", "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary")
     flags(table, "ood", "plots")
     table("seed", -1, "must be a whole number of at least 0, got -1")
     table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
@@ -67,6 +68,10 @@ def common(table: Table) -> None:
     table("name", "a\\b", "must not hold a slash")
     table("name", None, "must be a word", "got None")
     table("name", 3, "must be a word", "got 3")
+    words(table, "predict_step")
+    table("predict_step", None, "unknown predict_step None: use one of 'replace', 'keep', 'both'")
+    for bad in (3, 0, "", " ", ["a.pt"]):
+        table("save", bad, "must be True, False, None, or the path of a file or folder, got")
 
 
 def subsets(table: Table) -> None:
@@ -90,26 +95,36 @@ def priors(table: Table) -> None:
 
 
 common(laplace)
-words(laplace, "structure", "curvature", "tune", "weight_sharing", "damping")
+words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping")
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")
-counts(laplace, "samples", "mc_samples")
+counts(laplace, "samples", "mc_samples", "max_batches")
 flags(laplace, "per_layer", "progress")
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
-laplace("per_layer", True, "tune='grid' tunes one prior for all layers: use tune='marglik' with", tune="grid")
+for _tune in ("auto", "grid"):
+    laplace("per_layer", True, f"tune='{_tune}' tunes one prior for all layers: use tune='marglik' with", tune=_tune)
+laplace("weights", None, "unknown weights None: use one of 'both', 'last', 'best'")
+laplace("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
+laplace("data", "", "must be a loader, or the name of a method that returns one, got ''")
+laplace("data", 3, "must be an iterable of batches", "got 3")
+laplace("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
+laplace("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
-laplace("damping", "glm", "tune='mackay'", "leave damping= out, or use tune='marglik'", tune="mackay")
-laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True)
+for _tune in ("mackay", "linear"):
+    laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
+laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True, tune="marglik")
 laplace("damping", "ritter", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
 
 common(l2m)
-words(l2m, "scaling", "tune")
+words(l2m, "scaling", "tune", "calibrate")
+l2m("tune", "linear", "unknown tune 'linear': use one of None, 'auto', 'marglik', 'mackay', 'grid'")
 priors(l2m)
 positives(l2m, "loss_scale")
 counts(l2m, "samples", "n_data")
 flags(l2m, "per_layer")
-l2m("per_layer", True, "tune='grid' tunes one prior for all layers", tune="grid")
+for _tune in ("auto", "grid"):
+    l2m("per_layer", True, f"tune='{_tune}' tunes one prior for all layers", tune=_tune)
 
 common(online)
 words(online, "hessian", "at", "scaling")

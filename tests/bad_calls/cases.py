@@ -29,7 +29,6 @@ class Row:
     call: Callable[["Things"], Any]
     words: tuple[str, ...]
     error: type[Exception] | tuple[type[Exception], ...] = KINDS
-    waits: str = ""  # what is still to come before the row can hold
 
     def __str__(self) -> str:
         return f"{self.of}({self.argument}={self.given})"
@@ -68,7 +67,6 @@ class Table:
         *words: str,
         error: Any = None,
         named: bool | None = None,
-        waits: str = "",
         **others: Any,
     ) -> None:
         make = self._make
@@ -81,7 +79,7 @@ class Table:
         also = "".join(f", {key}={_shown(v)}" for key, v in others.items())
         needed = (argument, *words) if needs_name else words
         self.rows.append(
-            Row(self.of, argument, _shown(value) + also, call, needed, self.error if error is None else error, waits)
+            Row(self.of, argument, _shown(value) + also, call, needed, self.error if error is None else error)
         )
 
     def anything_goes(self, argument: str, reason: str) -> None:

@@ -9,8 +9,6 @@ from bad_calls.cases import Of, Table, Things, mlp
 from lightning_bayes import DeepEnsemble, GaussianPosterior
 from lightning_bayes.posterior import PosteriorError
 
-FORMAT = "one sentence for every file that is not whole"
-
 
 def _file(content: Any) -> Of:
     """A file with these bytes, or with this object."""
@@ -34,6 +32,7 @@ def _without(key: str) -> Of:
     return Of(lambda t: {k: v for k, v in t.diagonal.state_dict().items() if k != key}, f"without {key}")
 
 
+_nowhere = Of(lambda t: t.folder / "nowhere.pt", "nowhere")
 load = Table(
     "GaussianPosterior.load",
     lambda t, path, network=None: GaussianPosterior.load(path, network or t.net()),
@@ -41,14 +40,14 @@ load = Table(
     named=False,
     error=PosteriorError,
 )
-load("path", _file(b""), "posterior", waits=FORMAT)
-load("path", _file(b"not a posterior"), "posterior", waits=FORMAT)
-load("path", Of(_cut, "cut"), "posterior", waits=FORMAT)
-load("path", _file([1, 2]), "posterior", waits=FORMAT)
+load("path", _file(b""), "is no posterior's file, or was cut short")
+load("path", _file(b"not a posterior"), "is no posterior's file, or was cut short")
+load("path", Of(_cut, "cut"), "is no posterior's file, or was cut short", "fit the posterior again")
+load("path", _file([1, 2]), "holds no posterior but an object of type list")
 load("path", _file({"state_dict": {}}), "holds no posterior")
-load("path", Of(lambda t: t.folder / "nowhere.pt", "nowhere"), "nowhere.pt", waits=FORMAT)
-load("path", Of(lambda t: t.folder, "a folder"), "folder", waits=FORMAT)
-load("path", None, "path", waits=FORMAT)
+load("path", _nowhere, "there is no posterior's file at", error=OSError)
+load("path", Of(lambda t: t.folder, "a folder"), "is a folder: name the posterior's file in it", error=OSError)
+load("path", None, "path must be a file's path or URL, got None", error=TypeError)
 load.anything_goes("network", "a table of its own: from_state_dict")
 load.anything_goes("likelihood", "a table of its own: from_state_dict")
 
@@ -65,13 +64,13 @@ state(
     "network", Of(lambda t: mlp(3, 4), "other outputs"), "belongs to another network: it has 2.weight of shape (3, 4)"
 )
 state("network", Of(lambda t: torch.nn.Linear(3, 3), "Linear"), "belongs to another network", "no such parameter")
-state("network", "net", "network must be an nn.Module, got 'net'", waits=FORMAT)
+state("network", "net", "network must be an nn.Module that maps x to f, got 'net'")
 state("state", {}, "holds no posterior that this version reads")
-state("state", None, "state", "got None", waits=FORMAT)
+state("state", None, "the state holds no posterior", "it is an object of type NoneType")
 state("state", {"format": 99}, "holds no posterior that this version reads (format 99)")
 for _key in ("names", "mean", "curvature", "fingerprint", "likelihood", "prior_precision"):
-    state("state", _without(_key), _key, waits=FORMAT)
-state("likelihood", "classification", "likelihood", waits=FORMAT)
+    state("state", _without(_key), f"is not complete: it has no {_key!r}; save it again")
+state("likelihood", "classification", "must be a Likelihood, or None for the one that was saved, got 'classification'")
 
 ensembles = Table(
     "DeepEnsemble.load",
@@ -83,6 +82,7 @@ ensembles = Table(
 ensembles("paths", ["a.pt"], "there are 1 posterior files and 0 networks")
 ensembles("paths", "a.pt", "paths must be a list of paths, got 'a.pt'")
 ensembles("paths", None, "paths must be a list of paths, got None")
+ensembles("paths", [3], "path must be a file's path or URL, got 3", networks=[mlp()])
 ensembles("networks", None, "networks must be a list of networks, got None")
 ensembles("networks", Of(lambda t: t.net(), "one"), "networks must be a list of networks", "Sequential", paths=["a.pt"])
 ensembles("paths", [], "an ensemble needs at least one posterior, got none")
@@ -110,8 +110,10 @@ checkpoints("paths", [], "an ensemble needs at least one posterior, got none")
 checkpoints("paths", "a.ckpt", "paths must be a list of paths, got 'a.ckpt'")
 checkpoints("paths", Of(lambda t: [t.folder], "a folder"), "this is a folder", "DeepEnsemble.load")
 checkpoints("paths", Of(lambda t: [_file({"state_dict": {}}).make(t)], "weights"), "this checkpoint holds no posterior")
-checkpoints("paths", Of(lambda t: [_file([1]).make(t)], "a list"), "posterior.pt", waits=FORMAT)
-checkpoints("paths", Of(lambda t: [t.folder / "nowhere.ckpt"], "nowhere"), "nowhere.ckpt", waits=FORMAT)
+checkpoints("paths", Of(lambda t: [_file([1]).make(t)], "a list"), "holds no checkpoint but an object of type list")
+checkpoints("paths", Of(lambda t: [_cut(t)], "cut"), "is no checkpoint's file, or was cut short")
+checkpoints("paths", [3], "path must be a file's path or URL, got 3")
+checkpoints("paths", Of(lambda t: [t.folder / "no.ckpt"], "nowhere"), "there is no checkpoint's file at", error=OSError)
 checkpoints(
     "module", Of(lambda t: t.net(), "a network"), "module= is one Sequential", "pass the class", paths=_checkpoint
 )
@@ -125,8 +127,15 @@ checkpoints.anything_goes("likelihood", "a table of its own: from_state_dict")
 checkpoints.anything_goes("weights", "a table of its own: DeepEnsemble")
 
 save = Table("save", lambda t, **given: t.diagonal.save(**given), GaussianPosterior.save, named=False)
-save("path", Of(lambda t: t.folder, "a folder"), "folder", waits=FORMAT)
-save("path", Of(lambda t: t.folder / "nowhere" / "a.pt", "nowhere"), "nowhere", waits=FORMAT)
-save("path", None, "path", waits=FORMAT)
+save("path", Of(lambda t: t.folder, "a folder"), "which is a folder: name a file in it", error=OSError)
+save(
+    "path",
+    Of(lambda t: t.folder / "no" / "a.pt", "nowhere"),
+    "there is no folder",
+    "create it first",
+    error=OSError,
+)
+save("path", None, "path must be a file's path or URL, got None")
+save("path", 3, "path must be a file's path or URL, got 3")
 
 FILES = [load, state, ensembles, checkpoints, save]

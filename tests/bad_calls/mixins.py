@@ -56,12 +56,14 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     for argument in ("loss", "predictive"):
         table(argument, "gp", f"unknown {argument} 'gp': use one of '")
         table(argument, 3, f"unknown {argument} 3: use one of '")
+    table("predict_step", "gp", "unknown predict_step 'gp': use one of 'replace', 'keep', 'both'")
+    table("predict_step", None, "unknown predict_step None")
     table("seed", -1, "must be a whole number of at least 0, got -1")
     table("seed", 0.5, "must be a whole number of at least 0, got 0.5")
     table("name", "", "must be a word")
     table("name", "map", "'map' is the name of the plain network's own scores")
     table("name", "v/l", "must not hold a slash")
-    table("link", "logit", "choose one of 'probit'")
+    table("link", "logit", "choose one of 'pairwise', 'probit'")
     flags(table, "ood", "plots")
     return table
 

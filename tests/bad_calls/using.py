@@ -15,8 +15,11 @@ from bad_calls.cases import Of, Table, Things
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
 from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.posterior import PosteriorError, PriorError
-from lightning_bayes.posterior.tuning import mackay, marglik
+from lightning_bayes.posterior.tuning import linear, mackay, marglik
 from lightning_bayes.predictive import decode, sample_functions
+from lightning_bayes.predictive.auto import tune_auto
+from lightning_bayes.predictive.grid import grid
+from lightning_bayes.predictive.held_out import Scoring
 
 GENERATOR = "must be a torch.Generator, such as torch.Generator().manual_seed(0), got"
 
@@ -43,6 +46,21 @@ def _drawing(table: Table, samples: str = "samples") -> None:
     table("generator", "cpu", f"{GENERATOR} 'cpu'", error=TypeError)
 
 
+def _scoring(table: Table) -> None:
+    """How predictions are made that are scored."""
+    words(table, "predictive")
+    table("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
+    table("link", 3, "link=3; choose one of")
+    counts(table, "samples")
+    table("seed", -1, "must be a whole number of at least 0, got -1")
+    table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
+    table("seed", None, "must be a whole number of at least 0, got None")
+
+
+def _checked(scoring: Scoring, t: Things) -> None:
+    scoring.check(t.classifier.likelihood)
+
+
 def _predict(t: Things, **given: Any) -> Any:
     return t.classifier.predict(**{"x": t.x, **given})
 
@@ -50,9 +68,10 @@ def _predict(t: Things, **given: Any) -> Any:
 predict = Table("predict", _predict, GaussianPosterior.predict)
 _inputs(predict)
 _drawing(predict)
+flags(predict, "calibrated")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
-predict("link", "logit", "link='logit'; choose one of 'probit', 'bridge', 'mc'")
+predict("link", "logit", "link='logit'; choose one of 'pairwise', 'probit', 'bridge', 'mc'")
 predict("link", 3, "link=3; choose one of")
 for _predictive in ("bnn", "map"):
     predict("samples", 0, "at least 1, got 0", predictive=_predictive)
@@ -62,7 +81,7 @@ for _predictive in ("bnn", "map"):
     predict("x", Of(lambda t: t.x.double(), "double"), "torch.float64", predictive=_predictive, named=False)
     predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
     predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
-    predict("link", "logit", "choose one of 'probit'", predictive=_predictive, waits="a link's typo with bnn and map")
+    predict("link", "logit", "choose one of 'pairwise', 'probit'", predictive=_predictive)
 
 moved = Table(
     "moved network", lambda t, change, **given: t.moved(change).predict(t.x, **given), ["change"], named=False
@@ -96,9 +115,8 @@ _inputs(draw)
 flags(draw, "linearised")
 
 density = Table("log_prob", lambda t, **given: t.classifier.log_prob(**given), GaussianPosterior.log_prob)
-_SCALAR = "log_prob of what is no weight vector"
 for _bad in (None, "mean", 3.0, torch.tensor(1.0), torch.zeros(30), torch.zeros(2, 30), torch.zeros(31, 1)):
-    density("theta", _bad, "31", waits=_SCALAR)
+    density("theta", _bad, "must be weight vectors [..., 31], one number for each weight of the posterior, got")
 
 NUMBERS = "must be a number or a vector of numbers, got"
 with_prior = Table(
@@ -126,6 +144,9 @@ with_prior(
     error=ValueError,
 )
 
+words(evidence, "at")
+evidence("at", None, "unknown at None: use one of 'weights', 'optimum'")
+
 NOISE = "Gaussian needs a positive, finite noise_std"
 with_noise = Table("with_noise", lambda t, **given: t.regressor.with_noise(**given), LaplacePosterior.with_noise)
 for _table in (with_noise, evidence):
@@ -143,18 +164,26 @@ classes("noise_std", 0.5, "belongs to a Gaussian likelihood, but this posterior 
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
 _tuning = [*signature(LaplacePosterior.tune_prior).parameters]
-_tuning += [name for method in (marglik, mackay, grid) for name in signature(method).parameters]
+_tuning += [name for method in (marglik, mackay, linear, grid, tune_auto) for name in signature(method).parameters]
 tune = Table(
     "tune_prior",
     lambda t, **given: t.regressor.tune_prior(**given),
     [name for name in dict.fromkeys(_tuning) if name not in ("self", "posterior", "options")],
 )
-tune("method", "cross-validation", "unknown method 'cross-validation': use one of", "'marglik', 'mackay', 'grid'")
+tune(
+    "method",
+    "cross-validation",
+    "unknown method 'cross-validation': use one of",
+    "'auto', 'marglik', 'mackay', 'linear', 'grid'",
+)
 tune("method", None, "unknown method None: use one of")
 tune("method", 3, "unknown method 3: use one of")
 flags(tune, "per_layer", "noise")
 tune("per_layer", True, "tunes one prior for all layers", method="grid", loader=Of(lambda t: t.real_batches, "data"))
 counts(tune, "steps")
+tune("steps", 0, "must be a whole number of at least 1, got 0", method="linear")
+tune("noise", "no", "must be True or False, got 'no'", method="linear")
+words(tune, "at")
 tune("sizes", 3, "tune_prior('marglik') has no argument 'sizes'", "steps", error=TypeError)
 tune("size", 3, "tune_prior('marglik') has no argument 'size'", "steps", error=TypeError)
 tune(
@@ -164,6 +193,7 @@ for _bad in (0.0, -1.0, "small", math.nan):
     tune("tolerance", _bad, "must be a positive, finite number", method="mackay")
 _damped = Table("tune_prior of damping", lambda t, **given: t.damped.tune_prior(**given), ["method"], named=False)
 _damped("method", "mackay", "not to damping")
+_damped("method", "linear", "without damping")
 _damped("per_layer", True, "takes one prior precision for all layers")
 grids = Table(
     "tune_prior('grid')",
@@ -171,7 +201,7 @@ grids = Table(
     [name for name in signature(grid).parameters if name != "posterior"],
 )
 grids("loader", None, "needs validation data: pass loader=, or use 'marglik'")
-grids("loader", [], "the validation loader is empty")
+grids("loader", [], "the held-out data are empty", named=False)
 grids("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 grids("loader", Of(lambda t: TensorDataset(t.x, t.r), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 grids("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
@@ -186,8 +216,44 @@ positives(grids, "low", "high")
 grids("low", 10.0, "must be less than high=1.0, got 10.0", high=1.0)
 for _bad in (0, 1, 2.5, "many"):
     grids("size", _bad, "must be a whole number of at least 2")
-counts(grids, "samples", "nodes")
-tune.anything = dict.fromkeys(("loader", "metric", "low", "high", "size", "nodes", "samples"), "a table of its own")
+_scoring(grids)
+grids("link", "logit", "link='logit'; choose one of 'exact'")
+autos = Table(
+    "tune_prior('auto')",
+    lambda t, **given: t.classifier.tune_prior("auto", **{"loader": t.batches, **given}),
+    [name for name in signature(tune_auto).parameters if name != "posterior"],
+)
+calibration = Table(
+    "calibrate",
+    lambda t, **given: t.classifier.calibrate(**{"loader": t.batches, **given}),
+    GaussianPosterior.calibrate,
+)
+for _table in (autos, calibration):
+    _scoring(_table)
+    _table("link", "logit", "link='logit'; choose one of 'pairwise'")
+    words(_table, "of")
+    _table("of", "variance", "unknown of 'variance': use one of 'outputs', 'probs'")
+    _table("loader", [], "the held-out data are empty", named=False)
+    _table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+    _table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
+    _table("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
+    _table("loader", Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
+    _table("loader", Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "torch.float32", named=False)
+    _table("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "shape [5]", "shape [3]", named=False)
+    _table("loader", Of(lambda t: [(t.x, 0 * t.y)], "one class"), "have one class only", "hold out", named=False)
+    _table("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
+calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
+flags(autos, "calibrate")
+autos("link", "logit", "link='logit'; choose one of 'pairwise'", loader=None)
+autos(
+    "size", 3, "tune_prior('auto') has no argument 'size'", "'predictive', 'link', 'samples', 'seed', 'of', 'calibrate'"
+)
+autos("per_layer", True, "tunes one prior for all layers", "needs 'marglik'")
+scoring = Table("Scoring", lambda t, **given: _checked(Scoring(**given), t), Scoring)
+_scoring(scoring)
+scoring("link", "logit", "link='logit'; choose one of 'pairwise'")
+words(scoring, "of")
+tune.anything = {name: "a table of its own" for method in (grid, tune_auto) for name in signature(method).parameters}
 
 with_data = Table(
     "with_log_likelihood",
@@ -228,7 +294,7 @@ scores("predictor", Of(lambda t: t.net(), "Sequential"), "must be a posterior or
 scores("predictor", None, "must be a posterior or a DeepEnsemble", "got None")
 scores("loader", None, "must be an iterable of (x, y) batches")
 scores("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
-scores("loader", [], "the loader is empty", waits="evaluate of no data")
+scores("loader", [], "the loader is empty")
 scores("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
 scores("loader", Of(lambda t: [(t.x, [0, 1, 2, 0, 1])], "list"), "targets of a batch must be a tensor", named=False)
 scores("loader", Of(lambda t: [(t.x, t.y.numpy())], "numpy"), "targets of a batch must be a tensor", named=False)
@@ -237,10 +303,11 @@ scores("loader", Of(lambda t: [(t.x, t.y.float())], "real"), "integer class", "t
 scores("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
 scores("ood_loaders", 3, "must be a list of loaders, got 3")
 scores("ood_loaders", Of(lambda t: t.x, "tensor"), "must be a list of loaders, got a Tensor")
+scores("ood_loaders", Of(lambda t: [[t.x], []], "an empty one"), "ood_loaders[1] is empty")
 scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
 scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
 words(scores, "predictive")
-scores("link", "logit", "choose one of 'probit'")
+scores("link", "logit", "choose one of 'pairwise', 'probit'")
 counts(scores, "samples")
 scores("seed", -1, "must be a whole number of at least 0, got -1")
 scores("seed", "one", "must be a whole number of at least 0, got 'one'")
@@ -272,7 +339,7 @@ mixture = Table(
 )
 _drawing(mixture)
 words(mixture, "predictive")
-mixture("link", "logit", "choose one of 'probit'")
+mixture("link", "logit", "choose one of 'pairwise', 'probit'")
 mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
 mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 mixture_density = Table(
@@ -323,6 +390,20 @@ parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule '
 
 USING = [
     *(predict, moved, functional, sample, draw, density, with_prior, evidence, with_noise, classes),
-    *(tune, _damped, grids, with_data, variational, scores, ensemble, mixture, mixture_density, _of_classes),
+    *(
+        tune,
+        _damped,
+        grids,
+        autos,
+        calibration,
+        scoring,
+        with_data,
+        variational,
+        scores,
+        ensemble,
+        mixture,
+        mixture_density,
+        _of_classes,
+    ),
     *(*AUTOENCODING, decoding, parts),
 ]

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from posterior_cases import Case, case, real
+from posterior_cases import Case, case
 from torch import nn
 
 from lightning_bayes import Bernoulli, LaplacePosterior, fit_laplace
 from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import LikelihoodError
-from lightning_bayes.posterior import fit_l2m
 
 IGNORED = torch.full((7,), -100)
 
@@ -28,20 +27,13 @@ def test_data_without_a_single_target_are_no_data(problem: Case, posterior: Lapl
     batches = [(problem.x[:4], IGNORED[:4]), (problem.x[4:], IGNORED[4:])]
     with pytest.raises(DataError, match=r"no target counts: all are marked as unknown \(ignore_index\)"):
         fit_laplace(problem.network, batches)
-    with pytest.raises(ValueError, match=r"no validation target counts: all are marked as unknown"):
+    with pytest.raises(ValueError, match=r"no held-out target counts: all are marked as unknown"):
         posterior.tune_prior("grid", batches)
     with pytest.raises(DataError, match=r"all targets are marked as unknown .* evaluate needs at least one"):
         evaluate(posterior, batches)
     some = fit_laplace(problem.network, [batches[0], (problem.x[4:], problem.y[4:])], structure="diag")
     rest = fit_laplace(problem.network, [(problem.x[4:], problem.y[4:])], structure="diag")
     torch.testing.assert_close(some.precision.to_dense(), rest.precision.to_dense())
-
-
-def test_evaluate_needs_batches(problem: Case, posterior: LaplacePosterior) -> None:
-    with pytest.raises(DataError, match=r"the loader is empty: evaluate needs at least one \(x, y\)"):
-        evaluate(posterior, [])
-    with pytest.raises(DataError, match=r"ood_loaders\[1\] is empty"):
-        evaluate(posterior, problem.loader(), [[problem.x], []])
 
 
 def test_targets_of_another_kind_are_not_scored(problem: Case, posterior: LaplacePosterior) -> None:
@@ -57,30 +49,8 @@ def test_targets_of_another_kind_are_not_scored(problem: Case, posterior: Laplac
             use([(problem.x, 5 * one_hot)])
 
 
-@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
-def test_an_unknown_link_is_refused_by_every_predictive(
-    predictive: str, problem: Case, posterior: LaplacePosterior
-) -> None:
-    with pytest.raises(LikelihoodError, match="cannot integrate with link='prbit'; choose one of 'probit'"):
-        posterior.predict(problem.x, predictive, link="prbit", samples=2)
-
-
 def test_log_prob_takes_whole_weight_vectors(posterior: LaplacePosterior) -> None:
     for theta in (torch.tensor(1.0), torch.ones(1), posterior.mean[:-1], posterior.mean.unsqueeze(1)):
-        with pytest.raises(ValueError, match=r"log_prob takes weight vectors \[\.\.\., 31\], .* got shape \["):
+        with pytest.raises(ValueError, match=r"theta must be weight vectors \[\.\.\., 31\]"):
             posterior.log_prob(theta)
     assert posterior.log_prob(posterior.mean.expand(2, 3, -1)).shape == (2, 3)
-
-
-BAD_NUMBERS = {"batch_size": [0, -2, None, "8"], "n_data": [0, None], "n_outputs": [0], "loss_scale": [0.0, -1.0, "1"]}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_NUMBERS.items() for value in values])
-def test_l2m_refuses_numbers_that_cannot_be(name: str, value: object) -> None:
-    network = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(network.parameters())
-    network(real(4, 3).float()).sum().backward()
-    optimizer.step()
-    arguments = {"n_data": 40, "batch_size": 4, "prior_precision": 1.0, name: value}
-    with pytest.raises(ValueError, match=rf"{name} must be a .*, got {value!r}"):
-        fit_l2m(network, optimizer, **arguments)
