@@ -5,7 +5,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from lightning_bayes.posterior.grid import grid
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
