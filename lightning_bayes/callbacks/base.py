@@ -17,7 +17,7 @@ from lightning_bayes.callbacks.files import File, as_file, exists, load_posterio
 from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
 from lightning_bayes.callbacks.scoring import ScoringCallback, scoring_callbacks
-from lightning_bayes.callbacks.strategy import on_device, run_last
+from lightning_bayes.callbacks.strategy import load_validation, on_device, run_last
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
@@ -151,6 +151,7 @@ class PosteriorCallback(ScoringCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run with nothing left to train never reaches `on_train_end`.
         if not self._has_trained and trainer.train_dataloader is not None:
+            load_validation(trainer)
             with on_device(trainer, pl_module):
                 self._fit_untrained(trainer, pl_module)
         if is_launched(trainer):

@@ -180,6 +180,17 @@ def test_the_module_ends_with_the_weights_and_buffers_that_training_left(tmp_pat
     callback.posterior.check_weights()
 
 
+def test_a_checkpoint_whose_weights_cannot_be_loaded_goes_without(tmp_path: Path) -> None:
+    class Renamed(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept")
+    with pytest.warns(UserWarning, match=r"weights of .*ckpt cannot be loaded, so it gets no posterior: .*old\.net"):
+        fit_with(tmp_path, callback, checkpoint, model=Renamed())
+    callback.posterior.check_weights()
+
+
 class Averaging(EMAWeightAveraging):
     def __init__(self) -> None:
         super().__init__(decay=0.8)
