@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_bayes.callbacks.checkpoints import Stored, beside, put_posterior, survey
+from lightning_bayes.callbacks.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
 from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
 from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.module import network_of, refuse_variational, split_batch
@@ -121,6 +121,13 @@ class PosteriorCallback(ScoringCallback):
         # A checkpoint from the middle of training has none: what the callback holds is of other weights, and says so.
         if state_dict["posterior"] is not None:
             self._posterior, self._stored = None, state_dict["posterior"]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit" and has_unaveraged_weights(pl_module, checkpoint):
+            rank_zero_warn(
+                "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
+                "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what a checkpoint would hold of the posterior."""

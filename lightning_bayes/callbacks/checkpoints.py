@@ -110,6 +110,14 @@ def beside(path: Any, name: str) -> str:
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
 
 
+def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
+    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+    current, weights = checkpoint.get("current_model_state"), module.state_dict()
+    if current is None or current.keys() != weights.keys():
+        return False
+    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+
+
 @contextmanager
 def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator[None]:
     """The module with the weights of a checkpoint, on all processes; then it has its own again."""

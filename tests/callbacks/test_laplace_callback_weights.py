@@ -221,6 +221,17 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
     assert found[0]["memory"] != pytest.approx(found[0]["best"], rel=1e-3)
 
 
+def test_weights_from_before_the_average_are_refused_and_a_sentence_says_why(tmp_path: Path) -> None:
+    """Lightning's averaging callback loads those when the Trainer that has trained tests a checkpoint."""
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", **FIRST)
+    model, fit = fit_with(tmp_path, callback, Averaging(), checkpoint)
+    with (
+        pytest.warns(UserWarning, match="loaded the checkpoint's weights from before the average, which its posterior"),
+        pytest.raises(RuntimeError, match="not those the posterior was fitted to"),
+    ):
+        fit.test(model, held_out(), ckpt_path="best", verbose=False)
+
+
 def test_a_checkpoint_is_otherwise_as_lightning_wrote_it(tmp_path: Path) -> None:
     """The current weights beside their average, too, from which a resumed run goes on."""
     paths = []
