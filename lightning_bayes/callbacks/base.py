@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import word
 from lightning_bayes.callbacks.arguments import check_save, check_use
-from lightning_bayes.callbacks.checkpoints import Stored, beside, put_posterior, survey
+from lightning_bayes.callbacks.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
 from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
 from lightning_bayes.callbacks.held_out import tune_and_calibrate, validation_data
@@ -25,7 +25,7 @@ from lightning_bayes.callbacks.loss_check import LossFit, explain
 from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
 from lightning_bayes.callbacks.scoring import ScoringCallback, scoring_callbacks
-from lightning_bayes.callbacks.strategy import on_device, run_last
+from lightning_bayes.callbacks.strategy import load_validation, on_device, run_last
 from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
@@ -141,6 +141,13 @@ class PosteriorCallback(ScoringCallback):
         if state_dict["posterior"] is not None:
             self._posterior, self._stored = None, state_dict["posterior"]
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit" and has_unaveraged_weights(pl_module, checkpoint):
+            rank_zero_warn(
+                "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
+                "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what a checkpoint would hold of the posterior."""
         return {**self.__dict__, "_posterior": None, "_stored": self.state_dict().get("posterior")}
@@ -171,6 +178,7 @@ class PosteriorCallback(ScoringCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run with nothing left to train never reaches `on_train_end`.
         if not self._has_trained and trainer.train_dataloader is not None:
+            load_validation(trainer)
             with on_device(trainer, pl_module):
                 self._fit_untrained(trainer, pl_module)
         if is_launched(trainer):

@@ -26,6 +26,10 @@ from lightning_bayes.posterior import GaussianPosterior
 WEIGHTS = ("both", "last", "best")
 
 
+class CheckpointError(RuntimeError):
+    """The weights of a checkpoint do not fit the module that wrote it."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint of this run; the same on all processes."""
@@ -106,6 +110,14 @@ def beside(path: Any, name: str) -> str:
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
 
 
+def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
+    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+    current, weights = checkpoint.get("current_model_state"), module.state_dict()
+    if current is None or current.keys() != weights.keys():
+        return False
+    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+
+
 @contextmanager
 def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator[None]:
     """The module with the weights of a checkpoint, on all processes; then it has its own again."""
@@ -117,10 +129,10 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
             try:
                 module.load_state_dict(_read(trainer, path)["state_dict"], strict=module.strict_loading)
             except Exception as error:
-                problem = str(error)
+                problem = " ".join(str(error).split())
         problem = trainer.strategy.broadcast(problem)
         if problem is not None:
-            raise RuntimeError(f"the weights of {path} cannot be loaded for their posterior: {problem}")
+            raise CheckpointError(f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}")
         share(tensors)  # their file systems may not have the checkpoint
         yield
     finally:
@@ -158,6 +170,10 @@ def _digest(weights: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def _saves_weights_only(callback: Any) -> bool:
+    return getattr(callback, "save_weights_only", False)
+
+
 def _finish_writing(trainer: Trainer) -> None:
     """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
     plugin: Any = trainer.strategy.checkpoint_io
@@ -166,12 +182,11 @@ def _finish_writing(trainer: Trainer) -> None:
 
 
 def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
-    """Make sure that there is a checkpoint to resume from at the end of training; on all processes."""
+    """Where checkpoints are kept, there is one to resume from at the end of training; on all processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
-    step = trainer.global_step
-    for each in callbacks:
-        if getattr(each, "_last_global_step_saved", None) == step and not each.save_weights_only:
-            return
+    steps = [getattr(each, "_last_global_step_saved", None) for each in callbacks if not _saves_weights_only(each)]
+    if not callbacks or trainer.global_step in steps:
+        return
     path = os.path.join(folder, f"{name}_interrupted.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"the weights are in {path}: fit(ckpt_path=…) goes on from there")

@@ -103,14 +103,19 @@ def exact_pass(
     return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
 
 
-def named_loader(trainer: Trainer | None, module: LightningModule, name: str) -> Any:
+def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """What the data module's or module's method or attribute `name` gives."""
-    owners = [None if trainer is None else trainer.datamodule, module]  # type: ignore[attr-defined]
+    loader = getattr(owner_of(trainer, module, name), name)
+    return loader() if callable(loader) else loader
+
+
+def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
+    """The data module or the module, whichever has a `name`."""
+    owners = [each for each in (trainer.datamodule, module) if each is not None]  # type: ignore[attr-defined]
     for owner in owners:
         if hasattr(owner, name):
-            loader = getattr(owner, name)
-            return loader() if callable(loader) else loader
-    kinds = " or ".join(type(owner).__name__ for owner in owners if owner is not None)
+            return owner
+    kinds = " or ".join(type(owner).__name__ for owner in owners)
     raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
 
 

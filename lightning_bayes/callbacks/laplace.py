@@ -16,12 +16,13 @@ from lightning_bayes.arguments import count, word
 from lightning_bayes.callbacks.arguments import check_data, check_module, check_tuning
 from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
 from lightning_bayes.callbacks.block_summary import block_summary
-from lightning_bayes.callbacks.checkpoints import WEIGHTS, hold_weights, needing_a_pass, weights_of
+from lightning_bayes.callbacks.checkpoints import WEIGHTS, CheckpointError, hold_weights, needing_a_pass, weights_of
 from lightning_bayes.callbacks.data import (
     ExactPass,
     check_validation,
     exact_pass,
     named_loader,
+    owner_of,
     single,
     validation_pass,
 )
@@ -159,7 +160,7 @@ class LaplaceCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         # What cannot work is better known before training than after it.
         if isinstance(self.data, str):
-            named_loader(trainer, pl_module, self.data)
+            owner_of(trainer, pl_module, self.data)
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
         if self.weights == "best" and not has_best and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
@@ -214,13 +215,18 @@ class LaplaceCallback(PosteriorCallback):
             else:
                 self._put_into(trainer, checkpoints)
         for group in needing_a_pass(checkpoints, self.weights):
-            with weights_of(trainer, module, group[0].path):
-                posterior = self._fitted(trainer, module, self._loader(trainer, module))
-                self._report(None, posterior, f" of {os.path.basename(group[0].path)}")
-                for each in group:
-                    self._put(trainer, each, posterior)
+            try:
+                with weights_of(trainer, module, group[0].path):
+                    posterior = self._fitted(trainer, module, self._loader(trainer, module))
+                    self._report(None, posterior, f" of {os.path.basename(group[0].path)}")
+                    for each in group:
+                        self._put(trainer, each, posterior)
+                    if elsewhere:
+                        self._save(trainer, posterior)
+            except CheckpointError as error:
                 if elsewhere:
-                    self._save(trainer, posterior)
+                    raise
+                rank_zero_warn(str(error))
         self._best_path = best.path if elsewhere and best is not None else None
 
     def _missing(self) -> str:

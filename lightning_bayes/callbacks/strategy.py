@@ -1,4 +1,4 @@
-"""What a callback needs of a Trainer's strategy and of the order of its callbacks."""
+"""What a callback needs of a Trainer besides its hooks: its strategy, the order of callbacks, data and devices."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def run_last(trainer: Trainer, last: list[Any]) -> None:
     moved = {id(each) for each in (*last, *checkpoints)}
     # A new list: Lightning may be walking through the old one.
     trainer.callbacks = [*(each for each in callbacks if id(each) not in moved), *last, *checkpoints]  # type: ignore[attr-defined]
+
+
+def load_validation(trainer: Trainer) -> None:
+    """The validation data of a `fit` without a step, which Lightning loads when training starts."""
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
 
 
 @contextmanager

@@ -73,7 +73,7 @@ integrate("covariance", torch.ones(1, 7), "variances of the same shape", "got sh
 integrate("covariance", None, "variances", "got None")
 integrate("mean", None, "outputs", "got None")
 integrate("mean", F.long(), "floating-point")
-integrate("link", "prbit", "link='prbit'; choose one of 'pairwise', 'probit', 'bridge', 'mc'")
+integrate("link", "prbit", "link='prbit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'")
 integrate("samples", 0, "samples must be a whole number of at least 1, got 0", link="mc")
 integrate("samples", 2.5, "samples must be a whole number", "got 2.5", link="mc")
 integrate("samples", "ten", "samples must be a whole number", "got 'ten'")

@@ -63,7 +63,7 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("name", "", "must be a word")
     table("name", "map", "'map' is the name of the plain network's own scores")
     table("name", "v/l", "must not hold a slash")
-    table("link", "logit", "choose one of 'pairwise', 'probit'")
+    table("link", "logit", "choose one of 'probit', 'pairwise'")
     flags(table, "ood", "plots")
     return table
 

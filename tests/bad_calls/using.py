@@ -70,7 +70,7 @@ _drawing(predict)
 flags(predict, "calibrated")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
-predict("link", "logit", "link='logit'; choose one of 'pairwise', 'probit', 'bridge', 'mc'")
+predict("link", "logit", "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'")
 predict("link", 3, "link=3; choose one of")
 for _predictive in ("bnn", "map"):
     predict("samples", 0, "at least 1, got 0", predictive=_predictive)
@@ -80,7 +80,7 @@ for _predictive in ("bnn", "map"):
     predict("x", Of(lambda t: t.x.double(), "double"), "torch.float64", predictive=_predictive, named=False)
     predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
     predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
-    predict("link", "logit", "choose one of 'pairwise', 'probit'", predictive=_predictive)
+    predict("link", "logit", "choose one of 'probit', 'pairwise'", predictive=_predictive)
 
 moved = Table(
     "moved network", lambda t, change, **given: t.moved(change).predict(t.x, **given), ["change"], named=False
@@ -229,7 +229,7 @@ calibration = Table(
 )
 for _table in (autos, calibration):
     _scoring(_table)
-    _table("link", "logit", "link='logit'; choose one of 'pairwise'")
+    _table("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")
     words(_table, "of")
     _table("of", "variance", "unknown of 'variance': use one of 'outputs', 'probs'")
     _table("loader", [], "the held-out data are empty", named=False)
@@ -243,14 +243,14 @@ for _table in (autos, calibration):
     _table("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
 calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
 flags(autos, "calibrate")
-autos("link", "logit", "link='logit'; choose one of 'pairwise'", loader=None)
+autos("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'", loader=None)
 autos(
     "size", 3, "tune_prior('auto') has no argument 'size'", "'predictive', 'link', 'samples', 'seed', 'of', 'calibrate'"
 )
 autos("per_layer", True, "tunes one prior for all layers", "needs 'marglik'")
 scoring = Table("Scoring", lambda t, **given: _checked(Scoring(**given), t), Scoring)
 _scoring(scoring)
-scoring("link", "logit", "link='logit'; choose one of 'pairwise'")
+scoring("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")
 words(scoring, "of")
 tune.anything = {name: "a table of its own" for method in (grid, tune_auto) for name in signature(method).parameters}
 
@@ -306,7 +306,7 @@ scores("ood_loaders", Of(lambda t: [[t.x], []], "an empty one"), "ood_loaders[1]
 scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
 scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
 words(scores, "predictive")
-scores("link", "logit", "choose one of 'pairwise', 'probit'")
+scores("link", "logit", "choose one of 'probit', 'pairwise'")
 counts(scores, "samples")
 scores("seed", -1, "must be a whole number of at least 0, got -1")
 scores("seed", "one", "must be a whole number of at least 0, got 'one'")
@@ -338,7 +338,7 @@ mixture = Table(
 )
 _drawing(mixture)
 words(mixture, "predictive")
-mixture("link", "logit", "choose one of 'pairwise', 'probit'")
+mixture("link", "logit", "choose one of 'probit', 'pairwise'")
 mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
 mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 mixture_density = Table(

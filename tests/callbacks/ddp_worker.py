@@ -166,6 +166,9 @@ class Scenarios:
         tested = fit.test(model, DataLoader(labelled(12, 5), BATCH), ckpt_path="best", verbose=False)
         self.results["best/best"] = [callback.posterior.precision.logdet(), alone(model, plain)]
         self.results["best/test"] = tested[0]["test_nll_best"]
+        resumed = laplace(tune=None, name="resumed")  # with nothing left to train
+        self.trainer(resumed, max_epochs=2).fit(model, loader, ckpt_path=checkpoint._last_checkpoint_saved)
+        self.results["best/resumed"] = [resumed.posterior.precision.logdet(), alone(model, plain)]
 
     def stream(self) -> None:
         """Data that cannot be indexed."""

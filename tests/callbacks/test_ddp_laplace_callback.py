@@ -14,6 +14,7 @@ from lightning_bayes import GaussianPosterior
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
     pytest.mark.filterwarnings("ignore:.*in eval mode"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 QUANTITIES = (
@@ -142,7 +143,7 @@ def test_memory_and_the_best_checkpoint_have_posteriors_of_their_own_weights(wor
     """Batch norm's statistics, which each process gathers for itself, are rank zero's in both."""
     _, ranks, _ = world
     for rank in ranks:
-        for which in ("best/memory", "best/best"):
+        for which in ("best/memory", "best/best", "best/resumed"):
             torch.testing.assert_close(*rank[which], rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(rank[which], ranks[0][which], rtol=1e-9, atol=1e-9)
         assert abs(rank["best/memory"][0] - rank["best/best"][0]) > 1e-3

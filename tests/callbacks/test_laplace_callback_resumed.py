@@ -110,6 +110,14 @@ def test_a_callback_that_was_not_there_before_is_fitted_to_a_finished_run(tmp_pa
         assert "test_nll_laplace" in fit.test(model, held_out(), ckpt_path=word, verbose=False)[0]
 
 
+def test_a_resumed_run_is_tuned_on_validation_data_too(tmp_path: Path) -> None:
+    path = finished(tmp_path).last_model_path
+    model, callback = Classifier(), laplace(tune="grid")
+    trainer(tmp_path, callback).fit(model, train_loader(), held_out(), ckpt_path=path)
+    expected = fit_laplace(model, plain_loader()).tune_prior("grid", loader=held_out())
+    same_posterior(callback.posterior, expected, X)
+
+
 @pytest.mark.parametrize("kind", ["l2m", "online"])
 def test_other_callbacks_have_the_posterior_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
     def make() -> Any:

@@ -180,6 +180,17 @@ def test_the_module_ends_with_the_weights_and_buffers_that_training_left(tmp_pat
     callback.posterior.check_weights()
 
 
+def test_a_checkpoint_whose_weights_cannot_be_loaded_goes_without(tmp_path: Path) -> None:
+    class Renamed(Classifier):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept")
+    with pytest.warns(UserWarning, match=r"weights of .*ckpt cannot be loaded, so it gets no posterior: .*old\.net"):
+        fit_with(tmp_path, callback, checkpoint, model=Renamed())
+    callback.posterior.check_weights()
+
+
 class Averaging(EMAWeightAveraging):
     def __init__(self) -> None:
         super().__init__(decay=0.8)
@@ -208,6 +219,17 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
         found.append(numbers)
     same_numbers(*found, rtol=1e-6)
     assert found[0]["memory"] != pytest.approx(found[0]["best"], rel=1e-3)
+
+
+def test_weights_from_before_the_average_are_refused_and_a_sentence_says_why(tmp_path: Path) -> None:
+    """Lightning's averaging callback loads those when the Trainer that has trained tests a checkpoint."""
+    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", **FIRST)
+    model, fit = fit_with(tmp_path, callback, Averaging(), checkpoint)
+    with (
+        pytest.warns(UserWarning, match="loaded the checkpoint's weights from before the average, which its posterior"),
+        pytest.raises(RuntimeError, match="not those the posterior was fitted to"),
+    ):
+        fit.test(model, held_out(), ckpt_path="best", verbose=False)
 
 
 def test_a_checkpoint_is_otherwise_as_lightning_wrote_it(tmp_path: Path) -> None:

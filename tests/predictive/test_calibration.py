@@ -99,7 +99,7 @@ def test_outputs_are_divided_before_the_integral_and_probabilities_after_it() ->
     torch.testing.assert_close(by_outputs.predict(x).probs, expected)
     by_probs = posterior.calibrate(batches, of="probs")
     T = by_probs.calibrations[0].probs_temperature
-    p = posterior.predict(x).probs ** (1 / T)
+    p = posterior.predict(x, link="pairwise").probs ** (1 / T)
     torch.testing.assert_close(by_probs.predict(x).probs, p / p.sum(1, keepdim=True))
 
 
@@ -161,7 +161,7 @@ def test_nothing_else_changes_and_the_state_keeps_it(kind: str) -> None:
 def test_several_predictives_each_keep_their_number() -> None:
     posterior, batches = fitted("classes")
     both = posterior.calibrate(batches).calibrate(batches, "map").calibrate(batches, of="probs")
-    assert [(c.predictive, c.link) for c in both.calibrations] == [("map", "pairwise"), ("glm", "pairwise")]
+    assert [(c.predictive, c.link) for c in both.calibrations] == [("map", "probit"), ("glm", "pairwise")]
     assert both.calibrations[1].output_temperature == 1.0
     assert both.calibrations[1].probs_temperature != 1.0
 
@@ -191,7 +191,7 @@ def test_data_that_say_nothing_are_one_clear_sentence(caplog: pytest.LogCaptureF
         posterior.calibrate([(x * math.nan, y)])
     with pytest.raises(LikelihoodError, match="the target 7"):
         posterior.calibrate([(x, y + 7 - y)])
-    with pytest.raises(ValueError, match="'outputs' or of the 'probs'"):
+    with pytest.raises(ValueError, match="'outputs', 'probs'"):
         posterior.calibrate(batches, of="logits")
     assert posterior.calibrations == ()
     assert not caplog.records
