@@ -535,7 +535,7 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("arguments", [{"save_weights_only": True}, {"monitor": "step", "mode": "min"}])
     def test_a_checkpoint_without_a_posterior(self, tmp_path: Path, arguments: dict[str, Any]) -> None:
-        path = train(tmp_path, 0, Lit(), laplace(), **arguments)
+        path = train(tmp_path, 0, Lit(), laplace(weights="last"), **arguments)
         with pytest.raises(PosteriorError, match=r"ckpt: this checkpoint holds no posterior: .* DeepEnsemble\.load"):
             DeepEnsemble.from_checkpoints([path], Lit)
 
