@@ -116,7 +116,11 @@ def l2m(subject: Subject) -> Predictor:
 
 
 def laplace(
-    structure: str = "kron", tune: str = "auto", link: str | None = None, subset: str = "all", calibrate: bool = False
+    structure: str = "kron",
+    tune: str = "auto",
+    link: str | None = None,
+    subset: str = "all",
+    calibrate: str | None = None,
 ) -> Callable[[Subject], Predictor]:
     """Our posterior by these words, each as `fit_laplace`, `tune_prior` and `predict` take them."""
 
@@ -124,10 +128,13 @@ def laplace(
         if subject.is_regression and link is not None and tune != "marglik":
             raise NotApplicable("a regression has no link")
         posterior = subject.fit(structure, subset)
-        validation = subject.val if tune in ("grid", "auto") else None
-        tuned = posterior.tune_prior(tune, loader=validation)
-        if calibrate:
-            tuned = tuned.calibrate(subject.val)
+        tuned = (
+            posterior.tune_prior(tune, loader=subject.val, link=link)
+            if tune in ("grid", "auto")
+            else posterior.tune_prior(tune)
+        )
+        if calibrate is not None:
+            tuned = tuned.calibrate(subject.val, link=link, of=calibrate)
         return of_posterior(lambda x: tuned.predict(x, link=link, generator=torch.Generator().manual_seed(0)))
 
     return method
@@ -185,11 +192,11 @@ METHODS: dict[str, Callable[[Subject], Predictor]] = {
     MARGLIK: laplace(tune="marglik", link="probit"),
     "kron linear": laplace(tune="linear"),
     "kron grid probit": laplace(tune="grid", link="probit"),
-    "kron auto": laplace(),
+    "kron grid": laplace(tune="grid"),
+    "kron marglik, outputs calibrated": laplace(tune="marglik", calibrate="outputs"),
+    "kron marglik, probs calibrated": laplace(tune="marglik", calibrate="probs"),
     "kron auto probit": laplace(link="probit"),
-    "kron auto pairwise": laplace(link="pairwise"),
     "kron auto mc": laplace(link="mc"),
-    "kron auto, calibrated": laplace(calibrate=True),
     "diag auto": laplace("diag"),
     "last layer auto": laplace(subset="last_layer"),
     "training RMSE, marglik": known_noise,

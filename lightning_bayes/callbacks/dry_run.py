@@ -196,7 +196,7 @@ def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> A
         return None  # it would wait for all processes
     # On copies: the graph of the step still needs the buffers as they are.
     buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
-    args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
+    args, kwargs = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
     with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
         torch.set_rng_state(rng)
         try:

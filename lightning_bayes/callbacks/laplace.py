@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from typing import Any
@@ -31,8 +32,7 @@ from lightning_bayes.callbacks.module import network_of, refuse_variational
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded, share
-from lightning_bayes.curvature import Processes, choose_subset, fit_curvature
-from lightning_bayes.curvature.accumulate import SMALL
+from lightning_bayes.curvature import Processes, choose_subset
 from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.curvature.preserve import preserved_rng
@@ -49,6 +49,8 @@ _RANDOM = (
     "give data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or "
     "module that returns one)"
 )
+
+_TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -170,14 +172,13 @@ class LaplaceCallback(PosteriorCallback):
             check_validation(trainer)
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        words, weights = self._words(), choose_subset(network, x, self.subset)
         if self.structure == "full":
-            weights = choose_subset(network, x, self.subset)
             first = next(iter(weights.parameters(network).values()))
             check_memory(weights.size, first.dtype, first.device)
-            if weights.size > SMALL:  # the gradients are the same, and the matrix would be built for nothing
-                fit_curvature(network, [(x, y)], self.likelihood, "diag", self.subset, self.curvature)
-                return
-        fit_laplace(network, [(x, y)], **self._words(), processes=Undecomposed())
+        if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
+            words.update(structure="diag", damping=None)
+        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -60,11 +60,11 @@ def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor
         g = torch.cat([_before_normalisation(likelihood, f, g).flatten() * scale for f, g in used]).double()
         r = torch.cat([-likelihood.residual(f, y).flatten() / len(f) for f in detached]).double()
         nll = float(sum(mean_nll(likelihood, f, y) for f in detached)) / len(used)
-    if not (g.isfinite().all() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
+    if not (g.norm().isfinite() and r.norm().isfinite() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
         return None
     c = float(g @ r / (r @ r)) * len(used)  # of the mean over several calls, at samples of the weights
     apart = (g - c / len(used) * r).norm() / g.norm()
-    fits = c > 0 and bool(apart <= _TOLERANCE.get(outputs[0].dtype, 2e-2))
+    fits = c > 0 and bool(apart <= _TOLERANCE.get(detached[0].dtype, 2e-2))
     return LossFit(float(loss.detach()) * scale, nll, c if fits else None, fits)
 
 

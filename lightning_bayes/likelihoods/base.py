@@ -50,6 +50,10 @@ class Predictive:
     epistemic: Tensor  # Var_f(E[y | f]): what more data would remove
     aleatoric: Tensor  # E_f[Var(y | f)]: noise
 
+    def tempered(self, T: float) -> Predictive:
+        """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
+        return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
+
     @property
     def variance(self) -> Tensor:
         """The variance of `y`, noise included."""
@@ -106,6 +110,7 @@ class Likelihood(ABC):
 
     predictive: ClassVar[type[Predictive]] = Predictive
     links: ClassVar[tuple[str, ...]] = ("mc",)  # the ways to integrate over f; the first is the default
+    calibrated_link: ClassVar[str | None] = None  # the default where a temperature is found; None: the first
 
     @abstractmethod
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:

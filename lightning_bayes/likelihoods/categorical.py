@@ -70,7 +70,8 @@ class Categorical(Likelihood):
     ignore_index: int = -100
 
     predictive = ClassPredictive
-    links = ("pairwise", "probit", "bridge", "mc")
+    links = ("probit", "pairwise", "bridge", "mc")
+    calibrated_link = "pairwise"
 
     def __post_init__(self) -> None:
         integer("ignore_index", self.ignore_index, LikelihoodError)

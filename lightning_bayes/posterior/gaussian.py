@@ -114,8 +114,8 @@ class GaussianPosterior:
         Args:
             x: an input of the network.
             predictive: "glm" (the linearised network), "bnn" (weight samples through the network itself) or "map".
-            link: how "glm" integrates a classifier's outputs: "pairwise", "probit", "bridge" or "mc"; by default the
-                likelihood's first.
+            link: how "glm" integrates a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by default the
+                one that the posterior was calibrated with, or else the likelihood's first.
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
@@ -151,9 +151,12 @@ class GaussianPosterior:
 
         return calibrate(self, loader, predictive, link, samples, seed, of)
 
-    def calibration_of(self, predictive: str, link: str) -> Calibration | None:
-        """What `calibrate` found for this predictive and link."""
-        return next((c for c in self.calibrations if (c.predictive, c.link) == (predictive, link)), None)
+    def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
+        """What `calibrate` found for this predictive and link; for `None`, whatever link it was last called with."""
+        of_predictive = [c for c in self.calibrations if c.predictive == predictive]
+        if predictive == "glm" and link is not None:
+            of_predictive = [c for c in of_predictive if c.link == link]
+        return of_predictive[-1] if of_predictive else None
 
     def with_calibration(self: Posterior, calibration: Calibration) -> Posterior:
         others = [c for c in self.calibrations if (c.predictive, c.link) != (calibration.predictive, calibration.link)]

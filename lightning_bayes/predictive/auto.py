@@ -3,14 +3,16 @@
 **Classes.** The evidence at the trained weights makes a posterior too wide for the probabilities of a well-trained
 network, yet width is what makes unknown inputs stand out. So the *widest* posterior is taken that the held-out data do
 not mind: each prior gets the temperature of its probabilities that scores best, and of all priors (and the plain
-network, which is one with zero covariance) whose mean negative log-likelihood is within one standard error, of the
-paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose.
+network, which is one with zero covariance) whose mean negative log-likelihood is within half a standard error, of the
+paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose. A
+few examples can ask for any temperature: `log T` has a prior, `N(0, 1/10)`, in which they have to outvote ten.
 Nothing held out: the evidence at the linear model's optimum.
 
 **Real targets.** The prior by the evidence at a fixed noise, the training RMSE. Held-out data then scale both, `σ²` by
 the mean of `(y − m)²/v` and `δ` by its inverse, which scales the predictive variance by that factor: the noise that
 maximises the held-out likelihood at this ratio of prior to noise. The training error is a lower bound of the noise, so
-that the factor is at least one.
+that the factor is at least one. Where the noise is the network's own, or no training error is known, the rule is that
+of classes, with a factor on the variance as the temperature.
 
 `make practice` measures this against other rules.
 """
@@ -46,6 +48,8 @@ logger = logging.getLogger("lightning_bayes")
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
+WITHIN = 0.5  # standard errors
+DOUBT = 10.0  # the precision of log T
 EVERY = slice(None)
 
 
@@ -97,11 +101,11 @@ def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
     """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
     factor, if `calibrate`."""
-    knows = posterior.curvature.knows_likelihood
-    if not issubclass(posterior.likelihood.predictive, ClassPredictive):
-        posterior = by_evidence(posterior) if tune and knows else posterior
+    classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
+    if not classes and (not tune or _has_noise(posterior)):
+        posterior = by_evidence(posterior) if tune else posterior
         (ratio, plain), link = squared_errors(posterior, [posterior.precision, None], loader, scoring)
-        return NoiseChoice(posterior, scoring, link, tune and knows, calibrate, ratio, plain)
+        return NoiseChoice(posterior, scoring, link, tune, calibrate, ratio, plain)
     priors = _priors(posterior, scoring) if tune else ()
     precisions = [posterior.with_prior(δ).precision for δ in priors] if tune else [posterior.precision]
     nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
@@ -129,7 +133,7 @@ class Choice(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PriorChoice(Choice):
-    """Of classes: a prior and a temperature."""
+    """A prior and a temperature."""
 
     priors: tuple[float, ...]  # ascending
     nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
@@ -140,25 +144,33 @@ class PriorChoice(Choice):
         chosen = self.posterior.with_prior((*self.priors, NEGLIGIBLE)[row]) if self.tune else self.posterior
         if not self.calibrate:
             return chosen
-        return chosen.with_calibration(self.scoring.calibration(self.link, best_temperature(nll[row].mean(-1))))
+        return chosen.with_calibration(self._calibration(self._doubted(nll)[row] if self.tune else nll[row].mean(-1)))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        T = best_temperature(self.nll[-1, :, examples].mean(-1))
-        return replace(self.scoring.calibration(self.link, T), predictive="map")
+        return replace(self._calibration(self.nll[-1, :, examples].mean(-1)), predictive="map")
+
+    def _calibration(self, nll: Tensor) -> Calibration:
+        return self.scoring.calibration(self.posterior.likelihood, self.link, best_temperature(nll))
+
+    def _doubted(self, nll: Tensor) -> Tensor:
+        """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
+        t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype)
+        return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def _widest(self, nll: Tensor) -> int:
-        """The first row that is within one standard error of the best, each at its own temperature."""
-        mean = nll.mean(-1)
+        """The first row that is near the best, each at its own temperature."""
+        mean = self._doubted(nll)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS)
-        tempered = nll[torch.arange(len(nll)), at]  # [priors + 1, N]
-        worse = tempered - tempered[tempered.mean(1).argmin()]
-        error = (worse.std(1) / worse.shape[1] ** 0.5).nan_to_num(0.0)
-        return int((worse.mean(1) <= error).nonzero()[0])
+        rows = torch.arange(len(nll))
+        best = int(mean[rows, at].argmin())
+        difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
+        error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0)
+        return int((mean[rows, at] - mean[best, at[best]] <= WITHIN * error).nonzero()[0])
 
 
 @dataclass(frozen=True, eq=False)
 class NoiseChoice(Choice):
-    """Of real targets: the size of the predictive variance."""
+    """The size of a regression's predictive variance."""
 
     ratio: Tensor  # (y − m)²/v [N]
     plain: Tensor  # the same of the plain network [N]
@@ -166,15 +178,19 @@ class NoiseChoice(Choice):
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
         if self.tune:
-            factor = max(factor, 1.0)
-            if isinstance(self.posterior.likelihood, Gaussian) and self.posterior.noise_power == -2:
-                return _scaled(self.posterior, factor)
+            return _scaled(self.posterior, max(factor, 1.0))
         if not self.calibrate:
             return self.posterior
         return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
         return Calibration("map", self.link, variance_factor=float(self.plain[examples].mean()))
+
+
+def _has_noise(posterior: LaplacePosterior) -> bool:
+    """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
+    scales = isinstance(posterior.likelihood, Gaussian) and posterior.noise_power == -2
+    return scales and posterior.curvature.knows_likelihood
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ from lightning_bayes.structures import Structure
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
-LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-12, 13))  # 1/8 to 8
+LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
 FEW = 50  # examples, below which one number is hardly known
 
 
@@ -49,7 +49,10 @@ class Scoring:
         likelihood.choose_link(self.link)
 
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
-        return law.choose_link(likelihood, self.link if self.predictive == "glm" else None)
+        if self.predictive != "glm":
+            return law.choose_link(likelihood, None)
+        default = None if law.draws is not None else likelihood.calibrated_link
+        return law.choose_link(likelihood, self.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
@@ -59,14 +62,15 @@ class Scoring:
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
-        if self.of == "outputs":
+        if self.of == "outputs" and issubclass(likelihood.predictive, ClassPredictive):
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
-        assert isinstance(predictive, ClassPredictive)
         yield from (predictive.tempered(math.exp(t)) for t in LOG_TEMPERATURES)
 
-    def calibration(self, link: str, T: float) -> Calibration:
+    def calibration(self, likelihood: Likelihood, link: str, T: float) -> Calibration:
+        if not issubclass(likelihood.predictive, ClassPredictive):
+            return Calibration(self.predictive, link, variance_factor=T**2)
         place = {"outputs": "output_temperature", "probs": "probs_temperature"}[self.of]
         return Calibration(self.predictive, link, **{place: T})
 
@@ -78,7 +82,8 @@ def calibrate(
     check_loader(loader)
     if issubclass(posterior.likelihood.predictive, ClassPredictive):
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
-        return posterior.with_calibration(scoring.calibration(chosen, best_temperature(nll[0].mean(-1))))
+        T = best_temperature(nll[0].mean(-1))
+        return posterior.with_calibration(scoring.calibration(posterior.likelihood, chosen, T))
     ratio, chosen = squared_errors(posterior, [posterior.precision], loader, scoring)
     return posterior.with_calibration(Calibration(predictive, chosen, variance_factor=float(ratio.mean())))
 

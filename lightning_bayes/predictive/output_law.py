@@ -47,10 +47,10 @@ class OutputLaw:
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
         """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws
         of the network itself have no closed form."""
-        if not self.linear:
+        sampled = self.draws is not None and issubclass(likelihood.predictive, ClassPredictive)
+        if not self.linear or (link is None and sampled):
             return "mc"
-        classes = issubclass(likelihood.predictive, ClassPredictive)
-        return "mc" if link is None and self.draws is not None and classes else likelihood.choose_link(link)
+        return likelihood.choose_link(link)
 
     def integrate(
         self, likelihood: Likelihood, link: str, samples: int, generator: torch.Generator | None

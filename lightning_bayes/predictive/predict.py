@@ -33,10 +33,11 @@ def predict(
     flag("calibrated", calibrated)
     likelihood = posterior.likelihood
     likelihood.choose_link(link)  # a link that there is not is an error with every predictive
+    calibration = posterior.calibration_of(predictive, link) if calibrated else None
     with preserved_rng():
         law = output_law(posterior, x, predictive, samples, generator)
-        chosen = law.choose_link(likelihood, link if predictive == "glm" else None)
-        calibration = posterior.calibration_of(predictive, chosen) if calibrated else None
+        default = None if calibration is None else calibration.link
+        chosen = law.choose_link(likelihood, (link or default) if predictive == "glm" else None)
         return Prediction.from_predictive(corrected(likelihood, law, chosen, samples, generator, calibration))
 
 

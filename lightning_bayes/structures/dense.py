@@ -12,10 +12,8 @@ factor in float64. Everything that needs an inverse or a determinant uses one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ class Dense(Structure):
     matrix: Tensor  # H [P, P]
     factor: Tensor | float = 1.0
     shift: Tensor | float = 0.0  # a number, or [P]
-    _of_matrix: dict[str, Any] = field(default_factory=dict, repr=False)  # decompositions of H, for all M made of it
+    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)  # eigen of H, for all M made of it
 
     @property
     def size(self) -> int:
@@ -60,7 +58,7 @@ class Dense(Structure):
         if self._has_many_shifts:
             return torch.cholesky_inverse(self._cholesky).diagonal().to(self.dtype)
         values, Q = self._eigen
-        return (Q.square() @ positive(values).reciprocal()).to(self.dtype)
+        return Q.square() @ positive(values).reciprocal().to(Q)
 
     def __add__(self, other: Dense) -> Dense:
         self._check_same_form(other)
@@ -76,16 +74,22 @@ class Dense(Structure):
         return vectors @ self.matrix * self.factor + vectors * self.shift
 
     def solve(self, vectors: Tensor) -> Tensor:
-        wide = vectors.double()
         if self._has_many_shifts:
-            columns = wide.reshape(-1, self.size).mT
+            columns = vectors.reshape(-1, self.size).mT.double()
             return torch.cholesky_solve(columns, self._cholesky).mT.reshape(vectors.shape).to(vectors.dtype)
         values, Q = self._eigen
-        return ((wide @ Q / positive(values)) @ Q.mT).to(vectors.dtype)
+        return (vectors @ Q * positive(values).reciprocal().to(Q)) @ Q.mT
 
     def root_solve(self, vectors: Tensor) -> Tensor:
         values, Q = self._eigen
-        return ((vectors.double() @ Q * positive(values).rsqrt()) @ Q.mT).to(vectors.dtype)
+        return (vectors @ Q * positive(values).rsqrt().to(Q)) @ Q.mT
+
+    def inverse_quadratic(self, J: Tensor) -> Tensor:
+        if self._has_many_shifts:
+            return super().inverse_quadratic(J)
+        values, Q = self._eigen
+        rotated = J @ Q * positive(values).rsqrt().to(Q)  # [..., K, P]
+        return rotated @ rotated.mT
 
     def logdet(self) -> Tensor:
         if self._has_many_shifts:
@@ -101,11 +105,11 @@ class Dense(Structure):
 
     @property
     def _eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of `M`.  # [P], [P, P]"""
+        """Eigenvalues of `M`, in float64, and eigenvectors.  # [P], [P, P]"""
         if self._has_many_shifts:
-            return torch.linalg.eigh(self._matrix()) if self._is_in_graph else self._kept_eigen
-        λ, Q = self._kept("eigen", self._decompose)
-        values = λ * self.factor + self.shift
+            return self._decompose(self._matrix()) if self._is_in_graph else self._kept_eigen
+        λ, Q = self._of_matrix()
+        values = λ.clamp(min=0) * self.factor + self.shift
         if torch.as_tensor(self.shift).detach() == 0:
             # Without a prior, an eigenvalue within the rounding of zero is zero.
             values = values.masked_fill(values <= self.size * torch.finfo(λ.dtype).eps * values.amax(), 0)
@@ -113,26 +117,26 @@ class Dense(Structure):
 
     def _matrix(self) -> Tensor:
         """`M` of the clamped `H`, in float64.  # [P, P]"""
-        H = self._kept("clamped", self._clamp)
+        λ, Q = self._of_matrix()
+        negative = int((λ < 0).sum())  # the first, as eigenvalues rise
+        Q = Q[:, :negative].double()
+        H = self.matrix.double() - (Q * λ[:negative]) @ Q.mT
         return H * self.factor + torch.diag(self._shifts(H))
-
-    def _clamp(self) -> Tensor:
-        λ, Q = self._kept("eigen", self._decompose)
-        return (Q * λ) @ Q.mT
-
-    def _decompose(self) -> tuple[Tensor, Tensor]:
-        λ, Q = torch.linalg.eigh(self.matrix.double())
-        return λ.clamp(min=0), Q
 
     # A decomposition is kept for the next call, unless it belongs to a graph: one made under no_grad would cut it.
     # An inference tensor could not be used outside of inference mode, so none is kept either.
-    def _kept(self, name: str, compute: Callable[[], Any]) -> Any:
+    def _of_matrix(self) -> tuple[Tensor, Tensor]:
+        """The decomposition of `H`."""
         if self.matrix.requires_grad:
-            return compute()
-        if name not in self._of_matrix:
+            return self._decompose(self.matrix)
+        if not self._kept:
             with torch.inference_mode(False):
-                self._of_matrix[name] = compute()
-        return self._of_matrix[name]
+                self._kept.append(self._decompose(self.matrix))
+        return self._kept[0]
+
+    def _decompose(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        λ, Q = torch.linalg.eigh(matrix.double())
+        return λ, Q.to(self.dtype)  # rotations are as exact as the vectors; what cancels is in the eigenvalues
 
     @property
     def _cholesky(self) -> Tensor:
@@ -145,7 +149,7 @@ class Dense(Structure):
     @cached_property
     def _kept_eigen(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            return torch.linalg.eigh(self._matrix())
+            return self._decompose(self._matrix())
 
     @cached_property
     def _kept_cholesky(self) -> Tensor:

@@ -21,6 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
+from lightning_bayes import fit_laplace
+from lightning_bayes.curvature import Processes
+
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full")
@@ -63,6 +66,12 @@ class OwnBatches(BatchSampler):
     """A subclass, which Lightning hands a distributed sampler."""
 
 
+def alone(model: nn.Module, loader: Any) -> Tensor:
+    """The posterior that one process fits to all data."""
+    data = [(x.double(), y) for x, y in loader]
+    return fit_laplace(model, data, processes=Processes()).precision.logdet()
+
+
 def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
@@ -87,7 +96,8 @@ class Scenarios:
     def trainer(self, *callbacks: Any, **arguments: Any) -> L.Trainer:
         L.seed_everything(0, verbose=False)
         shared = {"devices": self.world, "strategy": "ddp"} if self.world > 1 else {}
-        return trainer(self.folder, *callbacks, max_epochs=1, precision="64-true", **shared, **arguments)
+        arguments = {"max_epochs": 1, "precision": "64-true", **shared, **arguments}
+        return trainer(self.folder, *callbacks, **arguments)
 
     def posteriors(self, kind: str, n: int) -> None:
         """Every curvature and structure, side by side on one Trainer."""
@@ -144,6 +154,19 @@ class Scenarios:
         self.results["predict"] = torch.cat([each.probs for each in predictions])
         self.results["files"] = {"posterior": str(callback.posterior_path), "checkpoint": checkpoint.best_model_path}
 
+    def best(self) -> None:
+        """Weights that move, and the first checkpoint is the best: the posteriors, and what this process would fit."""
+        callback = laplace(tune=None, name="best")
+        checkpoint = ModelCheckpoint(self.folder / "best", monitor="step", mode="min", save_top_k=2)
+        model, loader = Classifier(lr=0.05), DataLoader(labelled(36), BATCH, shuffle=True)
+        fit = self.trainer(callback, checkpoint, enable_checkpointing=True, limit_val_batches=0, max_epochs=2)
+        fit.fit(model, loader)
+        plain = DataLoader(labelled(36), BATCH)
+        self.results["best/memory"] = [callback.posterior.precision.logdet(), alone(model, plain)]
+        tested = fit.test(model, DataLoader(labelled(12, 5), BATCH), ckpt_path="best", verbose=False)
+        self.results["best/best"] = [callback.posterior.precision.logdet(), alone(model, plain)]
+        self.results["best/test"] = tested[0]["test_nll_best"]
+
     def stream(self) -> None:
         """Data that cannot be indexed."""
         callback = laplace()
@@ -164,6 +187,7 @@ def run(folder: Path, world: int, cases: list[str]) -> dict[str, Any]:
             scenarios.one_example()
             scenarios.evaluation()
             scenarios.stream()
+            scenarios.best()
         else:
             kind, n = case.split(":")
             scenarios.posteriors(kind, int(n))

@@ -136,3 +136,14 @@ def test_data_that_cannot_be_indexed_count_as_often_as_processes_read_them(world
         assert (
             "examples that the loader repeats on several processes count several times" in rank["stream"]["warnings"][0]
         )
+
+
+def test_memory_and_the_best_checkpoint_have_posteriors_of_their_own_weights(world: Any) -> None:
+    """Batch norm's statistics, which each process gathers for itself, are rank zero's in both."""
+    _, ranks, _ = world
+    for rank in ranks:
+        for which in ("best/memory", "best/best"):
+            torch.testing.assert_close(*rank[which], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(rank[which], ranks[0][which], rtol=1e-9, atol=1e-9)
+        assert abs(rank["best/memory"][0] - rank["best/best"][0]) > 1e-3
+        assert rank["best/test"] == ranks[0]["best/test"]

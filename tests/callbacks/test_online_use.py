@@ -46,6 +46,9 @@ class Wrapped(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:online_laplace. the loss of the training step"
+)  # for the shift is not in the network
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_networks_weights_are_sampled_and_all_others_train(tmp_path: Path, samples: int) -> None:
     callback = online(n_data=EXAMPLES, network="net", samples=samples)

@@ -347,15 +347,17 @@ def test_grid_takes_several_inputs() -> None:
 
 
 def test_full_last_layer_in_float32_is_tuned() -> None:
-    """Its last-layer curvature is singular, and a Cholesky factor in float32 fails at the grid's small priors."""
+    """Fewer data than features: the curvature is singular, and at the grid's small priors a float32 matrix is not
+    positive definite."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(5, 30), nn.ReLU(), nn.Linear(30, 4))
-    with torch.no_grad():
-        network[0].weight *= 30
-        network[2].weight *= 5
-    x, y = real(60, 5).float(), torch.arange(60) % 4
-    posterior = fit_laplace(network, [(x, y)], structure="full", subset="last_layer")
-    tuned = posterior.tune_prior("grid", [(x, y)])
-    wide = fit_laplace(network.double(), [(x.double(), y)], structure="full", subset="last_layer")
-    expected = wide.tune_prior("grid", [(x.double(), y)])
+    network = nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 2))
+    x, y = real(20, 5).float(), real(20, 2, seed=1).float()
+    new_x, new_y = real(30, 5, seed=2).float(), 30 * real(30, 2, seed=3).float()
+
+    def tune(dtype: torch.dtype) -> LaplacePosterior:
+        training, validation = ([(a.to(dtype), b.to(dtype))] for a, b in ((x, y), (new_x, new_y)))
+        fitted = fit_laplace(network.to(dtype), training, Gaussian(0.01), structure="full", subset="last_layer")
+        return fitted.tune_prior("grid", validation)
+
+    tuned, expected = tune(torch.float32), tune(torch.float64)
     torch.testing.assert_close(tuned.prior_precision.double(), expected.prior_precision, rtol=0.3, atol=0)

@@ -1,0 +1,175 @@
+"""`tune_prior("auto")`: on held-out data the widest posterior that they do not mind; without them the evidence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_calibration import LIKELIHOODS, fitted, network, real, targets
+from torch import Tensor
+
+from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes.predictive.auto import NEGLIGIBLE, PRIORS, PriorChoice, survey
+from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring
+
+
+class Counting:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.batches)
+
+
+def held_out_nll(posterior: LaplacePosterior, batches: Any, **options: Any) -> Tensor:
+    """Of every example, by real predictions."""
+    parts = []
+    for x, y in batches:
+        p = posterior.predict(x, **options).probs
+        parts.append(-posterior.likelihood.log_likelihood_per_example(p.log(), y))
+    return torch.cat(parts)
+
+
+def test_the_choice_is_the_widest_within_a_standard_error_written_out() -> None:
+    posterior, batches = fitted("classes")
+    loader = Counting(batches)
+    tuned = posterior.tune_prior("auto", loader)
+    assert loader.passes == 1
+    evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
+    priors = PRIORS[int(evidence.argmax()) :]
+    scores = []
+    for δ in priors:
+        candidate = posterior.with_prior(δ)
+        rows = []
+        for t in LOG_TEMPERATURES:
+            p = torch.cat([candidate.predict(x).probs for x, _ in batches]).log() / torch.tensor(t).exp()
+            y = torch.cat([y for _, y in batches])
+            rows.append(-p.log_softmax(1)[torch.arange(len(y)), y])
+        scores.append(min(rows, key=lambda row: float(row.mean())))
+    plain = torch.cat([posterior.predict(x, "map").probs for x, _ in batches]).log()
+    y = torch.cat([y for _, y in batches])
+    tempered = [-(plain / torch.tensor(t).exp()).log_softmax(1)[torch.arange(len(y)), y] for t in LOG_TEMPERATURES]
+    scores.append(min(tempered, key=lambda row: float(row.mean())))
+    best = min(scores, key=lambda row: float(row.mean()))
+    worse = torch.stack(scores) - best
+    fine = worse.mean(1) <= worse.std(1) / worse.shape[1] ** 0.5
+    widest = (*priors, NEGLIGIBLE)[int(fine.nonzero()[0])]
+    assert float(tuned.prior_precision) == pytest.approx(widest)
+    assert tuned.calibrations[0].probs_temperature != 1.0
+    assert held_out_nll(tuned, batches).mean() <= held_out_nll(posterior, batches, predictive="map").mean() + 0.05
+
+
+def choice_of(nll: Tensor, calibrate: bool = True) -> PriorChoice:
+    posterior, _ = fitted("classes")
+    return PriorChoice(posterior, Scoring(of="probs"), "pairwise", True, calibrate, (0.1, 10.0), nll)
+
+
+def table(*levels: float) -> Tensor:
+    """Every example agrees on what a prior costs, at the best of all temperatures."""
+    K = len(LOG_TEMPERATURES)
+    noise = 0.1 * real(1, 1, 40)
+    return (
+        torch.tensor(levels).double()[:, None, None]
+        + torch.tensor(LOG_TEMPERATURES).double()[:, None] ** 2
+        + noise.expand(len(levels), K, 40)
+    )
+
+
+def test_the_plain_network_is_in_the_family_and_wins_where_all_else_is_worse() -> None:
+    choice = choice_of(table(0.5, 0.3, 0.1))
+    assert float(choice.on().prior_precision) == NEGLIGIBLE
+    x = real(5, 3)
+    chosen = choice.on()
+    torch.testing.assert_close(
+        chosen.predict(x, calibrated=False).probs, chosen.predict(x, "map").probs, rtol=1e-4, atol=1e-6
+    )
+    assert float(choice_of(table(0.1, 0.3, 0.5)).on().prior_precision) == pytest.approx(0.1)
+    assert float(choice_of(table(0.3, 0.1, 0.5)).on().prior_precision) == pytest.approx(10.0)
+
+
+def test_a_difference_that_examples_disagree_about_does_not_count() -> None:
+    nll = table(0.1, 0.1, 0.1)
+    nll[0] += 0.05 + 2.0 * (-1.0) ** torch.arange(40)  # worse by .05 ± .3
+    assert float(choice_of(nll).on().prior_precision) == pytest.approx(0.1)
+
+
+def test_halves_choose_apart() -> None:
+    nll = table(0.1, 0.1, 0.1)
+    nll[0, :, 1::2] += 1.0
+    choice = choice_of(nll)
+    assert float(choice.on(slice(0, None, 2)).prior_precision) == pytest.approx(0.1)
+    assert float(choice.on(slice(1, None, 2)).prior_precision) == pytest.approx(10.0)
+
+
+def test_without_calibration_priors_are_compared_as_they_are() -> None:
+    nll = table(0.1, 0.1, 0.1)
+    nll[0, len(LOG_TEMPERATURES) - 13] += 1.0  # at T = 1 only
+    assert float(choice_of(nll, calibrate=False).on().prior_precision) == pytest.approx(10.0)
+    assert choice_of(nll, calibrate=False).on().calibrations == ()
+
+
+def test_a_regression_has_the_training_error_as_noise_and_the_prior_of_its_evidence() -> None:
+    posterior, batches = fitted("real")
+    tuned = posterior.tune_prior("auto")
+    x, y = real(20, 3), targets("real", posterior.network(real(20, 3)).detach(), 2)
+    rmse = (y - posterior.network(x)).detach().square().mean().sqrt()
+    assert float(tuned.likelihood.noise_std) == pytest.approx(float(rmse))  # type: ignore[attr-defined]
+    expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse))).tune_prior("marglik", noise=False)
+    torch.testing.assert_close(tuned.prior_precision, expected.prior_precision, rtol=1e-3, atol=0)
+    # Held-out data scale the predictive variance by the mean of (y − m)²/v, but never below one.
+    loader = Counting(batches)
+    scaled = posterior.tune_prior("auto", loader)
+    assert loader.passes == 1
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    before = tuned.predict(x)
+    factor = max(1.0, float(((y - before.mean).square() / before.variance).mean()))
+    torch.testing.assert_close(scaled.predict(x).variance, factor * before.variance)
+    small = [(x, before.mean)]
+    torch.testing.assert_close(posterior.tune_prior("auto", small).predict(x).variance, before.variance)
+
+
+def test_without_held_out_data_classes_have_the_evidence_of_the_linear_model() -> None:
+    posterior, _ = fitted("classes")
+    auto, linear = posterior.tune_prior("auto"), posterior.tune_prior("linear")
+    assert torch.equal(auto.prior_precision, linear.prior_precision)
+    assert auto.calibrations == ()
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_every_likelihood_and_structure_is_tuned(kind: str, structure: str) -> None:
+    """Never worse on the data that chose than the plain network, by more than a standard error."""
+    posterior, batches = fitted(kind)
+    likelihood, outputs = LIKELIHOODS[kind]
+    net = network(outputs)
+    x = real(20, 3)
+    posterior = fit_laplace(net, [(x, targets(kind, net(x).detach(), 2))], likelihood, structure)
+    tuned = posterior.tune_prior("auto", batches)
+
+    def log_p(p: LaplacePosterior, predictive: str) -> Tensor:
+        parts = []
+        for x, y in batches:
+            found = p.predict(x, predictive)
+            if found.probs is not None:
+                outputs = found.probs.logit() if kind == "labels" else found.probs.log()
+                parts.append(p.likelihood.log_likelihood_per_example(outputs, y))
+            else:
+                parts.append(torch.distributions.Normal(found.mean, found.variance.sqrt()).log_prob(y).sum(1))
+        return torch.cat(parts)
+
+    worse = log_p(posterior, "map") - log_p(tuned, "glm")
+    assert worse.mean() <= worse.std() / len(worse) ** 0.5
+
+
+def test_one_with_no_likelihood_keeps_its_prior(caplog: pytest.LogCaptureFixture) -> None:
+    from dataclasses import replace
+
+    posterior, batches = fitted("classes")
+    unknown = replace(posterior.curvature, log_likelihood=torch.tensor(torch.nan), gradient=None)
+    blind = replace(posterior, curvature=unknown)
+    assert torch.equal(blind.tune_prior("auto").prior_precision, posterior.prior_precision)
+    assert "the prior stays" in caplog.text
+    choice = survey(blind, batches, Scoring(of="probs"), tune=True, calibrate=True)
+    assert isinstance(choice, PriorChoice)
+    assert choice.priors == PRIORS  # no evidence bounds them
