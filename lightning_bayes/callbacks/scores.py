@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from lightning_bayes.callbacks.loss_check import chooses_one_class
 from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
@@ -92,7 +91,7 @@ class Scores:
 
 def check_targets(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> None:
     """Refuse targets that would be scored as something else, such as one-hot vectors where classes are numbered."""
-    if chooses_one_class(likelihood) and prediction.probs is not None:
+    if prediction.probs is not None:
         likelihood.check(prediction.probs, y)  # which have the shape of the outputs
 
 

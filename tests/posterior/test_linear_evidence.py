@@ -127,8 +127,6 @@ def test_clear_errors_where_it_cannot_be_had() -> None:
     posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron", damping="glm")
     with pytest.raises(PosteriorError, match="without damping"):
         posterior.log_marginal_likelihood(at="optimum")
-    with pytest.raises(ValueError, match="unknown at='mode': use one of 'weights', 'optimum'"):
-        posterior.log_marginal_likelihood(at="mode")
     plain = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron")
     state = plain.state_dict()
     again = LaplacePosterior.from_state_dict(network, state)

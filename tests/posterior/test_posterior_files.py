@@ -218,7 +218,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no mean": (lambda state: state.pop("mean"), "not complete: it has no 'mean'"),
     "no curvature": (lambda state: state.pop("curvature"), "not complete: it has no 'curvature'"),
     "half a matrix": (lambda state: state["curvature"].pop("blocks"), "not complete: its matrix cannot be read"),
-    "negative prior": (negative_prior, "a prior precision must be positive and finite, got -1"),
+    "negative prior": (negative_prior, "prior_precision must be positive and finite, got -1"),
 }
 
 

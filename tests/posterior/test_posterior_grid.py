@@ -157,9 +157,9 @@ def test_variances_far_below_one_are_scored_as_they_are() -> None:
             return unit * x, network(unit * x).detach() + unit * σ * error
 
         posterior = fit_laplace(network, [pair(x, 1.0)], Gaussian(unit), "kron")
-        return posterior.tune_prior("grid", [pair(x_valid, 2.0)], low=1e-8, high=1e8).prior_precision
+        return posterior.tune_prior("grid", [pair(x_valid, 1.4)]).prior_precision
 
-    assert 1e-7 < choice(1.0) < 1e7
+    assert 1e-3 < choice(1.0) < 1e3
     torch.testing.assert_close(choice(3e-5), choice(1.0))
 
 
