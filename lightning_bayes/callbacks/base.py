@@ -18,7 +18,7 @@ from lightning_bayes.arguments import word
 from lightning_bayes.callbacks.arguments import check_save, check_use
 from lightning_bayes.callbacks.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
-from lightning_bayes.callbacks.files import File, as_file, exists, load_posterior, posterior_file, save_posterior
+from lightning_bayes.callbacks.files import File, as_file, exists, posterior_file, save_posterior
 from lightning_bayes.callbacks.held_out import tune_and_calibrate, validation_data
 from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
 from lightning_bayes.callbacks.loss_check import LossFit, explain
@@ -220,7 +220,7 @@ class PosteriorCallback(ScoringCallback):
         path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
             network = unwrap(network_of(self._module, self.network))
-            self._posterior = load_posterior(path, network, self.likelihood_if_own())
+            self._posterior = GaussianPosterior.load(path, network, self.likelihood_if_own())
 
     def _held_out_choice(
         self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 from lightning.pytorch import Trainer
-from torch import nn
 
-from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import GaussianPosterior
 
 File = Path | str  # a URL stays a string: `Path` would drop one of its slashes
@@ -78,19 +76,7 @@ def exists(path: File) -> bool:
 def save_posterior(posterior: GaussianPosterior, path: File) -> None:
     system, place = url_to_fs(str(path))
     system.makedirs(os.path.dirname(place), exist_ok=True)
-    if is_local(path):
-        posterior.save(path)
-    else:
-        replace_file(path, posterior.state_dict())
-
-
-def load_posterior(path: File, network: nn.Module, likelihood: Likelihood | None) -> GaussianPosterior:
-    if is_local(path):
-        return GaussianPosterior.load(path, network, likelihood)
-    system, place = url_to_fs(str(path))
-    with system.open(place, "rb") as content:
-        state = torch.load(content, map_location="cpu", weights_only=True)
-    return GaussianPosterior.from_state_dict(network, state, likelihood)
+    posterior.save(path)
 
 
 def replace_file(path: File, content: dict[str, Any]) -> None:

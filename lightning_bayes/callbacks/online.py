@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
+from lightning_bayes.callbacks.arguments import CALIBRATIONS
 from lightning_bayes.callbacks.base import PosteriorCallback, describe
 from lightning_bayes.callbacks.checkpoints import Stored
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
@@ -33,6 +34,7 @@ from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
 from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
+from lightning_bayes.callbacks.scoring import forward_context
 from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
 from lightning_bayes.curvature.backprop import MODES, BatchDiagonal, choose_mode
@@ -75,6 +77,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
         seed: of everything that is drawn.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected at the end of training; None finds none.
         save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
             logger and checkpoints are off and it would go into the working directory.
     """
@@ -108,6 +112,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         seed: int = 0,
         predict_step: str = "replace",
         save: bool | str | None = None,
+        calibrate: str | None = "auto",
     ) -> None:
         count("predictive_samples", predictive_samples)
         super().__init__(
@@ -127,6 +132,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         positive("max_std", 1 if max_std is None else max_std)
         count("n_data", 1 if n_data is None else n_data)
         check_subset(subset)
+        word("calibrate", calibrate, CALIBRATIONS)
+        self.calibrate = calibrate
         self.memory_factor, self.hessian, self.train_samples = memory_factor, hessian, samples
         self.prior_precision, self.scale, self.average, self.at = prior_precision, scale, average, at
         self.same_sample, self.initial_curvature, self.scaling = same_sample, initial_curvature, scaling
@@ -265,7 +272,9 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
         if self._memory is not None:  # there has been a batch
-            self.fit_now(trainer, pl_module)
+            posterior = self.fit_now(trainer, pl_module)
+            with preserved_rng(), forward_context(trainer):
+                self._posterior = self._held_out_choice(trainer, pl_module, posterior)
             self.store(trainer)
         self._trainer = None
 

@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bayes import L2MCallback, fit_laplace
-from lightning_bayes.callbacks import files
+from lightning_bayes import GaussianPosterior, L2MCallback, fit_laplace
 from lightning_bayes.callbacks import laplace as module_of_the_callback
 
 pytestmark = [
@@ -130,7 +129,7 @@ def test_only_the_best_weights_if_asked(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has fitted the best weights"):
         fit.test(model, held_out(), verbose=False)
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
-    from_file = files.load_posterior(callback.posterior_path, best, None)
+    from_file = GaussianPosterior.load(callback.posterior_path, best)
     same_posterior(from_file, fit_laplace(best, plain_loader()), X)
     (logged,) = fit.test(model, held_out(), ckpt_path="best", verbose=False)
     assert logged["test_nll_laplace"] == pytest.approx(scores(best), rel=1e-5)

@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_bayes import GaussianPosterior, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
-from lightning_bayes.callbacks.files import load_posterior
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -121,7 +120,7 @@ def test_file_systems_of_fsspec(weights_only: bool) -> None:
     model, fit = fitted(root, callback, callbacks=[callback, checkpoint], enable_checkpointing=True)  # type: ignore[arg-type]
     assert callback.posterior_path == f"{root}/laplace_posterior.pt"
     assert memory.exists(callback.posterior_path)
-    same_posterior(load_posterior(callback.posterior_path, model, None), callback.posterior, X)
+    same_posterior(GaussianPosterior.load(callback.posterior_path, model), callback.posterior, X)
     assert checkpoint.best_model_path.startswith(f"{root}/checkpoints/")
     (expected,) = fit.test(model, held_out(), ckpt_path="best", verbose=False)
     again = trainer(root, laplace())  # type: ignore[arg-type]

@@ -1,0 +1,214 @@
+"""What callbacks do with a Trainer's validation data: tune, calibrate, and say whether it helped."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from callback_cases import Classifier, Regressor, held_out, labelled, measured, train_loader
+from callback_cases import trainer as make_trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import L2MCallback, LaplaceCallback, LaplacePosterior, fit_laplace
+from lightning_bayes.callbacks import held_out as choices
+from lightning_bayes.predictive.auto import survey
+from lightning_bayes.predictive.held_out import Scoring
+
+
+class Counting(TensorDataset):
+    """How often each example was read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        type(self).reads += 1
+        return super().__getitem__(index)
+
+
+def validation(n: int = 120) -> DataLoader[Any]:
+    return DataLoader(labelled(n, seed=5), batch_size=32)
+
+
+def test_the_posterior_is_that_of_tune_prior_on_the_validation_data(tmp_path: Path) -> None:
+    callback, model = LaplaceCallback(), Classifier()
+    make_trainer(tmp_path, callback).fit(model, train_loader(), validation())
+    posterior = callback.posterior
+    assert isinstance(posterior, LaplacePosterior)
+    model.eval()
+    again = posterior.with_prior(1.0).tune_prior("auto", validation())
+    torch.testing.assert_close(posterior.prior_precision, again.prior_precision)
+    assert posterior.calibrations == again.calibrations
+    assert posterior.calibrations[0].link == "pairwise"
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(callback.predict(x).probs, again.predict(x).probs)
+
+
+def test_three_passes_over_validation_data_at_most_and_none_over_training_data(tmp_path: Path) -> None:
+    """Two: one to choose, one to score the choice of each half on the other; and one of the training data for the fit,
+    beside a probe of three."""
+    train, val = Counting(*labelled(37).tensors), type("Held", (Counting,), {})(*labelled(60, seed=5).tensors)
+    callback, model = LaplaceCallback(), Classifier()
+    trainer = make_trainer(tmp_path, callback, max_epochs=1)
+    trainer.fit(model, DataLoader(train, 8), DataLoader(val, 16))
+    Counting.reads, type(val).reads = 0, 0
+    callback.fit_now(trainer, model, trainer.train_dataloader)
+    assert type(val).reads <= 3 * 60
+    assert Counting.reads <= 37 + 4 * 3  # the fit; and a probe, whose sameness is checked
+
+
+def test_it_says_and_logs_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback, logger = LaplaceCallback(), CSVLogger(tmp_path)
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback, logger=logger).fit(Classifier(), train_loader(), validation())
+    line = next(record.message for record in caplog.records if "two-fold" in record.message)
+    for who in ("MAP nll", "MAP + temperature nll", "laplace nll", "ece"):
+        assert who in line
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
+    for name in ("held_out_nll_map", "held_out_nll_map_tempered", "held_out_nll_laplace", "held_out_ece_laplace"):
+        assert name in header
+
+
+def test_halves_choose_for_each_other() -> None:
+    """Written out: what even examples choose is scored on odd ones, and the reverse."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = labelled(40).tensors
+    posterior = fit_laplace(network, [(x.double(), y)])
+    x, y = labelled(61, seed=5).tensors
+    data = [(x[:20].double(), y[:20]), (x[20:21].double(), y[20:21]), (x[21:].double(), y[21:])]
+    choice = survey(posterior, data, Scoring(of="probs"), tune=True, calibrate=True)
+    scores = choices.two_fold(choice, data)
+    expected, plain, tempered = [], [], []
+    for half in (0, 1):
+        rows = slice(half, None, 2)
+        chosen = choice.on(slice(1 - half, None, 2))
+        p = chosen.predict(x[rows].double()).probs
+        expected.append(-p.log()[torch.arange(len(p)), y[rows]])
+        plain.append(nn.functional.cross_entropy(network(x[rows].double()), y[rows], reduction="none"))
+        T = choice.plain_on(slice(1 - half, None, 2)).probs_temperature
+        tempered.append(nn.functional.cross_entropy(network(x[rows].double()) / T, y[rows], reduction="none"))
+    for found, parts in ((scores.posterior, expected), (scores.plain, plain), (scores.tempered, tempered)):
+        assert found["nll"] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
+
+
+def test_it_warns_where_the_posterior_does_not_help(recwarn: pytest.WarningsRecorder) -> None:
+    worse = choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5})
+    with pytest.warns(
+        UserWarning, match=r"does not improve.*held-out NLL 0.5, the plain network 0.19.*predictive='map'"
+    ):
+        worse.say("laplace")
+    recwarn.clear()
+    choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.195}).say("laplace")
+    assert not recwarn.list
+
+
+def test_without_validation_data_the_evidence_decides_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = LaplaceCallback()
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback).fit(Classifier(), train_loader())
+    assert "no validation data to tune and calibrate on" in caplog.text
+    posterior = callback.posterior
+    assert posterior.calibrations == ()
+    expected = posterior.with_prior(1.0).tune_prior("linear")
+    torch.testing.assert_close(posterior.prior_precision, expected.prior_precision)
+
+
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        (DataLoader(TensorDataset(torch.randn(60, 4), torch.ones(60).long()), 16), "have one class only"),
+        (DataLoader(TensorDataset(torch.full((60, 4), torch.nan), torch.arange(60) % 3), 16), "NaN"),
+        (DataLoader(TensorDataset(torch.randn(60, 4), torch.arange(60) % 3 + 5), 16), "the target"),
+    ],
+    ids=["one class", "nan", "unknown classes"],
+)
+def test_validation_data_that_cannot_be_used_are_said_and_not_used(
+    tmp_path: Path, loader: DataLoader[Any], sentence: str
+) -> None:
+    class Careless(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    callback = LaplaceCallback()
+    with pytest.warns(UserWarning, match=f"validation data are not used to tune or calibrate: .*{sentence}"):
+        make_trainer(tmp_path, callback).fit(Careless(), train_loader(), loader)
+    assert callback.posterior.calibrations == ()
+    assert callback.posterior.predict(torch.randn(2, 4)).probs.isfinite().all()
+
+
+def test_a_regression_gets_noise_prior_and_coverage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback, model = LaplaceCallback("regression"), Regressor()
+    data = DataLoader(measured(40), 8, shuffle=True), DataLoader(measured(80, seed=3), 16)
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback).fit(model, *data)
+    x, y = measured(40).tensors
+    rmse = float((model(x) - y).square().mean().sqrt())
+    assert float(callback.posterior.likelihood.noise_std) >= rmse * (1 - 1e-4)
+    assert "coverage" in next(record.message for record in caplog.records if "two-fold" in record.message)
+    assert callback.posterior.calibrations == ()  # the factor is in the noise
+
+
+@pytest.mark.parametrize("words", [{"tune": "marglik"}, {"tune": None}, {"tune": "grid"}, {"calibrate": None}])
+def test_tuning_and_calibration_are_apart(tmp_path: Path, words: dict[str, Any]) -> None:
+    callback = LaplaceCallback(**words)
+    make_trainer(tmp_path, callback).fit(Classifier(), train_loader(), validation())
+    calibrated = words.get("calibrate", "auto") is not None
+    assert len(callback.posterior.calibrations) == int(calibrated)
+    if words.get("tune", "auto") is None:
+        assert float(callback.posterior.prior_precision) == 1.0
+
+
+def test_a_temperature_of_the_outputs_by_name(tmp_path: Path) -> None:
+    callback = LaplaceCallback(calibrate="outputs", link="probit")
+    make_trainer(tmp_path, callback).fit(Classifier(), train_loader(), validation())
+    (calibration,) = callback.posterior.calibrations
+    assert (calibration.link, calibration.probs_temperature) == ("probit", 1.0)
+    assert calibration.output_temperature != 1.0
+
+
+def test_l2m_is_tuned_on_validation_data_and_else_keeps_its_weight_decay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Decayed(Classifier):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 1e-2, weight_decay=0.02)
+
+    tuned, kept = L2MCallback(), L2MCallback()
+    make_trainer(tmp_path, tuned).fit(Decayed(), train_loader(), validation())
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, kept).fit(Decayed(), train_loader())
+    assert tuned.posterior.calibrations
+    assert not kept.posterior.calibrations
+    torch.testing.assert_close(kept.posterior.prior_precision.mean(), torch.tensor(37 * 0.02))
+    assert "the prior stays" in caplog.text
+
+
+def test_checkpoints_hold_the_calibration(tmp_path: Path) -> None:
+    callback, model = LaplaceCallback(), Classifier()
+    trainer = make_trainer(tmp_path, callback, enable_checkpointing=True)
+    trainer.fit(model, train_loader(), validation())
+    fresh = LaplaceCallback()
+    other = Classifier()
+    path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    make_trainer(tmp_path, fresh).test(other, held_out(), ckpt_path=path, verbose=False)
+    assert fresh.posterior.calibrations == callback.posterior.calibrations
+
+
+def test_limited_validation_data_are_limited_here_too(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(LaplaceCallback):
+        def _held_out_choice(self, trainer: Any, module: L.LightningModule, posterior: Any) -> Any:
+            data = choices.validation_data(trainer, module)
+            assert data is not None
+            seen.extend(len(y) for _, y in data)
+            return posterior
+
+    make_trainer(tmp_path, Watched(), limit_val_batches=2).fit(Classifier(), train_loader(), validation())
+    assert sum(seen) == 64
