@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_bayes.callbacks.data import ExactPass, exact_pass
 from lightning_bayes.callbacks.scores import Scores
 from lightning_bayes.curvature import CurvatureError, DataError, inputs
-from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, auto, survey
 from lightning_bayes.predictive.held_out import Scoring
 
@@ -34,6 +36,7 @@ class HeldOutScores:
     plain: dict[str, float]
     tempered: dict[str, float]
     posterior: dict[str, float]
+    error: float  # the standard error of the posterior's NLL minus the better one of the others
 
     def numbers(self, name: str) -> dict[str, float]:
         """As a logger has them."""
@@ -47,7 +50,7 @@ class HeldOutScores:
         text = f"MAP {words(self.plain)}; MAP + temperature {words(self.tempered)}; {name} {words(self.posterior)}"
         rank_zero_info(f"{name}: on held-out data, two-fold: {text}")
         best = min(self.plain["nll"], self.tempered["nll"])
-        if self.posterior["nll"] > best + WORSE:
+        if self.posterior["nll"] > best + max(WORSE, 2 * self.error):
             rank_zero_warn(
                 f"{name}: the posterior does not improve the predictions of this network (held-out NLL "
                 f"{self.posterior['nll']:.4g}, the plain network {best:.4g}): use predictive='map', tune='auto' with "
@@ -85,6 +88,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores:
     by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
     ignored = getattr(choice.posterior.likelihood, "ignore_index", None)
     scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]
+    losses: list[list[Tensor]] = [[], [], []]
     scoring, start = choice.scoring, 0
     for x, y in data:
         for half, (chosen, plain) in enumerate(by_other):
@@ -99,8 +103,20 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores:
                 tempered.predict(x_half, "map", scoring.link),
                 chosen.predict(x_half, scoring.predictive, scoring.link, scoring.samples, generator),
             )
-            for score, prediction in zip(scores, predictions, strict=True):
+            for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)
+                loss.append(_nll(chosen.likelihood, prediction, y_half))
         start += len(y)
     kept = ("nll", "ece", "coverage")
-    return HeldOutScores(*({k: float(v) for k, v in score.compute().items() if k in kept} for score in scores))
+    numbers = [{k: float(v) for k, v in score.compute().items() if k in kept} for score in scores]
+    plain, tempered, posterior = (torch.cat(loss) for loss in losses)  # [N]
+    difference = posterior - min(plain, tempered, key=lambda loss: float(loss.mean()))
+    return HeldOutScores(*numbers, error=float(difference.std() / len(difference) ** 0.5))
+
+
+def _nll(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> Tensor:
+    """Of every example.  # [B]"""
+    mean = prediction.mean if prediction.probs is None else prediction.probs
+    assert mean is not None
+    predictive = likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
+    return -likelihood.predictive_log_likelihood(predictive, y).double().cpu()

@@ -19,6 +19,10 @@ from lightning_bayes.predictive.auto import survey
 from lightning_bayes.predictive.held_out import Scoring
 
 
+# Networks of two epochs are far from any posterior, and a temperature alone often does more for them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve")
+
+
 class Counting(TensorDataset):
     """How often each example was read."""
 
@@ -57,7 +61,7 @@ def test_three_passes_over_validation_data_at_most_and_none_over_training_data(t
     Counting.reads, type(val).reads = 0, 0
     callback.fit_now(trainer, model, trainer.train_dataloader)
     assert type(val).reads <= 3 * 60
-    assert Counting.reads <= 37 + 4 * 3  # the fit; and a probe, whose sameness is checked
+    assert Counting.reads <= 37 + 5 * 3  # the fit; a probe, and four looks at whether it stays the same
 
 
 def test_it_says_and_logs_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -92,17 +96,18 @@ def test_halves_choose_for_each_other() -> None:
         T = choice.plain_on(slice(1 - half, None, 2)).probs_temperature
         tempered.append(nn.functional.cross_entropy(network(x[rows].double()) / T, y[rows], reduction="none"))
     for found, parts in ((scores.posterior, expected), (scores.plain, plain), (scores.tempered, tempered)):
-        assert found["nll"] == pytest.approx(float(torch.cat(parts).mean()), rel=1e-6)
+        assert found["nll"] == pytest.approx(float(torch.cat(parts).detach().mean()), rel=1e-6)
 
 
 def test_it_warns_where_the_posterior_does_not_help(recwarn: pytest.WarningsRecorder) -> None:
-    worse = choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5})
+    worse = choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5}, 0.1)
     with pytest.warns(
         UserWarning, match=r"does not improve.*held-out NLL 0.5, the plain network 0.19.*predictive='map'"
     ):
         worse.say("laplace")
     recwarn.clear()
-    choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.195}).say("laplace")
+    choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.195}, 0.001).say("laplace")
+    choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5}, 0.2).say("laplace")
     assert not recwarn.list
 
 
@@ -148,7 +153,7 @@ def test_a_regression_gets_noise_prior_and_coverage(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO):
         make_trainer(tmp_path, callback).fit(model, *data)
     x, y = measured(40).tensors
-    rmse = float((model(x) - y).square().mean().sqrt())
+    rmse = float((model(x) - y).detach().square().mean().sqrt())
     assert float(callback.posterior.likelihood.noise_std) >= rmse * (1 - 1e-4)
     assert "coverage" in next(record.message for record in caplog.records if "two-fold" in record.message)
     assert callback.posterior.calibrations == ()  # the factor is in the noise
