@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+_LEAF = "torch::autograd::AccumulateGrad"
 _ELEMENTWISE = frozenset(
     f"{name}Backward{n}"
     for name in """
@@ -32,12 +33,7 @@ _ALONG = frozenset(  # the operations along dimensions that they name
 
 
 def uses(f: Tensor) -> Counter[Node]:
-    """How many edges of the graph of `f` lead to each of its nodes; a parameter's node has one edge per use.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> uses(w * 3 + w)[get_gradient_edge(w).node]
-    2
-    """
+    """How many edges of the graph of `f` lead to each of its nodes."""
     root = get_gradient_edge(f).node
     counts, open_nodes = Counter([root]), [root]
     while open_nodes:
@@ -49,10 +45,22 @@ def uses(f: Tensor) -> Counter[Node]:
     return counts
 
 
+def parameter_uses(nodes: Counter[Node]) -> Counter[int]:
+    """How many edges of a graph, `uses(f)`, lead to each parameter, by its `id`.
+
+    >>> import torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> parameter_uses(uses(w * 3 + w))[id(w)]
+    2
+    """
+    return Counter({id(node.variable): n for node, n in nodes.items() if node.name() == _LEAF})  # type: ignore[attr-defined]
+
+
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:
     """Whether row `n` of the output certainly depends on row `n` alone of every tensor in its graph, `uses(f)`. Where
     an operation is not known to keep rows the answer is no.
 
+    >>> import torch
     >>> x, layer = torch.ones(3, 4), torch.nn.Linear(4, 4)
     >>> keeps_rows(uses(layer(x).relu()), 3), keeps_rows(uses(layer(x).relu()[[2, 0, 1]]), 3)
     (True, False)
@@ -96,7 +104,7 @@ def _is_parameter(node: Node) -> bool:
     """A parameter, or one transposed."""
     if node.name() == "TBackward0":
         node = node.next_functions[0][0]  # type: ignore[assignment]
-    return node.name() == "torch::autograd::AccumulateGrad"
+    return node.name() == _LEAF
 
 
 def _shape(node: Node, output: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from lightning_bayes.curvature.output_checks import TOLERANCE
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.curvature.rows import PLAIN, BatchAxis, RowIndex, Rows
 
-_EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that cannot overflow; other types: 48
+_EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that do not overflow; other types: 96
 
 
 def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
@@ -33,7 +33,7 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
         return [all_rows(call) for call in calls]
     if certain or not calls:
         return [PLAIN] * len(calls)
-    base = 2 * _EXPONENTS.get(f.dtype, 48)
+    base = 2 * _EXPONENTS.get(f.dtype, 96)
     n_digits = next(n for n in range(1, 64) if base**n >= B)
     numbers = torch.arange(B, device=f.device)
     digits = [numbers // base**n % base for n in range(n_digits)]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.errors import CurvatureError, SubsetError, not_finite
-from lightning_bayes.curvature.graph import keeps_rows, uses
+from lightning_bayes.curvature.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
 from lightning_bayes.curvature.output_checks import agree, check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
@@ -144,7 +144,8 @@ class Plan:
                 mixed.append(call.name)
             else:
                 by_key[call.key].append(replace(call, rows=rows))
-        leftovers = tuple(name for name in self.leftovers if get_gradient_edge(parameters[name]).node in nodes)
+        reached = parameter_uses(nodes)
+        leftovers = tuple(name for name in self.leftovers if id(parameters[name]) in reached)
         return Matched([by_key[site.key] for site in self.sites], leftovers, tuple(dict.fromkeys(mixed)), plain)
 
 
@@ -246,7 +247,8 @@ def _overlaps(rows: ParameterRows, others: list[ParameterRows]) -> int:
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:
     """The parameters that a graph uses more often than the recorded calls do."""
     seen = Counter(rows.name for call in calls if call.edge.node in nodes for rows in call.parameters)
-    return {name for name, p in parameters.items() if nodes[get_gradient_edge(p).node] > seen[name]}
+    every = parameter_uses(nodes)
+    return {name for name, p in parameters.items() if every[id(p)] > seen[name]}
 
 
 def _without(sites: list[Site], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[Site]:

@@ -1,0 +1,90 @@
+"""Random networks against brute force: one example at a time, in float64, in batches of several sizes and lengths.
+
+`make test-slow` draws new networks in every run; set LIGHTNING_BAYES_SEED to the seed that a failure prints.
+"""
+
+import os
+import time
+
+import oracles
+import pytest
+import torch
+from adversary import BLOCKS, FRONTS, LIKELIHOODS, POOLINGS, draw
+
+from lightning_bayes import fit_laplace
+from lightning_bayes.curvature import choose_subset, fit_curvature
+from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.structures import Kronecker
+
+TIGHT = {"rtol": 1e-7, "atol": 1e-9}
+SEED = int(os.environ.get("LIGHTNING_BAYES_SEED", time.time_ns() % 10**9))
+KNOWN = [4, 18, 32]  # for the default suite
+
+
+def attack(seed: int) -> None:
+    drawn = draw(seed)
+    print(f"seed {seed}: {drawn.kind}")
+    network, cases = drawn.network, drawn.batches
+    likelihood = cases[0].likelihood
+    batches = [(case.x, case.y) for case in cases]
+    singles = [(x[n : n + 1], y[n : n + 1]) for x, y in batches for n in range(len(y))]
+    exact = {
+        "ggn": sum(oracles.ggn(case) for case in cases),
+        "empirical_fisher": sum(oracles.empirical_fisher(case)[0] for case in cases),
+        # Labels belong to the number of an example, so that batches of one draw the same.
+        "fisher_mc": fit_curvature(network, singles, likelihood, "full", curvature="fisher_mc").structure.to_dense(),
+    }
+    for curvature, H in exact.items():
+        full = fit_curvature(network, batches, likelihood, "full", curvature=curvature).structure
+        torch.testing.assert_close(full.to_dense(), H, **TIGHT)
+        diagonal = fit_curvature(network, batches, likelihood, "diag", curvature=curvature).structure
+        torch.testing.assert_close(diagonal.diagonal(), H.diagonal(), **TIGHT)
+        for sharing in ("expand", "reduce"):
+            found, alone = (
+                fit_curvature(
+                    network,
+                    loader,
+                    likelihood,
+                    curvature=curvature,
+                    weight_sharing=sharing,
+                    probe=batches[0][0],
+                ).structure
+                for loader in (batches, singles)
+            )
+            if not drawn.kind.startswith("unique_tokens"):  # whose inputs to a layer are those of a batch
+                torch.testing.assert_close(found.to_dense(), alone.to_dense(), **TIGHT)
+            for part, layout in zip(found.blocks, found.layouts, strict=True):
+                if not isinstance(part, Kronecker):
+                    places = layout.gather(torch.arange(len(H)))
+                    torch.testing.assert_close(part.to_dense(), H[places][:, places], **TIGHT)
+
+    online = BatchDiagonal(network, choose_subset(network, cases[0].x, "all"), likelihood, "exact")
+    torch.testing.assert_close(sum(online(x, y) for x, y in batches), exact["ggn"].diagonal(), **TIGHT)
+
+    parameters = dict(network.named_parameters())
+    for structure in ("full", "diag", "kron"):
+        posterior = fit_laplace(network, batches, likelihood, structure=structure)
+        P = posterior.precision.to_dense()
+        for x, y in batches:
+            J = torch.cat([oracles.jacobian(network, x[n : n + 1], parameters)[1] for n in range(len(y))])
+            joint = J @ torch.linalg.solve(P, J.mT)
+            torch.testing.assert_close(posterior.functional(x, joint=True)[1], joint, **TIGHT)
+            C = len(J) // len(y)
+            each = torch.stack([joint[n * C : n * C + C, n * C : n * C + C] for n in range(len(y))])
+            torch.testing.assert_close(posterior.functional(x)[1], each, **TIGHT)
+
+
+@pytest.mark.parametrize("seed", KNOWN)
+def test_known_networks_are_exact(seed: int) -> None:
+    attack(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(150))
+def test_new_networks_are_exact(number: int) -> None:
+    attack(SEED + number)
+
+
+def test_there_are_many_kinds() -> None:
+    assert len(BLOCKS) >= 45
+    assert len(BLOCKS) * len(FRONTS) * len(POOLINGS) * len(LIKELIHOODS) >= 2000
