@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import DataError, fit_curvature
 from lightning_bayes.likelihoods import Categorical, LikelihoodError
-from lightning_bayes.predictive.predict import sample_functions
+from lightning_bayes.predictive.functions import sample_functions
 
 STRUCTURES = ["full", "diag", "kron"]
 SUBSETS: list[Any] = ["all", "last_layer", ["body.weight", "scale"]]
@@ -160,7 +160,7 @@ def test_nothing_is_changed_by_a_failure_in_the_second_batch(failure: str, subse
     assert_same(before, snapshot(network))
 
 
-@pytest.mark.parametrize("method", ["check", "fisher_root", "log_likelihood"])
+@pytest.mark.parametrize("method", ["check", "fisher_root", "log_likelihood_per_example"])
 def test_nothing_is_changed_by_a_likelihood_that_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(Categorical):
         pass
