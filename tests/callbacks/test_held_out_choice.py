@@ -201,7 +201,8 @@ def test_checkpoints_hold_the_calibration(tmp_path: Path) -> None:
     fresh = LaplaceCallback()
     other = Classifier()
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    make_trainer(tmp_path, fresh).test(other, held_out(), ckpt_path=path, verbose=False)
+    checked = make_trainer(tmp_path, fresh, enable_checkpointing=True)
+    checked.test(other, held_out(), ckpt_path=path, verbose=False)
     assert fresh.posterior.calibrations == callback.posterior.calibrations
 
 
