@@ -18,7 +18,6 @@ from lightning_bayes.callbacks import held_out as choices
 from lightning_bayes.predictive.auto import survey
 from lightning_bayes.predictive.held_out import Scoring
 
-
 # Networks of two epochs are far from any posterior, and a temperature alone often does more for them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve")
 
