@@ -109,9 +109,9 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores:
         start += len(y)
     kept = ("nll", "ece", "coverage")
     numbers = [{k: float(v) for k, v in score.compute().items() if k in kept} for score in scores]
-    plain, tempered, posterior = (torch.cat(loss) for loss in losses)  # [N]
-    difference = posterior - min(plain, tempered, key=lambda loss: float(loss.mean()))
-    return HeldOutScores(*numbers, error=float(difference.std() / len(difference) ** 0.5))
+    of_plain, of_tempered, of_posterior = (torch.cat(loss) for loss in losses)  # [N]
+    difference = of_posterior - min(of_plain, of_tempered, key=lambda loss: float(loss.mean()))
+    return HeldOutScores(numbers[0], numbers[1], numbers[2], float(difference.std() / len(difference) ** 0.5))
 
 
 def _nll(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> Tensor:
