@@ -87,7 +87,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stage", action="append", choices=STAGES, help="default: train, methods, table; may be repeated"
     )
-    parser.add_argument("--group", default="report", choices=("choose", "report", "all"))
+    parser.add_argument("--group", default="report", choices=("choose", "report", "confirm", "all"))
     parser.add_argument("--full", action="store_true", default=os.environ.get("FULL", "") not in ("", "0"))
     parser.add_argument("--fast", action="store_true", help="one tiny set-up: a smoke test, not numbers")
     parser.add_argument("--only", default="", metavar="PART", help="set-ups with this in their name")

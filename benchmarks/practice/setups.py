@@ -2,13 +2,13 @@
 
 A training is a network, an optimizer and when to stop, as people choose them; a set-up is a training on one split of
 one data set with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by a look at
-REPORT. On the same data the two share neither a split nor a network with the same optimizer.
+REPORT. CONFIRM is for a rule that was changed after such a look all the same. On the same data the two share neither a split nor a network with the same optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 IMAGES = ("MNIST", "FashionMNIST", "CIFAR10")
 UCI_CLASSES = ("australian", "cancer", "ionosphere", "glass", "vehicle", "waveform", "satellite", "banana")
@@ -30,7 +30,7 @@ class Training:
 
 @dataclass(frozen=True)
 class SetUp:
-    group: str  # "choose" or "report"
+    group: str  # "choose", "report" or "confirm"
     data: str
     training: Training
     seed: int  # of the split and the training; for UCI regression the number of the split
@@ -163,11 +163,20 @@ def _report() -> list[SetUp]:
     return found
 
 
-SETUPS = (*_choose(), *_report())
+def _confirm() -> list[SetUp]:
+    """REPORT's classifiers, each trained once more on a split and with a seed that nothing else has."""
+    return [
+        replace(setup, group="confirm", seed=setup.seed + 50, members=1, quick=False)
+        for setup in _report()
+        if setup.kind == "classification" and setup.seed == 0
+    ]
+
+
+SETUPS = (*_choose(), *_report(), *_confirm())
 FAST = SetUp("report", "sklearn_wine", Training("mlp50", "adam", 1e-2, steps=60), seed=0, quick=True, members=2)
 
 
 def select(group: str = "report", full: bool = False, only: str = "") -> list[SetUp]:
-    """The set-ups of "choose", "report" or "all", CHOOSE first; `only` is a part of their names."""
-    groups = ("choose", "report") if group == "all" else (group,)
+    """The set-ups of "choose", "report", "confirm" or "all"; `only` is a part of their names."""
+    groups = ("choose", "report", "confirm") if group == "all" else (group,)
     return [s for s in SETUPS if s.group in groups and (full or s.quick) and only in s.name]

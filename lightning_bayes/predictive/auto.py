@@ -3,7 +3,7 @@
 **Classes.** The evidence at the trained weights makes a posterior too wide for the probabilities of a well-trained
 network, yet width is what makes unknown inputs stand out. So the *widest* posterior is taken that the held-out data do
 not mind: each prior gets the temperature of its probabilities that scores best, and of all priors (and the plain
-network, which is one with zero covariance) whose mean negative log-likelihood is within half a standard error, of the
+network, which is one with zero covariance) whose mean negative log-likelihood is within one standard error, of the
 paired differences, of the best one, the smallest precision is chosen; not smaller than the evidence would choose. A
 few examples can ask for any temperature: `log T` has a prior, `N(0, 1/10)`, in which they have to outvote ten.
 Nothing held out: the evidence at the linear model's optimum.
@@ -48,7 +48,6 @@ logger = logging.getLogger("lightning_bayes")
 PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
-WITHIN = 0.5  # standard errors
 DOUBT = 10.0  # the precision of log T
 EVERY = slice(None)
 
@@ -165,7 +164,7 @@ class PriorChoice(Choice):
         best = int(mean[rows, at].argmin())
         difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
         error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0)
-        return int((mean[rows, at] - mean[best, at[best]] <= WITHIN * error).nonzero()[0])
+        return int((mean[rows, at] - mean[best, at[best]] <= error).nonzero()[0])
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,7 @@ def test_the_choice_is_the_widest_near_the_best_written_out() -> None:
         examples.append(rows[penalised.index(min(penalised))])
     best = scores.index(min(scores))
     difference = torch.stack(examples) - examples[best]
-    near = torch.tensor(scores) - scores[best] <= 0.5 * difference.std(1) / len(y) ** 0.5
+    near = torch.tensor(scores) - scores[best] <= difference.std(1) / len(y) ** 0.5
     widest = (*priors, NEGLIGIBLE)[int(near.nonzero()[0])]
     assert float(tuned.prior_precision) == pytest.approx(widest)
     assert tuned.calibrations[0].link == "pairwise"
