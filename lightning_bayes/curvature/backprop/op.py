@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.checks import agree
+from lightning_bayes.curvature.checks import agree, random_numbers
 from lightning_bayes.curvature.errors import CurvatureError
-from lightning_bayes.curvature.gradients import quiet, random_numbers
+from lightning_bayes.curvature.gradients import quiet
 
 
 class RuleError(CurvatureError):
