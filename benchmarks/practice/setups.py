@@ -2,7 +2,8 @@
 
 A training is a network, an optimizer and when to stop, as people choose them; a set-up is a training on one split of
 one data set with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by a look at
-REPORT. CONFIRM is for a rule that was changed after such a look all the same. On the same data the two share neither a split nor a network with the same optimizer.
+REPORT. On the same data the two share neither a split nor a network with the same optimizer. CONFIRM is for a rule that
+was changed after a look at REPORT all the same: its networks, on splits and with seeds that are new.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.output_checks import agree
+from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.curvature.recorder import Call
 
@@ -192,7 +192,3 @@ def _grad(f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list
     grads = torch.autograd.grad(f, edges, columns, retain_graph=True, allow_unused=True, **options)
     lead = columns.shape[: columns.ndim - f.ndim]
     return [columns.new_zeros(*lead, *c.output_shape) if g is None else g for g, c in zip(grads, calls, strict=True)]
-
-
-def random_numbers(*shape: int, like: Tensor) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)

@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.output_checks import TOLERANCE
+from lightning_bayes.curvature.output_checks import TOLERANCE, random_numbers
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.curvature.rows import PLAIN, BatchAxis, RowIndex, Rows
 
@@ -37,7 +37,7 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
     n_digits = next(n for n in range(1, 64) if base**n >= B)
     numbers = torch.arange(B, device=f.device)
     digits = [numbers // base**n % base for n in range(n_digits)]
-    c = torch.randn(f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(f)
+    c = random_numbers(*f.shape, like=f)
     columns = [c, *(_weight(digit, f.dtype).reshape(-1, *[1] * (f.ndim - 1)) * c for digit in digits)]
     edges = [call.edge for call in calls]
     gradients = [torch.autograd.grad(f, edges, column, retain_graph=True, allow_unused=True) for column in columns]

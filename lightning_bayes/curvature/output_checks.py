@@ -62,3 +62,8 @@ def agree(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
         tolerance = TOLERANCE.get(g.dtype, 0.1) * norms[name] + 100 * torch.finfo(g.dtype).eps * largest + 1e-30
         close[name] = bool(torch.linalg.vector_norm(found[name] - g) <= tolerance)
     return close
+
+
+def random_numbers(*shape: int, like: Tensor) -> Tensor:
+    """Normal, and the same in every call: for checks, which must not depend on a generator nor move one."""
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(0)).to(like)

@@ -22,7 +22,13 @@ from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.errors import CurvatureError, SubsetError, not_finite
 from lightning_bayes.curvature.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
-from lightning_bayes.curvature.output_checks import agree, check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.output_checks import (
+    agree,
+    check_examples_apart,
+    check_finite,
+    check_output,
+    random_numbers,
+)
 from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
 from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.curvature.subset import Subset
@@ -222,7 +228,7 @@ def _random_gradients(
     f: Tensor, calls: list[Call], parameters: dict[str, nn.Parameter]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """A random combination of all outputs, back-propagated to every layer and every parameter."""
-    cotangent = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
+    cotangent = random_numbers(*f.shape, like=f)
     wanted: list[Any] = [*(call.edge for call in calls), *parameters.values()]
     found = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
     for call, g in zip(calls, found, strict=False):

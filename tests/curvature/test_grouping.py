@@ -12,10 +12,11 @@ from networks import Case, Wired, moved, real
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import CurvatureError, fit_curvature
+from lightning_bayes.curvature import CurvatureError, choose_subset, fit_curvature
+from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.curvature.fit import Curvature
 from lightning_bayes.curvature.graph import keeps_rows, uses
-from lightning_bayes.likelihoods import Categorical
+from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.structures import Kronecker
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -195,6 +196,24 @@ def test_predictions_of_a_batch_are_those_of_its_examples(name: str, structure: 
     singles = [(oracles.example(x, n), y[n : n + 1]) for x, y in batches for n in range(len(y))]
     tuned, expected = (posterior.tune_prior("grid", loader=loader) for loader in (batches, singles))
     torch.testing.assert_close(tuned.prior_precision, expected.prior_precision)
+
+
+def test_online_diagonal_of_packed_sets_behind_a_bottleneck() -> None:
+    """Sets of one point in the first batch, which look like examples; forty outputs, for which columns are merged."""
+
+    def forward(s: Any, points: Tensor) -> Tensor:
+        mask = points[..., 0] > 0
+        h = s.phi(points[mask]).tanh()
+        h = h.new_zeros(len(points), 6).index_add(0, mask.nonzero()[:, 0], h)
+        return s.head(s.narrow(h).tanh())
+
+    network = Wired(forward, phi=nn.Linear(2, 6), narrow=nn.Linear(6, 1), head=nn.Linear(1, 40)).double()
+    first, later = real(3, 3, 2), real(3, 3, 2)
+    first[..., 0], later[..., 0] = torch.tensor([1.0, -1, -1]), torch.tensor([[1.0, 1, 1], [-1, -1, -1], [-1, -1, -1]])
+    diagonal = BatchDiagonal(network, choose_subset(network, first, "all"), Gaussian(), "exact")
+    for x in (first, later):
+        case = Case(network, x, real(3, 40), Gaussian())
+        torch.testing.assert_close(diagonal(x, case.y), oracles.ggn(case).diagonal(), **TIGHT)
 
 
 def test_rows_that_examples_share_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

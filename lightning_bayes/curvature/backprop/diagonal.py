@@ -27,6 +27,7 @@ from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Layout, Probe, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
 from lightning_bayes.curvature.fit import Sum
+from lightning_bayes.curvature.graph import keeps_rows, uses
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.preserve import borrowed, unwrap
 from lightning_bayes.curvature.processes import Processes
@@ -83,6 +84,8 @@ class BatchDiagonal:
             if self.mode == "auto" and found.largest <= threshold:
                 threshold = math.inf
             merges = _rehearse(network, self.subset, found, threshold)
+            if threshold == math.inf:  # the walk needs to know whose each row is
+                merges = merges and keeps_rows(uses(found.f), len(found.f))
             self._learned.layout = found.layout
         except RuleError:
             if threshold < math.inf:

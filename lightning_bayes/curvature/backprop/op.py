@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.errors import CurvatureError
-from lightning_bayes.curvature.gradients import quiet, random_numbers
-from lightning_bayes.curvature.output_checks import agree
+from lightning_bayes.curvature.gradients import quiet
+from lightning_bayes.curvature.output_checks import agree, random_numbers
 
 
 class RuleError(CurvatureError):
