@@ -226,10 +226,10 @@ class PosteriorCallback(ScoringCallback):
         self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior
     ) -> LaplacePosterior:
         """Tuned, if by "auto", and calibrated, if at all, on validation data; what came of it is said and logged."""
+        if self.predictive == "map" or (self.tune != "auto" and self.calibrate is None):
+            return posterior
         of = "outputs" if self.calibrate == "outputs" else "probs"
         scoring = Scoring(self.predictive, self.link, self.samples, self.seed, of)
-        if self.predictive == "map":
-            return posterior
         data = validation_data(trainer, module)
         posterior, scores = tune_and_calibrate(posterior, data, scoring, self.tune, self.calibrate)
         if scores is not None:

@@ -28,7 +28,7 @@ from torch import nn
 from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
 from lightning_bayes.callbacks.arguments import CALIBRATIONS
 from lightning_bayes.callbacks.base import PosteriorCallback, describe
-from lightning_bayes.callbacks.checkpoints import Stored
+from lightning_bayes.callbacks.checkpoints import Stored, put_calibrations
 from lightning_bayes.callbacks.data import count_examples, is_indexed, single
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
 from lightning_bayes.callbacks.module import network_of, split_batch
@@ -333,6 +333,10 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
         # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
         super()._put_into(trainer, [each for each in checkpoints if not each.has_posterior])
+        if self.posterior.calibrations:
+            for each in checkpoints:
+                if each.has_posterior and each.in_memory:
+                    put_calibrations(trainer, each.path, self.state_key, self.posterior)
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:

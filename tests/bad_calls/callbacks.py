@@ -127,7 +127,7 @@ for _tune in ("auto", "grid"):
     l2m("per_layer", True, f"tune='{_tune}' tunes one prior for all layers", tune=_tune)
 
 common(online)
-words(online, "hessian", "at", "scaling")
+words(online, "hessian", "at", "scaling", "calibrate")
 subsets(online)
 positives(online, "prior_precision", "scale", "max_std")
 counts(online, "samples", "predictive_samples", "n_data")

@@ -94,6 +94,11 @@ def laplace(**arguments: Any) -> LaplaceCallback:
     return LaplaceCallback(**{"progress": False, **arguments})
 
 
+def by_evidence(**arguments: Any) -> LaplaceCallback:
+    """One that leaves validation data alone."""
+    return laplace(**{"tune": "marglik", "calibrate": None, **arguments})
+
+
 def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
     quiet: dict[str, Any] = {
         "accelerator": "cpu",

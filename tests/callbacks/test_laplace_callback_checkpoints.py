@@ -10,11 +10,11 @@ from callback_cases import (
     Classifier,
     Regressor,
     Temperate,
+    by_evidence,
     draw,
     fitted,
     held_out,
     labelled,
-    laplace,
     measured,
     same_numbers,
     same_posterior,
@@ -52,7 +52,7 @@ def stored(path: str | Path) -> Any:
     ids=["default", "last", "link", "monitored", "all"],
 )
 def test_the_last_checkpoint_holds_the_posterior(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", **arguments)
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", **arguments)
     fit_with(tmp_path, callback, checkpoint)
     path = checkpoint.last_model_path or checkpoint.best_model_path
     found = GaussianPosterior.from_state_dict(Classifier.load_from_checkpoint(path), stored(path))
@@ -60,13 +60,13 @@ def test_the_last_checkpoint_holds_the_posterior(tmp_path: Path, arguments: dict
 
 
 def test_a_monitored_checkpoint_of_the_last_weights_holds_the_posterior(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="max")
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="max")
     fit_with(tmp_path, callback, checkpoint)
     assert stored(checkpoint.best_model_path)["n_data"] == 37
 
 
 def test_the_file_of_its_own_is_always_written(tmp_path: Path) -> None:
-    callback = laplace(name="mine")
+    callback = by_evidence(name="mine")
     model, _ = fitted(tmp_path, callback)
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"
     assert torch.load(callback.posterior_path, weights_only=True)["n_data"] == 37
@@ -74,7 +74,7 @@ def test_the_file_of_its_own_is_always_written(tmp_path: Path) -> None:
 
 
 def test_load_from_checkpoint_and_the_file_give_the_posterior_back(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(structure="diag"), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(structure="diag"), ModelCheckpoint(tmp_path / "kept")
     fit_with(tmp_path, callback, checkpoint)
     model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     found = GaussianPosterior.load(callback.posterior_path, model)
@@ -82,7 +82,7 @@ def test_load_from_checkpoint_and_the_file_give_the_posterior_back(tmp_path: Pat
 
 
 def test_weights_only_checkpoints_go_without_and_the_file_has_it(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", save_weights_only=True)
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", save_weights_only=True)
     fit_with(tmp_path, callback, checkpoint)
     assert "callbacks" not in torch.load(checkpoint.best_model_path, weights_only=True)
     model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
@@ -92,12 +92,12 @@ def test_weights_only_checkpoints_go_without_and_the_file_has_it(tmp_path: Path)
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path, likelihood: str) -> None:
     kind: Any = Classifier if likelihood == "classification" else Regressor
-    callback, checkpoint = laplace(likelihood=likelihood), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(likelihood=likelihood), ModelCheckpoint(tmp_path / "kept")
     model, fit = fitted(tmp_path, callback, kind(), callbacks=[callback, checkpoint], enable_checkpointing=True)
     data = held_out() if likelihood == "classification" else DataLoader(measured(11, 5), batch_size=4)
     (expected,) = fit.test(model, data, verbose=False)
 
-    fresh = laplace(likelihood=likelihood)
+    fresh = by_evidence(likelihood=likelihood)
     again = trainer(tmp_path, fresh)
     (logged,) = again.test(kind(), data, ckpt_path=checkpoint.best_model_path, verbose=False)
     same_numbers(logged, expected, rtol=1e-6)
@@ -110,18 +110,18 @@ def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path, li
 
 
 def test_a_likelihood_of_the_users_own_is_handed_to_the_loaded_posterior(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(likelihood=Temperate()), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(likelihood=Temperate()), ModelCheckpoint(tmp_path / "kept")
     model, fit = fit_with(tmp_path, callback, checkpoint)
     (expected,) = fit.test(model, held_out(), verbose=False)
-    again = trainer(tmp_path, laplace(likelihood=Temperate()))
+    again = trainer(tmp_path, by_evidence(likelihood=Temperate()))
     (logged,) = again.test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
     same_numbers(logged, expected, rtol=1e-6)
 
 
 def test_a_run_resumed_from_the_rewritten_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept")
-    fit_with(tmp_path, laplace(), checkpoint, max_epochs=2)
-    resumed, callback = Classifier(), laplace(tune=None)
+    fit_with(tmp_path, by_evidence(), checkpoint, max_epochs=2)
+    resumed, callback = Classifier(), by_evidence(tune=None)
     again = trainer(tmp_path, callback, max_epochs=3)
     L.seed_everything(7, verbose=False)
     again.fit(resumed, train_loader(shuffle=False), ckpt_path=checkpoint.best_model_path)
@@ -140,22 +140,22 @@ def test_a_run_resumed_from_the_rewritten_checkpoint_goes_on_as_if_never_stopped
 
 
 def test_resuming_a_finished_run_keeps_the_posterior_of_its_checkpoint(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept")
     fit_with(tmp_path, callback, checkpoint, max_epochs=2)
-    model, fresh = Classifier(), laplace()
+    model, fresh = Classifier(), by_evidence()
     trainer(tmp_path, fresh, max_epochs=2).fit(model, train_loader(), ckpt_path=checkpoint.best_model_path)
     same_posterior(fresh.posterior, callback.posterior, X, rtol=1e-6)
 
 
 def test_the_best_weights_with_the_posterior_of_the_last_are_refused(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
-    model, fit = fit_with(tmp_path, laplace(weights="last"), checkpoint, max_epochs=3)
+    model, fit = fit_with(tmp_path, by_evidence(weights="last"), checkpoint, max_epochs=3)
     with pytest.raises(RuntimeError, match="not those the posterior was fitted to: load the matching weights, or fit"):
         fit.test(model, held_out(), ckpt_path="best", verbose=False)
 
 
 def test_fit_now_is_the_way_out_for_the_best_weights(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(tune=None, weights="last"), ModelCheckpoint(tmp_path, monitor="step", mode="min")
+    callback, checkpoint = by_evidence(tune=None, weights="last"), ModelCheckpoint(tmp_path, monitor="step", mode="min")
     fit_with(tmp_path, callback, checkpoint, max_epochs=3)
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     callback.fit_now(None, best, train_loader())
@@ -167,17 +167,19 @@ def test_fit_now_is_the_way_out_for_the_best_weights(tmp_path: Path) -> None:
 
 def test_a_checkpoint_from_the_middle_of_training_says_that_nothing_is_scored(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
-    fit_with(tmp_path, laplace(weights="last"), checkpoint, max_epochs=3)
+    fit_with(tmp_path, by_evidence(weights="last"), checkpoint, max_epochs=3)
     with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has no posterior yet"):
-        trainer(tmp_path, laplace()).test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
+        trainer(tmp_path, by_evidence()).test(
+            Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False
+        )
 
 
 def test_two_callbacks_keep_both_posteriors_in_one_checkpoint(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept")
-    pair = laplace(name="kron"), laplace(name="diag", structure="diag")
+    pair = by_evidence(name="kron"), by_evidence(name="diag", structure="diag")
     model, fit = fit_with(tmp_path, *pair, checkpoint)
     (expected,) = fit.test(model, held_out(), verbose=False)
-    again = trainer(tmp_path, laplace(name="kron"), laplace(name="diag"))
+    again = trainer(tmp_path, by_evidence(name="kron"), by_evidence(name="diag"))
     (logged,) = again.test(Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False)
     same_numbers(logged, expected, rtol=1e-6)
     assert {"test_nll_kron", "test_nll_diag", "test_nll_map"} <= logged.keys()
@@ -186,7 +188,7 @@ def test_two_callbacks_keep_both_posteriors_in_one_checkpoint(tmp_path: Path) ->
 def test_a_posterior_follows_its_network_to_another_device(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    callback = laplace()
+    callback = by_evidence()
     model, _ = fitted(tmp_path, callback)
     expected = callback.predict(X)
     model.cuda()

@@ -95,7 +95,7 @@ def test_a_grid_without_validation_data_is_refused_before_training(tmp_path: Pat
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior(tmp_path: Path) -> None:
-    callback = laplace(likelihood="regression")
+    callback = laplace(likelihood="regression", tune="marglik")
     model, _ = fitted(tmp_path, callback, Regressor(), precision="64-true")
     data = DataLoader([(x.double(), y.double()) for x, y in measured(37)], batch_size=8)
     expected = fit_laplace(model, data, "regression").tune_prior("marglik")
@@ -125,7 +125,7 @@ def test_one_log_line_has_examples_evidence_effective_parameters_and_prior(
 
 def test_the_same_numbers_go_to_every_logger(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, name=name) for name in ("a", "b")]
-    callback = laplace(likelihood="regression", name="mine", per_layer=True)
+    callback = laplace(likelihood="regression", name="mine", tune="marglik", per_layer=True)
     _, fit = fitted(tmp_path, callback, Regressor(), logger=loggers, log_every_n_steps=1)
     posterior = callback.posterior
     expected = {

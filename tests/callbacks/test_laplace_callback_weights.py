@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from callback_cases import Classifier, draw, held_out, labelled, laplace, same_numbers, same_posterior, trainer
+from callback_cases import Classifier, by_evidence, draw, held_out, labelled, same_numbers, same_posterior, trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_bayes import GaussianPosterior, L2MCallback, fit_laplace
 from lightning_bayes.callbacks import laplace as module_of_the_callback
+from lightning_bayes.callbacks.dry_run import Undecomposed
 
 pytestmark = [
     # Lightning's notice that a new Trainer has no ModelCheckpoint.
@@ -68,7 +69,7 @@ FIRST = {"monitor": "step", "mode": "min"}
 def test_memory_best_and_last_each_have_the_posterior_of_their_own_weights(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    callback, checkpoint = laplace(tune=None), ModelCheckpoint(tmp_path / "kept", **arguments)
+    callback, checkpoint = by_evidence(tune=None), ModelCheckpoint(tmp_path / "kept", **arguments)
     model, fit = fit_with(tmp_path, callback, checkpoint)
     same_posterior(callback.posterior, fit_laplace(model, plain_loader()), X)
     (logged,) = fit.test(model, held_out(), verbose=False)
@@ -80,7 +81,7 @@ def test_memory_best_and_last_each_have_the_posterior_of_their_own_weights(
         expected = scores(Classifier.load_from_checkpoint(path))
         (logged,) = fit.test(model, held_out(), ckpt_path=word, verbose=False)
         assert logged["test_nll_laplace"] == pytest.approx(expected, rel=1e-5), word
-        again = trainer(tmp_path, laplace(tune=None))
+        again = trainer(tmp_path, by_evidence(tune=None))
         (logged,) = again.test(Classifier(), held_out(), ckpt_path=path, verbose=False)
         assert logged["test_nll_laplace"] == pytest.approx(expected, rel=1e-5), word
         found = again.predict(Classifier(), held_out(11, batch_size=11), ckpt_path=path)[0].probs
@@ -94,7 +95,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     made: list[Tensor] = []
 
     def counted(network: Any, *arguments: Any, **options: Any) -> Any:
-        made.append(network.net[0].weight.detach().clone())
+        if not isinstance(options["processes"], Undecomposed):  # of the dry run
+            made.append(network.net[0].weight.detach().clone())
         return fit_laplace(network, *arguments, **options)
 
     monkeypatch.setattr(module_of_the_callback, "fit_laplace", counted)
@@ -115,14 +117,14 @@ def test_the_same_weights_are_passed_once(
     tmp_path: Path, passes: list[Tensor], arguments: dict[str, Any], weights: str, number: int
 ) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "kept", **arguments)
-    model, _ = fit_with(tmp_path, laplace(weights=weights), checkpoint)
+    model, _ = fit_with(tmp_path, by_evidence(weights=weights), checkpoint)
     assert len(passes) == number
     best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     assert torch.equal(passes[0], (best if weights == "best" else model).net[0].weight)
 
 
 def test_only_the_best_weights_if_asked(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(weights="best", tune=None), ModelCheckpoint(tmp_path / "kept", **FIRST)
+    callback, checkpoint = by_evidence(weights="best", tune=None), ModelCheckpoint(tmp_path / "kept", **FIRST)
     model, fit = fit_with(tmp_path, callback, checkpoint)
     with pytest.raises(RuntimeError, match=r"fitted the best weights .* not those in memory: use ckpt_path='best'"):
         _ = callback.posterior
@@ -138,7 +140,7 @@ def test_only_the_best_weights_if_asked(tmp_path: Path) -> None:
 
 def test_best_weights_without_a_checkpoint_of_them_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"weights='best' needs a best checkpoint: give the Trainer a ModelCheck"):
-        fit_with(tmp_path, laplace(weights="best"), enable_checkpointing=False)
+        fit_with(tmp_path, by_evidence(weights="best"), enable_checkpointing=False)
 
 
 class Failing(Dataset[Any]):
@@ -165,7 +167,7 @@ def test_the_module_ends_with_the_weights_and_buffers_that_training_left(tmp_pat
                 trainer.train_dataloader.dataset.allowed = 37 + 30
 
     remember, checkpoint = Remember(), ModelCheckpoint(tmp_path / "kept", **FIRST)
-    model, callback, data = Classifier(lr=0.05), laplace(), Failing()
+    model, callback, data = Classifier(lr=0.05), by_evidence(), Failing()
     loader = DataLoader(data, batch_size=8)
     if fails:
         with pytest.raises(OSError, match="the disk is gone"):
@@ -184,7 +186,7 @@ def test_a_checkpoint_whose_weights_cannot_be_loaded_goes_without(tmp_path: Path
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
 
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept")
     with pytest.warns(UserWarning, match=r"weights of .*ckpt cannot be loaded, so it gets no posterior: .*old\.net"):
         fit_with(tmp_path, callback, checkpoint, model=Renamed())
     callback.posterior.check_weights()
@@ -205,13 +207,13 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
             "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1),
             "early stopping": lambda: EarlyStopping("val_loss", patience=1, min_delta=10.0),
         }[kind]()
-        callback, checkpoint = laplace(tune=None), ModelCheckpoint(tmp_path / str(place), **FIRST, save_last=True)
+        callback, checkpoint = by_evidence(tune=None), ModelCheckpoint(tmp_path / str(place), **FIRST, save_last=True)
         callbacks = [other, callback] if place else [callback, other]
         model, _ = fit_with(tmp_path, *callbacks, checkpoint)
         same_posterior(callback.posterior, fit_laplace(model, plain_loader()), X)
         numbers = {"memory": scores(model)}
         for word, path in {"best": checkpoint.best_model_path, "last": checkpoint.last_model_path}.items():
-            again = trainer(tmp_path, laplace(tune=None))
+            again = trainer(tmp_path, by_evidence(tune=None))
             (logged,) = again.test(Classifier(), held_out(), ckpt_path=path, verbose=False)
             assert logged["test_nll_laplace"] == pytest.approx(scores(Classifier.load_from_checkpoint(path)), rel=1e-5)
             numbers[word] = logged["test_nll_laplace"]
@@ -222,7 +224,7 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
 
 def test_weights_from_before_the_average_are_refused_and_a_sentence_says_why(tmp_path: Path) -> None:
     """Lightning's averaging callback loads those when the Trainer that has trained tests a checkpoint."""
-    callback, checkpoint = laplace(), ModelCheckpoint(tmp_path / "kept", **FIRST)
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", **FIRST)
     model, fit = fit_with(tmp_path, callback, Averaging(), checkpoint)
     with (
         pytest.warns(UserWarning, match="loaded the checkpoint's weights from before the average, which its posterior"),
@@ -234,7 +236,7 @@ def test_weights_from_before_the_average_are_refused_and_a_sentence_says_why(tmp
 def test_a_checkpoint_is_otherwise_as_lightning_wrote_it(tmp_path: Path) -> None:
     """The current weights beside their average, too, from which a resumed run goes on."""
     paths = []
-    for callbacks in ([Averaging()], [Averaging(), laplace()]):
+    for callbacks in ([Averaging()], [Averaging(), by_evidence()]):
         checkpoint = ModelCheckpoint(tmp_path / str(len(callbacks)))
         fit_with(tmp_path, *callbacks, checkpoint)
         paths.append(checkpoint.best_model_path)
@@ -261,7 +263,7 @@ def test_a_checkpoint_stays_whole_if_the_posterior_cannot_be_written(
         file.write(b"half a checkpoint")
         raise OSError("no space left")
 
-    callback, checkpoint = laplace(save=False), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = by_evidence(save=False), ModelCheckpoint(tmp_path / "kept")
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(OSError, match="no space left"):
         fit_with(tmp_path, callback, checkpoint)

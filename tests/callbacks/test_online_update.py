@@ -185,7 +185,9 @@ def test_early_stopping_ends_a_run_at_the_mean(tmp_path: Path) -> None:
             self.log("val_loss", float(self.trainer.global_step))
 
     stop = EarlyStopping("val_loss", patience=1)
-    run = trained(tmp_path, Worse(), vectors(), callbacks=[stop], val=vectors(), max_epochs=9, num_sanity_val_steps=0)
+    callback = online(n_data=EXAMPLES, calibrate=None)
+    options = {"callbacks": [stop], "val": vectors(), "max_epochs": 9, "num_sanity_val_steps": 0}
+    run = trained(tmp_path, Worse(), vectors(), callback, **options)
     assert len(run.noises) == 6
     agree(run, ByHand(Worse(), EXAMPLES).run(vectors(), run.noises))
     same(run.callback.posterior.mean, run.weights)
