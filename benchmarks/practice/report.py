@@ -11,7 +11,11 @@ from benchmarks.practice.results import SKIPPED, Row
 from benchmarks.practice.targets import targets
 from benchmarks.report import table
 
-GROUPS = {"choose": "CHOOSE, which rules were chosen on", "report": "REPORT, which no rule was chosen on"}
+GROUPS = {
+    "choose": "CHOOSE, which rules were chosen on",
+    "report": "REPORT, which no rule was chosen on",
+    "confirm": "CONFIRM, which was looked at once, when the rule was settled",
+}
 
 
 def report(rows: Sequence[Row], code: str = "") -> str:
