@@ -153,8 +153,8 @@ def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> 
     """Trained at samples of its posterior, whose curvature is learned on the way."""
     seed(settings.seed)
     callback = OnlineLaplaceCallback(
-        calibrate=None,  # the paper's predictions as they are
         NOISE,
+        calibrate=None,  # the paper's predictions as they are
         **memory(len(data.train), settings),
         hessian=settings.hessian,
         average=settings.average,
@@ -181,8 +181,7 @@ def post_hoc(module: LitAutoencoder, data: Data, settings: Settings, output: Pat
     """The Hessian of a trained autoencoder, summed over the data by a training that neither moves nor forgets, and the
     prior precision with the largest evidence."""
     callback = OnlineLaplaceCallback(
-        calibrate=None,  # the paper's predictions as they are
-        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed
+        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed, calibrate=None
     )
     lr, module.lr = module.lr, 0.0
     fit(module, data, replace(settings, epochs=1), output, callback)
