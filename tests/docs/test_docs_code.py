@@ -133,7 +133,8 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     loader = Data().loader()
     x, network = next(iter(loader))[0], nn.Linear(4, 3)
-    names = run_page(page, model=Model(), dm=Data(), network=network, loader=loader, x=x, LitNet=Model)
+    own = {"network": network, "loader": loader, "validation": loader, "x": x}
+    names = run_page(page, model=Model(), dm=Data(), LitNet=Model, **own)
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "laplace")}
     assert said <= set(names["model"].tested)
     assert [tuple(p.probs.shape) for p in names["out"]] == [(10, 3), (10, 3), (4, 3)]
