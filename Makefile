@@ -17,7 +17,7 @@ quickstart: $(VENV)/.recipes
 	$(BIN)/python recipes/quickstart.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.test $(VENV)/.peers
 	$(BIN)/python -m pytest -m slow

@@ -154,6 +154,7 @@ def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> 
     seed(settings.seed)
     callback = OnlineLaplaceCallback(
         NOISE,
+        calibrate=None,  # the paper's predictions as they are
         **memory(len(data.train), settings),
         hessian=settings.hessian,
         average=settings.average,
@@ -180,7 +181,7 @@ def post_hoc(module: LitAutoencoder, data: Data, settings: Settings, output: Pat
     """The Hessian of a trained autoencoder, summed over the data by a training that neither moves nor forgets, and the
     prior precision with the largest evidence."""
     callback = OnlineLaplaceCallback(
-        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed
+        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed, calibrate=None
     )
     lr, module.lr = module.lr, 0.0
     fit(module, data, replace(settings, epochs=1), output, callback)

@@ -228,7 +228,7 @@ class PosteriorCallback(ScoringCallback):
         """Tuned, if by "auto", and calibrated, if at all, on validation data; what came of it is said and logged."""
         if self.predictive == "map" or (self.tune != "auto" and self.calibrate is None):
             return posterior
-        of = "outputs" if self.calibrate == "outputs" else "probs"
+        of = None if self.calibrate is None else "outputs" if self.calibrate == "outputs" else "probs"
         scoring = Scoring(self.predictive, self.link, self.samples, self.seed, of)
         data = validation_data(trainer, module)
         posterior, scores = tune_and_calibrate(posterior, data, scoring, self.tune, self.calibrate)

@@ -63,9 +63,9 @@ def tune_auto(
     calibrate: bool = True,
 ) -> LaplacePosterior:
     """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
-    scoring = Scoring(predictive, link, samples, seed, of)
-    scoring.check(posterior.likelihood)
     flag("calibrate", calibrate)
+    scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
+    scoring.check(posterior.likelihood)
     return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)
 
 

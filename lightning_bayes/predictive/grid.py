@@ -46,7 +46,7 @@ def grid(
         raise ValueError(f"low must be less than high={high}, got {low}")
     count("size", size, 2)
     check_loader(loader)
-    scoring, likelihood = Scoring(predictive, link, samples, seed), posterior.likelihood
+    scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
     scoring.check(likelihood)
     _check_metric(metric)
     higher = getattr(metric, "higher_is_better", False if metric is None else None)

@@ -37,13 +37,13 @@ class Scoring:
     link: str | None = None
     samples: int = 100
     seed: int = 0
-    of: str = "outputs"
+    of: str | None = "outputs"  # None: predictions stay without one
 
     def __post_init__(self) -> None:
         word("predictive", self.predictive, PREDICTIVES)
         count("samples", self.samples)
         check_seed("seed", self.seed)
-        word("of", self.of, PLACES)
+        word("of", self.of, (*PLACES, None))
 
     def check(self, likelihood: Likelihood) -> None:
         likelihood.choose_link(self.link)
@@ -51,7 +51,7 @@ class Scoring:
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
         if self.predictive != "glm":
             return law.choose_link(likelihood, None)
-        default = None if law.draws is not None else likelihood.calibrated_link
+        default = None if law.draws is not None or self.of is None else likelihood.calibrated_link
         return law.choose_link(likelihood, self.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
@@ -71,7 +71,7 @@ class Scoring:
     def calibration(self, likelihood: Likelihood, link: str, T: float) -> Calibration:
         if not issubclass(likelihood.predictive, ClassPredictive):
             return Calibration(self.predictive, link, variance_factor=T**2)
-        place = {"outputs": "output_temperature", "probs": "probs_temperature"}[self.of]
+        place = "output_temperature" if self.of == "outputs" else "probs_temperature"
         return Calibration(self.predictive, link, **{place: T})
 
 
