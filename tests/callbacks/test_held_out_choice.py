@@ -169,6 +169,9 @@ def test_tuning_and_calibration_are_apart(tmp_path: Path, words: dict[str, Any])
     assert len(callback.posterior.calibrations) == int(calibrated)
     if words.get("tune", "auto") is None:
         assert float(callback.posterior.prior_precision) == 1.0
+    if not calibrated:  # the prior is the best one for the link of predictions that stay without a temperature
+        again = callback.posterior.with_prior(1.0).tune_prior("auto", validation(), calibrate=False)
+        torch.testing.assert_close(callback.posterior.prior_precision, again.prior_precision)
 
 
 def test_a_temperature_of_the_outputs_by_name(tmp_path: Path) -> None:
