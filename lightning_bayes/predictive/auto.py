@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import flag
+from lightning_bayes.arguments import flag, word
 from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, Gaussian
-from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import linear, marglik
 from lightning_bayes.predictive.held_out import (
@@ -64,6 +64,7 @@ def tune_auto(
 ) -> LaplacePosterior:
     """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
     flag("calibrate", calibrate)
+    word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
     scoring.check(posterior.likelihood)
     return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)

@@ -78,7 +78,7 @@ class Scoring:
 def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
 ) -> Posterior:
-    scoring = Scoring(predictive, link, samples, seed, of)
+    scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
     check_loader(loader)
     if issubclass(posterior.likelihood.predictive, ClassPredictive):
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)

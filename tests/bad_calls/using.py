@@ -231,7 +231,7 @@ for _table in (autos, calibration):
     _scoring(_table)
     _table("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")
     words(_table, "of")
-    _table("of", "variance", "unknown of 'variance': use one of 'outputs', 'probs'")
+    _table("of", None, "unknown of None: use one of 'outputs', 'probs'")
     _table("loader", [], "the held-out data are empty", named=False)
     _table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
     _table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
@@ -243,6 +243,7 @@ for _table in (autos, calibration):
     _table("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
 calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
 flags(autos, "calibrate")
+autos("of", "variance", "unknown of 'variance': use one of 'outputs', 'probs'", calibrate=False)
 autos("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'", loader=None)
 autos(
     "size", 3, "tune_prior('auto') has no argument 'size'", "'predictive', 'link', 'samples', 'seed', 'of', 'calibrate'"

@@ -61,6 +61,9 @@ def test_three_passes_over_validation_data_at_most_and_none_over_training_data(t
     callback.fit_now(trainer, model, trainer.train_dataloader)
     assert type(val).reads <= 3 * 60
     assert Counting.reads <= 37 + 5 * 3  # the fit; a probe, and four looks at whether it stays the same
+    type(val).reads, callback.tune, callback.calibrate = 0, "marglik", None
+    callback.fit_now(trainer, model, trainer.train_dataloader)
+    assert type(val).reads == 0
 
 
 def test_it_says_and_logs_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,6 +169,9 @@ def test_tuning_and_calibration_are_apart(tmp_path: Path, words: dict[str, Any])
     assert len(callback.posterior.calibrations) == int(calibrated)
     if words.get("tune", "auto") is None:
         assert float(callback.posterior.prior_precision) == 1.0
+    if not calibrated:  # the prior is the best one for the link of predictions that stay without a temperature
+        again = callback.posterior.with_prior(1.0).tune_prior("auto", validation(), calibrate=False)
+        torch.testing.assert_close(callback.posterior.prior_precision, again.prior_precision)
 
 
 def test_a_temperature_of_the_outputs_by_name(tmp_path: Path) -> None:
