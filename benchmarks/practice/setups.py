@@ -113,6 +113,9 @@ def _choose() -> list[SetUp]:
         splits = range(3, 5) if data == "protein" else range(10, 12)
         found += _several("choose", data, training, splits)
         found += [SetUp("choose", data, training, seed=1, gap=True)]
+        stopped = Training("mlp2x50", "adam", 3e-3, steps=2500, early_stopping=True)
+        found += _several("choose", data, stopped, splits)
+        found += [SetUp("choose", data, stopped, seed=1, gap=True)]
     return found
 
 
