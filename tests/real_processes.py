@@ -5,20 +5,30 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = count(20_000 + 5_000 * (_worker % 2) + os.getpid() % 4_000)
+
+
+def free_port() -> int:
+    """One that no other test asks for, and below those that the system hands out to connections."""
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there are no free ports")
+
 
 @contextmanager
 def launched(program: str, folder: Path, world: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """`program FOLDER WORLD WORDS…` on each of `world` processes, which do not outlive the context."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, program, str(folder), str(world), *words],

@@ -6,6 +6,7 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import word
 from lightning_bayes.callbacks.arguments import check_save, check_use
 from lightning_bayes.callbacks.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
+from lightning_bayes.callbacks.data import validation_pass
 from lightning_bayes.callbacks.dry_run import DryRun, check_writable
 from lightning_bayes.callbacks.files import File, as_file, exists, posterior_file, save_posterior
 from lightning_bayes.callbacks.held_out import tune_and_calibrate, validation_data
@@ -222,19 +224,30 @@ class PosteriorCallback(ScoringCallback):
             network = unwrap(network_of(self._module, self.network))
             self._posterior = GaussianPosterior.load(path, network, self.likelihood_if_own())
 
-    def _held_out_choice(
+    def _by_grid(
         self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior
     ) -> LaplacePosterior:
-        """Tuned, if by "auto", and calibrated, if at all, on validation data; what came of it is said and logged."""
-        if self.predictive == "map" or (self.tune != "auto" and self.calibrate is None):
+        """The prior with the best score of the very predictions that will be made."""
+        link = self.link or (None if self.calibrate is None else self.likelihood.calibrated_link)
+        options: dict[str, Any] = {"predictive": self.predictive, "link": link, "samples": self.samples}
+        return posterior.tune_prior("grid", validation_pass(trainer, module), seed=self.seed, **options)
+
+    def _held_out_choice(
+        self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str = ""
+    ) -> LaplacePosterior:
+        """Tuned, if by "auto", and calibrated, if at all, on validation data. What came of it is said and, unless it is
+        `of` other weights than those in memory, logged."""
+        if self.tune != "auto" and self.calibrate is None:
             return posterior
-        of = None if self.calibrate is None else "outputs" if self.calibrate == "outputs" else "probs"
-        scoring = Scoring(self.predictive, self.link, self.samples, self.seed, of)
-        data = validation_data(trainer, module)
-        posterior, scores = tune_and_calibrate(posterior, data, scoring, self.tune, self.calibrate)
+        place = None if self.calibrate is None else "outputs" if self.calibrate == "outputs" else "probs"
+        scoring = Scoring(self.predictive, self.link, self.samples, self.seed, place)
+        tune = None if self.predictive == "map" else self.tune  # the plain network has no prior
+        data = partial(validation_data, trainer, module)
+        posterior, scores = tune_and_calibrate(posterior, data, scoring, tune, self.calibrate)
         if scores is not None:
-            scores.say(self.name)
-            self._log(trainer, scores.numbers(self.name))
+            scores.say(self.name, of)
+            if not of:
+                self._log(trainer, scores.numbers(self.name))
         return posterior
 
     def _log(self, trainer: Trainer | None, numbers: dict[str, float]) -> None:

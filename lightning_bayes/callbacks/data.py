@@ -97,7 +97,7 @@ def exact_pass(
     for each in (limit, max_batches):
         indices = indices[: _limit(each, len(indices), size or 1)]
     if not indices:
-        raise DataError("the training data are empty: a posterior needs at least one example")
+        raise DataError("the data are empty: at least one example is needed")
     mine = indices[processes.rank :: processes.size]
     probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
     return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
@@ -125,7 +125,8 @@ def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPa
     if loader is None:
         raise RuntimeError(_NO_VALIDATION)
     first = next(iter(loader.values())) if isinstance(loader, dict) else loader
-    return exact_pass(first[0] if isinstance(first, (list, tuple)) else first, module, trainer)
+    limit = None if trainer is None else trainer.limit_val_batches
+    return exact_pass(first[0] if isinstance(first, (list, tuple)) else first, module, trainer, limit)
 
 
 def check_validation(trainer: Trainer) -> None:

@@ -6,7 +6,8 @@ so that it can come out worse than the plain network. Then all of them choose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.data import ExactPass, exact_pass
+from lightning_bayes.callbacks.data import ExactPass, validation_pass
+from lightning_bayes.callbacks.module import ModuleError
 from lightning_bayes.callbacks.scores import Scores
 from lightning_bayes.curvature import CurvatureError, DataError, inputs
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
@@ -24,6 +26,7 @@ from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, auto, survey
 from lightning_bayes.predictive.held_out import Scoring
 
+FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
 HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
 
@@ -43,48 +46,53 @@ class HeldOutScores:
         parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
         return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
 
-    def say(self, name: str) -> None:
+    def say(self, name: str, of: str = "") -> None:
         def words(part: dict[str, float]) -> str:
             return ", ".join(f"{metric} {value:.4g}" for metric, value in part.items())
 
         text = f"MAP {words(self.plain)}; MAP + temperature {words(self.tempered)}; {name} {words(self.posterior)}"
-        rank_zero_info(f"{name}: on held-out data, two-fold: {text}")
-        best = min(self.plain["nll"], self.tempered["nll"])
-        if self.posterior["nll"] > best + max(WORSE, 2 * self.error):
+        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}")
+        rival, best = min((("MAP", self.plain["nll"]), ("MAP + temperature", self.tempered["nll"])), key=lambda r: r[1])
+        error = 0.0 if math.isnan(self.error) else self.error
+        if self.posterior["nll"] > best + max(WORSE, 2 * error):
             rank_zero_warn(
-                f"{name}: the posterior does not improve the predictions of this network (held-out NLL "
-                f"{self.posterior['nll']:.4g}, the plain network {best:.4g}): use predictive='map', tune='auto' with "
-                "calibrate='auto' if they are off, or more validation data"
+                f"{name}{of}: the posterior does not improve the predictions of this network (held-out NLL "
+                f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to which "
+                "calibrate='auto' gives a temperature"
             )
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
-    loader = None if trainer is None else trainer.val_dataloaders
-    if loader is None or trainer is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if trainer is None or trainer.val_dataloaders is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    loader = list(loader.values()) if isinstance(loader, dict) else loader
-    first = loader[0] if isinstance(loader, (list, tuple)) else loader
-    return exact_pass(first, module, trainer, trainer.limit_val_batches)
+    return validation_pass(trainer, module)
 
 
 def tune_and_calibrate(
-    posterior: LaplacePosterior, data: Iterable[Any] | None, scoring: Scoring, tune: str | None, calibrate: str | None
+    posterior: LaplacePosterior,
+    data: Callable[[], Iterable[Any] | None],
+    scoring: Scoring,
+    tune: str | None,
+    calibrate: str | None,
 ) -> tuple[LaplacePosterior, HeldOutScores | None]:
     """`tune` is "auto" or None: other ways have had their turn. Data that cannot be used are said, and not used."""
-    if data is not None:
-        try:
-            choice = survey(posterior, data, scoring, tune == "auto", calibrate is not None)
-            return choice.on(), two_fold(choice, data)
-        except (DataError, LikelihoodError, CurvatureError) as error:
-            rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    elif tune == "auto":
-        rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
+    try:
+        held_out = data()
+        if held_out is not None:
+            choice = survey(posterior, held_out, scoring, tune == "auto", calibrate is not None)
+            return choice.on(), two_fold(choice, held_out)
+        if tune == "auto":
+            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
+    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:
+        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
     return auto(posterior, None, scoring) if tune == "auto" else posterior, None
 
 
-def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores:
-    """One pass over the data."""
+def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
+    """One pass over the data; None where a half of them is hardly an example."""
+    if choice.n_held_out < FEWEST:
+        return None
     by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
     ignored = getattr(choice.posterior.likelihood, "ignore_index", None)
     scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]

@@ -7,6 +7,7 @@ No pass over the data: at the end of training, or whenever `fit_now` is called, 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +29,6 @@ from lightning_bayes.callbacks.data import (
     is_indexed,
     replicas,
     single,
-    validation_pass,
 )
 from lightning_bayes.callbacks.dry_run import split_training_batch
 from lightning_bayes.callbacks.files import posterior_file
@@ -278,30 +278,30 @@ class L2MCallback(PosteriorCallback):
                 "Trainer that trains, or call fit_l2m with n_data= and batch_size="
             )
         reshard(module)
-        posterior = fit_l2m(
-            network_of(module, self.network),
-            trainer.optimizers,
-            self.likelihood,
-            n_data=self._batches.n_data,
-            batch_size=self._batches.size,
-            scaling=self.scaling,
-            prior_precision=1.0 if self.prior_precision is None and self._chooses(trainer) else self.prior_precision,
-            loss_scale=self.loss_scale or self._batches.loss_scale or None,
-            n_outputs=self._batches.n_targets or 1,
-        )
+        tuned = self.prior_precision is None and self.tune not in (None, "auto")
+        with warnings.catch_warnings():
+            if self.tune == "auto" and trainer.val_dataloaders is not None:  # they say what weight decay does not
+                warnings.filterwarnings("ignore", "the optimizer has no weight decay")
+            posterior = fit_l2m(
+                network_of(module, self.network),
+                trainer.optimizers,
+                self.likelihood,
+                n_data=self._batches.n_data,
+                batch_size=self._batches.size,
+                scaling=self.scaling,
+                prior_precision=1.0 if tuned else self.prior_precision,
+                loss_scale=self.loss_scale or self._batches.loss_scale or None,
+                n_outputs=self._batches.n_targets or 1,
+            )
         if isinstance(posterior, LaplacePosterior):
             posterior = self._tuned(trainer, module, posterior)
         self._posterior = posterior  # type: ignore[assignment]
         return posterior
 
-    def _chooses(self, trainer: Trainer) -> bool:
-        """Whether the prior is chosen from data, and need not be the optimizer's weight decay."""
-        return self.tune not in (None, "auto") or (self.tune == "auto" and trainer.val_dataloaders is not None)
-
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
         with preserved_rng(), forward_context(trainer):
             if self.tune == "grid":
-                posterior = posterior.tune_prior("grid", loader=validation_pass(trainer, module))
+                posterior = self._by_grid(trainer, module, posterior)
             elif self._by_evidence(trainer):
                 processes, loader = Processes.current(), trainer.train_dataloader
                 limit = drawn_batches(trainer)

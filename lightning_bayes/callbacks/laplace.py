@@ -24,7 +24,6 @@ from lightning_bayes.callbacks.data import (
     named_loader,
     owner_of,
     single,
-    validation_pass,
 )
 from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
 from lightning_bayes.callbacks.epoch import Epoch
@@ -251,13 +250,15 @@ class LaplaceCallback(PosteriorCallback):
         self._report(trainer, posterior)
         return posterior
 
-    def _fitted(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
+    def _fitted(
+        self, trainer: Trainer | None, module: LightningModule, dataloader: Any, of: str = ""
+    ) -> LaplacePosterior:
         self._check_module(module)
         self._module = module
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
-            return self._fit(trainer, module, dataloader)
+            return self._tuned(trainer, module, self._fit(trainer, module, dataloader), of)
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> ExactPass:
         """The data of the fit, as far as `max_batches`, or what training has seen, goes."""
@@ -284,16 +285,16 @@ class LaplaceCallback(PosteriorCallback):
             processes=Processes.current(),
             probe=data.probe(),
         )
-        return self._tuned(trainer, module, posterior)
+        return posterior
 
-    def _tuned(self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
+    def _tuned(
+        self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str
+    ) -> LaplacePosterior:
         if self.tune == "grid":
-            loader = validation_pass(trainer, module)
-            scoring: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
-            posterior = posterior.tune_prior("grid", loader, samples=self.samples, seed=self.seed, **scoring)
+            posterior = self._by_grid(trainer, module, posterior)
         elif self.tune not in (None, "auto"):
             posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-        return self._held_out_choice(trainer, module, posterior)
+        return self._held_out_choice(trainer, module, posterior, of)
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""

@@ -128,7 +128,7 @@ class ScoringCallback(Callback):
         x, y = split_batch(module, batch, predicting=is_ood)
         found = {self.name: self.predict(x)}
         if first:
-            found["map"] = self.posterior.predict(x, predictive="map")
+            found["map"] = self.posterior.predict(x, predictive="map", calibrated=False)
         for who, prediction in found.items():
             prediction = prediction if real is None else prediction.map(lambda t: t[:real])
             for index in [dataloader_idx] if is_ood else range(1, self._ood_loaders + 1):

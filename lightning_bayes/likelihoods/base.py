@@ -76,7 +76,7 @@ class ClassPredictive(Predictive):
 
     def tempered(self, T: float) -> ClassPredictive:
         """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic share of the variance stays."""
-        return self._with_probs((self.probs.log() / T).softmax(1))
+        return self._with_probs((log_probability(self.probs) / T).softmax(1))
 
     def _with_probs(self, probs: Tensor) -> ClassPredictive:
         scale = probs * (1 - probs) / (self.epistemic + self.aleatoric).clamp_min(torch.finfo(probs.dtype).tiny)
@@ -93,12 +93,22 @@ class LabelPredictive(ClassPredictive):
     """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
 
     def tempered(self, T: float) -> ClassPredictive:
-        return self._with_probs((self.probs.logit() / T).sigmoid())
+        return self._with_probs((log_odds(self.probs) / T).sigmoid())
 
     @property
     def entropy(self) -> Tensor:
         """The binary entropy of every label, in the shape of `probs`; sum over labels for that of the whole vector."""
         return torch.special.entr(self.probs) + torch.special.entr(1 - self.probs)
+
+
+def log_probability(p: Tensor) -> Tensor:
+    """Finite also where a probability has underflowed to zero."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
+def log_odds(p: Tensor) -> Tensor:
+    """Finite also where a probability has been rounded to zero or one."""
+    return p.logit(torch.finfo(p.dtype).eps)
 
 
 class Likelihood(ABC):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .base import LabelPredictive, Likelihood, Predictive
+from .base import LabelPredictive, Likelihood, Predictive, log_odds
 from .outputs import (
     LikelihoodError,
     check_floating,
@@ -104,7 +104,7 @@ class Bernoulli(Likelihood):
         return super().integrate(mean, covariance, link, samples, generator)
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
-        return self.log_likelihood_per_example(predictive.mean.logit(), y)
+        return self.log_likelihood_per_example(log_odds(predictive.mean), y)
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
         check_floating("Bernoulli", f)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import integer
 
-from .base import ClassPredictive, Likelihood, Predictive
+from .base import ClassPredictive, Likelihood, Predictive, log_probability
 from .outputs import (
     LikelihoodError,
     check_floating,
@@ -163,7 +163,7 @@ class Categorical(Likelihood):
         return super().integrate(mean, covariance, link, samples, generator)
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
-        return self.log_likelihood_per_example(predictive.mean.log(), y)
+        return self.log_likelihood_per_example(log_probability(predictive.mean), y)
 
     def n_targets(self, y: Tensor) -> int:
         return int(self._observed(y).sum())

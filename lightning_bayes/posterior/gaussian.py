@@ -229,7 +229,7 @@ class GaussianPosterior:
     def with_prior(self, prior_precision: float | Tensor) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("a prior to change"))
 
-    def tune_prior(self, method: str = "marglik", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
+    def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("a prior to tune"))
 
     def _no_evidence(self, what: str) -> str:

@@ -135,7 +135,7 @@ class LaplacePosterior(GaussianPosterior):
             )
         return replace(self, curvature=replace(self.curvature, **found))
 
-    def tune_prior(self, method: str = "marglik", loader: Any = None, per_layer: bool = False, **options: Any) -> Any:
+    def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False, **options: Any) -> Any:
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:

@@ -87,9 +87,9 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """What `auto` takes from the training data alone."""
     if isinstance(posterior.likelihood, Gaussian):
         return marglik(at_training_noise(posterior), per_layer=False, noise=False)
-    if not issubclass(posterior.likelihood.predictive, ClassPredictive) or posterior.damping is not None:
-        return marglik(posterior, per_layer=False)
-    return linear(posterior, per_layer=False)
+    classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
+    knows_optimum = posterior.curvature.gradient is not None and posterior.damping is None
+    return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
 
 
 def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
@@ -104,12 +104,17 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
     if not classes and (not tune or _has_noise(posterior)):
         posterior = by_evidence(posterior) if tune else posterior
-        (ratio, plain), link = squared_errors(posterior, [posterior.precision, None], loader, scoring)
-        return NoiseChoice(posterior, scoring, link, tune, calibrate, ratio, plain)
+        errors = squared_errors(posterior, [posterior.precision, None], loader, scoring)
+        return NoiseChoice(posterior, scoring, errors.link, tune, calibrate, *errors.ratio)
     priors = _priors(posterior, scoring) if tune else ()
     precisions = [posterior.with_prior(δ).precision for δ in priors] if tune else [posterior.precision]
-    nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
-    return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+    if classes:
+        nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
+        return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+    errors = squared_errors(posterior, [*precisions, None], loader, scoring)
+    unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
+    nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64)).exp())
+    return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +126,11 @@ class Choice(ABC):
     link: str
     tune: bool
     calibrate: bool
+
+    @property
+    @abstractmethod
+    def n_held_out(self) -> int:
+        """How many examples there are to choose by."""
 
     @abstractmethod
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
@@ -137,6 +147,11 @@ class PriorChoice(Choice):
 
     priors: tuple[float, ...]  # ascending
     nll: Tensor  # [priors + 1, temperatures, N]; the last row is the plain network
+    unit: float | None = None  # of real targets: the factor on the variance at T = 1
+
+    @property
+    def n_held_out(self) -> int:
+        return self.nll.shape[-1]
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         nll = self.nll[:, :, examples]
@@ -144,13 +159,17 @@ class PriorChoice(Choice):
         chosen = self.posterior.with_prior((*self.priors, NEGLIGIBLE)[row]) if self.tune else self.posterior
         if not self.calibrate:
             return chosen
-        return chosen.with_calibration(self._calibration(self._doubted(nll)[row] if self.tune else nll[row].mean(-1)))
+        scores = self._doubted(nll)[row] if self.tune else nll[row].mean(-1)
+        return chosen.with_calibration(self._calibration(scores, self.scoring))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        return replace(self._calibration(self.nll[-1, :, examples].mean(-1)), predictive="map")
+        return self._calibration(self.nll[-1, :, examples].mean(-1), replace(self.scoring, predictive="map"))
 
-    def _calibration(self, nll: Tensor) -> Calibration:
-        return self.scoring.calibration(self.posterior.likelihood, self.link, best_temperature(nll))
+    def _calibration(self, nll: Tensor, scoring: Scoring) -> Calibration:
+        T = best_temperature(nll)
+        if self.unit is None:
+            return scoring.calibration(self.link, T)
+        return Calibration(scoring.predictive, self.link, variance_factor=self.unit * T**2)
 
     def _doubted(self, nll: Tensor) -> Tensor:
         """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
@@ -159,13 +178,15 @@ class PriorChoice(Choice):
 
     def _widest(self, nll: Tensor) -> int:
         """The first row that is near the best, each at its own temperature."""
-        mean = self._doubted(nll)
+        mean = self._doubted(nll).nan_to_num(torch.inf)
         at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS)
         rows = torch.arange(len(nll))
         best = int(mean[rows, at].argmin())
         difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
-        error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0)
-        return int((mean[rows, at] - mean[best, at[best]] <= error).nonzero()[0])
+        error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0, posinf=0.0)
+        near = mean[rows, at] - mean[best, at[best]] <= error
+        near[best] = True
+        return int(near.nonzero()[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +195,10 @@ class NoiseChoice(Choice):
 
     ratio: Tensor  # (y − m)²/v [N]
     plain: Tensor  # the same of the plain network [N]
+
+    @property
+    def n_held_out(self) -> int:
+        return len(self.ratio)
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
@@ -189,15 +214,16 @@ class NoiseChoice(Choice):
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
     """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
-    scales = isinstance(posterior.likelihood, Gaussian) and posterior.noise_power == -2
+    scales = isinstance(posterior.likelihood, Gaussian) and posterior.noise_power == -2 and posterior.damping is None
     return scales and posterior.curvature.knows_likelihood
 
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
-    """From the one with the largest evidence up; only that one, where each costs a set of samples of many outputs."""
+    """From the one with the largest evidence up; where each costs a set of samples, a few of them."""
+    sampled = scoring.predictive == "bnn" or posterior.curvature.n_outputs > MANY * posterior.n_data
     if not posterior.curvature.knows_likelihood:
-        return PRIORS
-    if scoring.predictive == "bnn" or posterior.curvature.n_outputs > MANY * posterior.n_data:
+        return PRIORS[::6] if sampled else PRIORS
+    if sampled:
         return (float(by_evidence(posterior).prior_precision),)
     evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
     return PRIORS[int(evidence.argmax()) :]

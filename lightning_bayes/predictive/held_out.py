@@ -62,16 +62,14 @@ class Scoring:
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
-        if self.of == "outputs" and issubclass(likelihood.predictive, ClassPredictive):
+        if self.of == "outputs" or law.is_point:  # of a point both places are the same, and this one never saturates
             yield from (self.integrate(likelihood, law.tempered(math.exp(t))) for t in LOG_TEMPERATURES)
             return
         predictive = self.integrate(likelihood, law)
         yield from (predictive.tempered(math.exp(t)) for t in LOG_TEMPERATURES)
 
-    def calibration(self, likelihood: Likelihood, link: str, T: float) -> Calibration:
-        if not issubclass(likelihood.predictive, ClassPredictive):
-            return Calibration(self.predictive, link, variance_factor=T**2)
-        place = "output_temperature" if self.of == "outputs" else "probs_temperature"
+    def calibration(self, link: str, T: float) -> Calibration:
+        place = "output_temperature" if self.of == "outputs" or self.predictive == "map" else "probs_temperature"
         return Calibration(self.predictive, link, **{place: T})
 
 
@@ -83,9 +81,10 @@ def calibrate(
     if issubclass(posterior.likelihood.predictive, ClassPredictive):
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
-        return posterior.with_calibration(scoring.calibration(posterior.likelihood, chosen, T))
-    ratio, chosen = squared_errors(posterior, [posterior.precision], loader, scoring)
-    return posterior.with_calibration(Calibration(predictive, chosen, variance_factor=float(ratio.mean())))
+        return posterior.with_calibration(scoring.calibration(chosen, T))
+    errors = squared_errors(posterior, [posterior.precision], loader, scoring)
+    factor = float(errors.ratio.mean())
+    return posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor))
 
 
 def temperature_table(
@@ -101,17 +100,38 @@ def temperature_table(
     return torch.cat(columns, dim=-1), link
 
 
+@dataclass(frozen=True)
+class Errors:
+    """What a Gaussian's log-likelihood of held-out data is made of, at every precision, for any factor on the variance:
+    `−log p = ½ C (r/s + log s) + l`."""
+
+    ratio: Tensor  # r = (y − m)²/v, averaged over the C outputs of an example [D, N]
+    log_v: Tensor  # l = ½ Σ log 2πv [D, N]
+    outputs: int  # C
+    link: str
+
+    def nll(self, s: Tensor) -> Tensor:
+        """# [...] -> [D, ..., N]"""
+        s = s.unsqueeze(-1)
+        ratio, log_v = (t.reshape(len(t), *[1] * (s.ndim - 1), -1) for t in (self.ratio, self.log_v))
+        return 0.5 * self.outputs * (ratio / s + s.log()) + log_v
+
+
 def squared_errors(
     posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
-) -> tuple[Tensor, str]:
-    """`(y − m)²/v` of every held-out example, averaged over its outputs, and the link; one pass.  # [D, N]"""
-    columns, link = [], ""
+) -> Errors:
+    """One pass over the data."""
+    ratios, logs, link, outputs = [], [], "", 1
     for laws, y in held_out_laws(posterior, precisions, loader, scoring):
         link = scoring.link_of(posterior.likelihood, laws[0])
         predictives = [scoring.integrate(posterior.likelihood, law) for law in laws]
-        ratios = [(y.reshape(p.mean.shape).to(p.mean.dtype) - p.mean).square() / p.variance for p in predictives]
-        columns.append(torch.stack(ratios).double().reshape(len(laws), len(y), -1).mean(2).cpu())
-    return torch.cat(columns, dim=1), link
+        ratio = torch.stack([(y.reshape(p.mean.shape).to(p.mean) - p.mean).square() / p.variance for p in predictives])
+        v = torch.stack([p.variance for p in predictives])
+        ratio, v = (t.reshape(len(laws), len(y), -1) for t in (ratio, v))  # [D, B, C]
+        outputs = v.shape[2]
+        ratios.append(ratio.mean(2).cpu())
+        logs.append(0.5 * (2 * math.pi * v).log().sum(2).cpu())
+    return Errors(torch.cat(ratios, dim=1), torch.cat(logs, dim=1), outputs, link)
 
 
 def held_out_laws(
@@ -129,17 +149,21 @@ def held_out_laws(
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
             known = iter(laws)
-            yield [OutputLaw(mean) if P is None else next(known) for P in precisions], y
+            every = [OutputLaw(mean) if P is None else next(known) for P in precisions]
+            yield [law.double() for law in every], y
     _check_targets(posterior.likelihood, targets)
 
 
 def best_temperature(nll: Tensor) -> float:
-    """The minimum of the parabola through the best temperature and its neighbours.  # [K]"""
+    """The minimum of the parabola through the best temperature and its neighbours; 1 where nothing is finite.  # [K]"""
+    if not nll.isfinite().any():
+        return 1.0
+    nll = nll.nan_to_num(torch.inf, posinf=torch.inf)
     k = min(max(int(nll.argmin()), 1), len(nll) - 2)
     left, middle, right = (float(v) for v in nll[k - 1 : k + 2])
     step = LOG_TEMPERATURES[1] - LOG_TEMPERATURES[0]
     bend = left - 2 * middle + right
-    shift = 0.0 if bend <= 0 else max(-1.0, min(1.0, 0.5 * (left - right) / bend))
+    shift = 0.0 if not 0 < bend < math.inf else max(-1.0, min(1.0, 0.5 * (left - right) / bend))
     return math.exp(LOG_TEMPERATURES[k] + step * shift)
 
 

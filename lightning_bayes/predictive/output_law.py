@@ -44,6 +44,15 @@ class OutputLaw:
         draws = None if self.draws is None else self.draws / T
         return replace(self, mean=self.mean / T, covariance=covariance, draws=draws)
 
+    @property
+    def is_point(self) -> bool:
+        return self.covariance is None and self.draws is None
+
+    def double(self) -> OutputLaw:
+        """In float64, where probabilities round to zero or one much later."""
+        covariance, draws = (None if t is None else t.double() for t in (self.covariance, self.draws))
+        return replace(self, mean=self.mean.double(), covariance=covariance, draws=draws)
+
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
         """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws
         of the network itself have no closed form."""

@@ -147,7 +147,7 @@ now(
 now("dataloader", None, "dataloader must be an iterable of batches", "got None")
 now("dataloader", TensorDataset(X, Y), "dataloader is a TensorDataset", "DataLoader(dataset, batch_size=")
 now("dataloader", [], "there are 0 training dataloaders")
-now("dataloader", DataLoader(TensorDataset(X[:0], Y[:0])), "training data are empty")
+now("dataloader", DataLoader(TensorDataset(X[:0], Y[:0])), "the data are empty")
 now("dataloader", DataLoader([(X, X, Y)], batch_size=None), "split_batch(self, batch)")  # type: ignore[arg-type]
 now("dataloader", DataLoader([3], batch_size=None), "split_batch(self, batch)")  # type: ignore[arg-type]
 

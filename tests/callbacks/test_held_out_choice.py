@@ -1,6 +1,7 @@
 """What callbacks do with a Trainer's validation data: tune, calibrate, and say whether it helped."""
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_halves_choose_for_each_other() -> None:
         p = chosen.predict(x[rows].double()).probs
         expected.append(-p.log()[torch.arange(len(p)), y[rows]])
         plain.append(nn.functional.cross_entropy(network(x[rows].double()), y[rows], reduction="none"))
-        T = choice.plain_on(slice(1 - half, None, 2)).probs_temperature
+        T = choice.plain_on(slice(1 - half, None, 2)).output_temperature
         tempered.append(nn.functional.cross_entropy(network(x[rows].double()) / T, y[rows], reduction="none"))
     for found, parts in ((scores.posterior, expected), (scores.plain, plain), (scores.tempered, tempered)):
         assert found["nll"] == pytest.approx(float(torch.cat(parts).detach().mean()), rel=1e-6)
@@ -215,7 +216,7 @@ def test_limited_validation_data_are_limited_here_too(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Watched(LaplaceCallback):
-        def _held_out_choice(self, trainer: Any, module: L.LightningModule, posterior: Any) -> Any:
+        def _held_out_choice(self, trainer: Any, module: L.LightningModule, posterior: Any, of: str = "") -> Any:
             data = choices.validation_data(trainer, module)
             assert data is not None
             seen.extend(len(y) for _, y in data)
@@ -223,3 +224,48 @@ def test_limited_validation_data_are_limited_here_too(tmp_path: Path) -> None:
 
     make_trainer(tmp_path, Watched(), limit_val_batches=2).fit(Classifier(), train_loader(), validation())
     assert sum(seen) == 64
+
+
+def test_the_plain_network_gets_its_temperature_and_test_scores_it_without(tmp_path: Path) -> None:
+    callback, model = LaplaceCallback(predictive="map"), Classifier()
+    trainer = make_trainer(tmp_path, callback)
+    trainer.fit(model, train_loader(), validation())
+    (calibration,) = callback.posterior.calibrations
+    assert calibration.predictive == "map"
+    assert calibration.output_temperature != 1.0
+    scores = trainer.test(model, held_out(), verbose=False)[0]
+    x, y = labelled(11, seed=5).tensors
+    plain = float(nn.functional.cross_entropy(model(x), y).detach())
+    assert scores["test_nll_map"] == pytest.approx(plain, rel=1e-5)
+    assert scores["test_nll_laplace"] != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_hardly_any_validation_data_do_not_end_a_fit(tmp_path: Path, n: int) -> None:
+    class Careless(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    for likelihood, module, data in (("classification", Careless(), labelled), ("regression", Regressor(), measured)):
+        callback = LaplaceCallback(likelihood)
+        val = DataLoader(data(n, seed=5), batch_size=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make_trainer(tmp_path, callback).fit(module, DataLoader(data(37), 8), val)
+        prediction = callback.posterior.predict(torch.randn(2, 4))
+        assert prediction.entropy.isfinite().all()
+
+
+def test_l2m_keeps_its_weight_decay_where_validation_data_cannot_be_used(tmp_path: Path) -> None:
+    class Decayed(Classifier):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 1e-2, weight_decay=0.02)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    callback = L2MCallback()
+    one_class = DataLoader(TensorDataset(torch.randn(60, 4), torch.ones(60).long()), 16)
+    with pytest.warns(UserWarning, match="validation data are not used"):
+        make_trainer(tmp_path, callback).fit(Decayed(), train_loader(), one_class)
+    torch.testing.assert_close(callback.posterior.prior_precision.mean(), torch.tensor(37 * 0.02))

@@ -335,5 +335,5 @@ def test_the_transfer_hooks_of_a_module_are_applied_by_fit_now(tmp_path: Path, w
 
 
 def test_empty_training_data_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="training data are empty: a posterior needs at least one example"):
+    with pytest.raises(DataError, match="the data are empty: at least one example is needed"):
         laplace().fit_now(None, Classifier(), DataLoader(Subset(labelled(3), [])))

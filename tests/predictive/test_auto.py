@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from test_calibration import LIKELIHOODS, fitted, network, real, targets
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.predictive.auto import NEGLIGIBLE, PRIORS, PriorChoice, survey
@@ -164,8 +165,6 @@ def test_every_likelihood_and_structure_is_tuned(kind: str, structure: str) -> N
 
 
 def test_one_with_no_likelihood_keeps_its_prior(caplog: pytest.LogCaptureFixture) -> None:
-    from dataclasses import replace
-
     posterior, batches = fitted("classes")
     unknown = replace(posterior.curvature, log_likelihood=torch.tensor(torch.nan), gradient=None)
     blind = replace(posterior, curvature=unknown)
@@ -174,3 +173,46 @@ def test_one_with_no_likelihood_keeps_its_prior(caplog: pytest.LogCaptureFixture
     choice = survey(blind, batches, Scoring(of="probs"), tune=True, calibrate=True)
     assert isinstance(choice, PriorChoice)
     assert choice.priors == PRIORS  # no evidence bounds them
+
+
+def test_labels_that_a_saturated_network_gets_wrong_are_no_end_of_it() -> None:
+    """In float32 its probabilities are one and zero, and the wrong label would cost infinity at any temperature."""
+    network = nn.Linear(2, 1)
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[60.0, 0.0]]))
+        network.bias.zero_()
+    x = real(80, 2).float()
+    y = (x[:, :1] > 0).float()
+    posterior = fit_laplace(network, [(x, y)], "binary", prior_precision=100.0)
+    wrong = y.clone()
+    wrong[x[:, 0].argmax()] = 0.0
+    tuned = posterior.tune_prior("auto", [(x, wrong)])
+    assert held_out_labels(tuned, x, wrong) < held_out_labels(posterior, x, wrong, predictive="map")
+    plain = posterior.calibrate([(x, wrong)], predictive="map")
+    logits = network(x).detach().double()
+    grid = torch.logspace(-1, 0.9, 100).double()
+    scores = torch.stack([nn.functional.binary_cross_entropy_with_logits(logits / T, wrong.double()) for T in grid])
+    assert plain.calibrations[0].output_temperature == pytest.approx(float(grid[scores.argmin()]), rel=0.1)
+
+
+def held_out_labels(posterior: LaplacePosterior, x: Tensor, y: Tensor, **options: Any) -> float:
+    p = posterior.predict(x, **options).probs.double().clamp(1e-12, 1 - 1e-12)
+    return float(nn.functional.binary_cross_entropy(p, y.double()))
+
+
+@pytest.mark.parametrize(("size", "words"), [(100.0, {"curvature": "empirical_fisher"}), (1.0, {"damping": "ritter"})])
+def test_a_variance_of_any_size_is_found(size: float, words: dict[str, Any]) -> None:
+    """Where noise and prior cannot be scaled together, by the factor itself."""
+    net = network(2)
+    x, held_out = real(30, 3), real(90, 3, seed=1)
+    posterior = fit_laplace(net, [(x, size * targets("real", net(x).detach(), 2))], Gaussian(1.0), "kron", **words)
+    y = size * targets("real", net(held_out).detach(), 3)
+    prediction = posterior.tune_prior("auto", [(held_out, y)]).predict(held_out)
+    ratio = float(((y - prediction.mean).square() / prediction.variance).mean())
+    assert ratio == pytest.approx(1.0, abs=0.15)
+
+
+def test_without_a_gradient_the_evidence_at_the_weights_decides() -> None:
+    posterior, _ = fitted("classes")
+    old = replace(posterior, curvature=replace(posterior.curvature, gradient=None))
+    assert torch.equal(old.tune_prior().prior_precision, posterior.tune_prior("marglik").prior_precision)
