@@ -57,8 +57,8 @@ class HeldOutScores:
         if self.posterior["nll"] > best + max(WORSE, 2 * error):
             rank_zero_warn(
                 f"{name}{of}: the posterior does not improve the predictions of this network (held-out NLL "
-                f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to which "
-                "calibrate='auto' gives a temperature"
+                f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to "
+                "which calibrate='auto' gives a temperature"
             )
 
 

@@ -166,7 +166,7 @@ _tuning = [*signature(LaplacePosterior.tune_prior).parameters]
 _tuning += [name for method in (marglik, mackay, linear, grid, tune_auto) for name in signature(method).parameters]
 tune = Table(
     "tune_prior",
-    lambda t, **given: t.regressor.tune_prior(**given),
+    lambda t, **given: t.regressor.tune_prior(**{"method": "marglik", **given}),
     [name for name in dict.fromkeys(_tuning) if name not in ("self", "posterior", "options")],
 )
 tune(
@@ -190,7 +190,12 @@ tune(
 )
 for _bad in (0.0, -1.0, "small", math.nan):
     tune("tolerance", _bad, "must be a positive, finite number", method="mackay")
-_damped = Table("tune_prior of damping", lambda t, **given: t.damped.tune_prior(**given), ["method"], named=False)
+_damped = Table(
+    "tune_prior of damping",
+    lambda t, **given: t.damped.tune_prior(**{"method": "marglik", **given}),
+    ["method"],
+    named=False,
+)
 _damped("method", "mackay", "not to damping")
 _damped("method", "linear", "without damping")
 _damped("per_layer", True, "takes one prior precision for all layers")

@@ -31,7 +31,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     },
     LaplacePosterior.log_marginal_likelihood: {"self": REQUIRED, "prior_precision": None, "noise_std": None},
     LaplacePosterior.with_prior: {"self": REQUIRED, "prior_precision": REQUIRED},
-    LaplacePosterior.tune_prior: {"self": REQUIRED, "method": "marglik", "loader": None, "per_layer": False},
+    LaplacePosterior.tune_prior: {"self": REQUIRED, "method": "auto", "loader": None, "per_layer": False},
     LaplacePosterior.functional: {"self": REQUIRED, "x": REQUIRED},
     LaplacePosterior.predict: {
         "self": REQUIRED,

@@ -73,11 +73,12 @@ def test_the_temperature_is_the_best_one(kind: str, predictive: str, link: str |
     posterior, batches = fitted(kind)
     calibrated = posterior.calibrate(batches, predictive, link, samples=20, of=of)
     (found,) = calibrated.calibrations
-    T = found.output_temperature if of == "outputs" else found.probs_temperature
+    by_outputs = of == "outputs" or predictive == "map"  # of a point both are the same
+    T = found.output_temperature if by_outputs else found.probs_temperature
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
     scores = {}
     for factor in (0.94, 1.0, 1.06):
-        place = {"output_temperature" if of == "outputs" else "probs_temperature": T * factor}
+        place = {"output_temperature" if by_outputs else "probs_temperature": T * factor}
         changed = posterior.with_calibration(type(found)(found.predictive, found.link, **place))
         seeded = [torch.Generator().manual_seed(0) for _ in batches]
         parts = [
