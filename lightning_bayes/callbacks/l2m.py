@@ -74,7 +74,7 @@ class L2MCallback(PosteriorCallback):
             is taken for what it is; any other scale is a warning.
         n_data: examples in the training data; None counts them.
         predictive: "glm", "bnn" or "map".
-        link: "probit", "bridge" or "mc"; by default the likelihood's first.
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         samples: drawn where a prediction draws.
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.

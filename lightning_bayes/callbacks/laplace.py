@@ -72,7 +72,7 @@ class LaplaceCallback(PosteriorCallback):
             temperature of the network's outputs instead; None finds none.
         per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
         predictive: "glm", "bnn" or "map".
-        link: "pairwise", "probit", "bridge" or "mc"; by default the likelihood's first.
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         samples: drawn where a prediction draws.
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.

@@ -69,7 +69,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         n_data: examples in the training data; None counts them.
         subset: "all" that train at the first step, "last_layer", or a list of parameter or module names.
         predictive: "bnn", "glm" or "map".
-        link: "probit", "bridge" or "mc"; by default the likelihood's first.
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         predictive_samples: drawn where a prediction draws.
         network: the submodule that maps x to f; by default the module's own `forward`.
         name: suffix of the logged numbers, and key among several callbacks.

@@ -45,7 +45,7 @@ class VariationalOptions(TypedDict, total=False):
     name: suffix of the logged numbers, "vl" or "vi" by default.
     predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples; default
         of variational inference) or "glm" (the linearised network; default of Variational Laplace).
-    link: how "glm" integrates over a classifier's outputs: "probit", "bridge" or "mc".
+    link: how "glm" integrates over a classifier's outputs: "probit", "pairwise", "bridge" or "mc".
     samples: drawn where a prediction draws, 10 by default.
     ood: dataloaders after the first hold out-of-distribution data.
     plots: write reliability diagrams (of a regression, calibration curves) to the logger, or as PNG files.
