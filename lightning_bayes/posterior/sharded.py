@@ -128,9 +128,10 @@ class ShardedPosterior:
         link: str | None = None,
         samples: int = 100,
         generator: torch.Generator | None = None,
+        calibrated: bool = True,
     ) -> Prediction:
         """The predictive distribution at this process's own `x`, through weight samples ("bnn") or at the mean
-        ("map"). All processes must call it, each with a batch."""
+        ("map"). All processes must call it, each with a batch. A sharded posterior has no calibration to leave out."""
         from lightning_bayes.predictive import Prediction
 
         if predictive not in ("bnn", "map"):
