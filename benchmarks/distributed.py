@@ -48,7 +48,8 @@ def _best(world: int, network: str, examples: int, repeats: int) -> float:
 
 
 def _worker(rank: int, world: int, network: str, examples: int, repeats: int, folder: str) -> None:
-    from lightning_bayes.curvature import Processes, fit_curvature
+    from lightning_bayes.curvature import fit_curvature
+    from lightning_bayes.network import Processes
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)

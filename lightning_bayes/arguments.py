@@ -125,3 +125,21 @@ def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")
+
+
+def plain_values(value: Any) -> Any:
+    """Mappings as dictionaries and sequences as lists, down to what is neither; tuples stay tuples.
+
+    A configuration tool hands over containers of its own (Hydra's `DictConfig` and `ListConfig`), and a checkpoint that
+    holds one cannot be read with `weights_only=True`.
+
+    >>> plain_values({"prior_std": {"*": 1.0}, "deterministic": range(2)})
+    {'prior_std': {'*': 1.0}, 'deterministic': [0, 1]}
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_values(v) for key, v in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain_values, value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain_values(v) for v in value]
+    return value

@@ -1,14 +1,14 @@
 """The layers of the package, enforced by reading every import.
 
     arguments ── all others
-    likelihoods ─┐
-    structures ──┴─ curvature ── posterior ── predictive ── callbacks ── mixins
+    network ── likelihoods ─┐
+               structures ──┴─ curvature ── posterior ── predictive ── trainer ── callbacks · mixins
     metrics ── plots
 
 Module-level imports point left. A function-level (or type-checking) import may point right in two places only: a
 posterior offers `predict`, and a metric offers `plot`. Metrics know torch and torchmetrics and nothing of the rest;
-only callbacks and mixins know Lightning; what is optional (matplotlib, scikit-learn, torchvision) is imported where it
-is used.
+only trainer, callbacks and mixins know Lightning; what is optional (matplotlib, scikit-learn, torchvision) is imported
+where it is used.
 """
 
 import ast
@@ -27,19 +27,24 @@ ROOT = Path(lightning_bayes.__file__).parent
 # What each layer may import, besides itself and the checks of arguments.
 ALLOWED: dict[str, set[str]] = {
     "arguments": set(),
-    "likelihoods": set(),
-    "structures": set(),
-    "curvature": {"likelihoods", "structures"},
-    "posterior": {"likelihoods", "structures", "curvature", "metrics"},
-    "predictive": {"likelihoods", "structures", "curvature", "posterior", "metrics"},
-    "callbacks": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots"},
-    "mixins": {"likelihoods", "structures", "curvature", "posterior", "predictive", "metrics", "plots", "callbacks"},
+    "network": set(),
+    "likelihoods": {"network"},
+    "structures": {"network"},
     "metrics": set(),
     "plots": {"metrics"},
 }
+for _layer, _further in (
+    ("curvature", {"network", "likelihoods", "structures"}),
+    ("posterior", {"curvature", "metrics"}),
+    ("predictive", {"posterior"}),
+    ("trainer", {"predictive", "plots"}),
+    ("callbacks", {"trainer"}),
+    ("mixins", {"trainer"}),
+):
+    ALLOWED[_layer] = _further.union(*(ALLOWED[other] for other in _further))
 LAZILY = {("posterior", "predictive"), ("metrics", "plots")}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
-KNOWS_LIGHTNING = {"callbacks", "mixins"}
+KNOWS_LIGHTNING = {"trainer", "callbacks", "mixins"}
 OPTIONAL = {"jsonargparse", "matplotlib", "scipy", "sklearn", "torchvision"}
 METRICS_NEED = {"torch", "torchmetrics", *sys.stdlib_module_names}
 
@@ -181,7 +186,10 @@ def test_a_package_in_order_passes(tmp_path: Path) -> None:
         ("posterior/bad.py", "from lightning_bayes.predictive import x", "posterior must not import predictive"),
         ("posterior/bad.py", "def f():\n    from ..callbacks import x", "posterior must not import callbacks"),
         ("predictive/bad.py", "def f():\n    from pytorch_lightning import x", "predictive must not know of Lightning"),
+        ("network/bad.py", "from lightning_bayes.structures import x", "network must not import structures"),
         ("callbacks/bad.py", "from lightning_bayes.mixins import x", "callbacks must not import mixins"),
+        ("mixins/bad.py", "from lightning_bayes.callbacks import x", "mixins must not import callbacks"),
+        ("trainer/bad.py", "def f():\n    from lightning_bayes import callbacks", "trainer must not import callbacks"),
         ("callbacks/bad.py", "import torchvision.models", "torchvision is optional"),
         ("posterior/bad.py", "try:\n    import sklearn\nexcept ImportError:\n    pass", "sklearn is optional"),
         ("plots/bad.py", "class A:\n    import matplotlib.pyplot as plt", "matplotlib is optional"),

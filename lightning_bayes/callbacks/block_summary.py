@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_bayes.curvature.subset import layer_of
+from lightning_bayes.network.subset import layer_of
 from lightning_bayes.structures import BlockDiagonal, Structure
 
 _NAMED = 3  # exact blocks that are told by name

@@ -15,12 +15,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import count, word
-from lightning_bayes.callbacks.arguments import check_tuning
-from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
-from lightning_bayes.callbacks.batches import Batches
-from lightning_bayes.callbacks.checkpoints import Stored
-from lightning_bayes.callbacks.data import (
+from lightning_bayes.arguments import count, plain_values, word
+from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import Processes, inputs
+from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.shards import is_sharded, reshard
+from lightning_bayes.network.subset import trainable
+from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
+from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
+from lightning_bayes.posterior.sharded import ShardedPosterior
+from lightning_bayes.trainer.arguments import check_tuning
+from lightning_bayes.trainer.checkpoints import Stored
+from lightning_bayes.trainer.data import (
     batch_size,
     check_validation,
     count_examples,
@@ -30,21 +39,12 @@ from lightning_bayes.callbacks.data import (
     replicas,
     single,
 )
-from lightning_bayes.callbacks.dry_run import split_training_batch
-from lightning_bayes.callbacks.files import posterior_file
-from lightning_bayes.callbacks.loss_check import LossFit
-from lightning_bayes.callbacks.module import network_of
-from lightning_bayes.callbacks.plain import plain_values
-from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.curvature import Processes, inputs
-from lightning_bayes.curvature.preserve import preserved_rng, unwrap
-from lightning_bayes.curvature.subset import trainable
-from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
-from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
-from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
+from lightning_bayes.trainer.dry_run import split_training_batch
+from lightning_bayes.trainer.files import posterior_file
+from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.module import network_of
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.strategy import forward_context
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
 _LAST_ONLY = (
@@ -116,7 +116,7 @@ class L2MCallback(PosteriorCallback):
         if n_data is not None:
             count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
-        self._batches, self._resumed, self._decay = Batches(), False, 1.0
+        self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
 
     # -- before and during training: what the buffers will mean ------------------------------------------------------
 
@@ -148,7 +148,7 @@ class L2MCallback(PosteriorCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self._resumed:
-            self._batches = Batches(self.n_data or 0, global_step=trainer.global_step)
+            self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
         self._decay = longest_memory(trainer.optimizers, trainable(unwrap(network_of(pl_module, self.network))))
         self._count_step(trainer, pl_module)  # of a checkpoint that was written before this callback's turn
@@ -318,7 +318,7 @@ class L2MCallback(PosteriorCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._batches, self._resumed = Batches(**state_dict["batches"]), True
+        self._batches, self._resumed = EffectiveBatchSize(**state_dict["batches"]), True
 
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """A sharded posterior is a folder of its own, which all processes write."""

@@ -12,12 +12,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, word
-from lightning_bayes.callbacks.arguments import check_data, check_module, check_tuning
-from lightning_bayes.callbacks.base import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.block_summary import block_summary
-from lightning_bayes.callbacks.checkpoints import WEIGHTS, CheckpointError, hold_weights, needing_a_pass, weights_of
-from lightning_bayes.callbacks.data import (
+from lightning_bayes.curvature import choose_subset
+from lightning_bayes.curvature.decompositions import Undecomposed
+from lightning_bayes.curvature.fit import check_options
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import Processes
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.posterior import LaplacePosterior, fit_laplace
+from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.trainer.arguments import check_data, check_module, check_tuning
+from lightning_bayes.trainer.checkpoints import WEIGHTS, CheckpointError, hold_weights, needing_a_pass, weights_of
+from lightning_bayes.trainer.data import (
     ExactPass,
     check_validation,
     exact_pass,
@@ -25,20 +33,12 @@ from lightning_bayes.callbacks.data import (
     owner_of,
     single,
 )
-from lightning_bayes.callbacks.dry_run import Undecomposed, check_memory
-from lightning_bayes.callbacks.epoch import Epoch
-from lightning_bayes.callbacks.files import run_folder
-from lightning_bayes.callbacks.module import network_of, refuse_variational
-from lightning_bayes.callbacks.plain import plain_values
-from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.callbacks.strategy import refuse_sharded, share
-from lightning_bayes.curvature import Processes, choose_subset
-from lightning_bayes.curvature.checks import check_loader
-from lightning_bayes.curvature.fit import check_options
-from lightning_bayes.curvature.preserve import preserved_rng
-from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.posterior import LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.trainer.dry_run import check_memory
+from lightning_bayes.trainer.epoch import Epoch
+from lightning_bayes.trainer.files import run_folder
+from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "

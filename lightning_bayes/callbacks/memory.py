@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import CurvatureError, Processes, Subset
-from lightning_bayes.curvature.subset import resolve_subset
+from lightning_bayes.network import CurvatureError, Processes, Subset
+from lightning_bayes.network.subset import resolve_subset
 
 
 @dataclass

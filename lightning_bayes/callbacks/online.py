@@ -25,25 +25,24 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_bayes.arguments import between, count, flag, not_negative, positive, word
-from lightning_bayes.callbacks.arguments import CALIBRATIONS
-from lightning_bayes.callbacks.base import PosteriorCallback, describe
-from lightning_bayes.callbacks.checkpoints import Stored, put_calibrations
-from lightning_bayes.callbacks.data import count_examples, is_indexed, single
+from lightning_bayes.arguments import between, count, flag, not_negative, plain_values, positive, word
 from lightning_bayes.callbacks.memory import CurvatureMemory, stored_subset
-from lightning_bayes.callbacks.module import network_of, split_batch
-from lightning_bayes.callbacks.plain import plain_values
 from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
-from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.callbacks.strategy import refuse_sharded
-from lightning_bayes.curvature import Curvature, CurvatureError, Processes, Subset, choose_subset, inputs
+from lightning_bayes.curvature import Curvature, choose_subset
 from lightning_bayes.curvature.backprop import MODES, BatchDiagonal, choose_mode
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
-from lightning_bayes.curvature.preserve import preserved_rng, unwrap
-from lightning_bayes.curvature.subset import check_subset
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
+from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
+from lightning_bayes.trainer.arguments import CALIBRATIONS
+from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
+from lightning_bayes.trainer.data import count_examples, is_indexed, single
+from lightning_bayes.trainer.module import network_of, split_batch
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe
+from lightning_bayes.trainer.strategy import forward_context, refuse_sharded
 
 
 class OnlineLaplaceCallback(PosteriorCallback):

@@ -8,17 +8,16 @@ statistics move once, by the first of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
-from lightning_bayes.curvature.preserve import call_with
+from lightning_bayes.network.at_weights import at_weights, call_with
+from lightning_bayes.network.recomputation import refuse_recomputation
 
 Moves = dict[str, Tensor]  # by the parameter's name in the module
 
@@ -48,7 +47,7 @@ class SampledStep:
         self._module, self._before, self._draw, self._after, self._samples = module, before, draw, after, samples
         self._own = module.__dict__.get("training_step")  # if the user had set one on the instance
         self._users = module.training_step
-        self._mean: Moves = {}
+        self._at_sample = ExitStack()  # holds the mean while the weights are a sample
         self._new = True
 
     def install(self) -> None:
@@ -67,12 +66,9 @@ class SampledStep:
     def begin_batch(self) -> None:
         self._new = True
 
-    @torch.no_grad()
     def put_back(self) -> None:
-        """The mean, if a sample is in its place."""
-        mean, self._mean = self._mean, {}
-        for name, value in mean.items():
-            self._module.get_parameter(name).copy_(value)
+        """The mean, if the weights are a sample."""
+        self._at_sample.close()
 
     def _run(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         self.put_back()
@@ -104,7 +100,12 @@ class SampledStep:
                 self.put_back()
         step = _Step(self._module, self._users)
         losses, returned = [], None
-        with _no_checkpointing():
+        # A checkpointed layer runs again after the functional call has ended, at other weights.
+        recomputed = RuntimeError(
+            "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
+            "are gone: use samples=1"
+        )
+        with refuse_recomputation(recomputed):
             for number, moves in enumerate(drawn):
                 state = {name: self._module.get_parameter(name) + d for name, d in moves.items()}
                 if number:
@@ -116,12 +117,9 @@ class SampledStep:
         loss = torch.stack(losses).mean()
         return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
 
-    @torch.no_grad()
     def _move(self, moves: Moves) -> None:
-        parameters = {name: self._module.get_parameter(name) for name in moves}
-        self._mean = {name: p.detach().clone() for name, p in parameters.items()}
-        for name, p in parameters.items():
-            p.add_(moves[name])
+        parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
+        self._at_sample.enter_context(at_weights(self._module, parameters))
 
 
 class _Step(nn.Module):
@@ -133,20 +131,3 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
-
-
-@contextmanager
-def _no_checkpointing() -> Iterator[None]:
-    """A checkpointed activation is computed again after the functional call has ended, at other weights."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
-            "are gone: use samples=1"
-        )
-
-    with (
-        patch.object(checkpoint.CheckpointFunction, "apply", refuse),
-        patch.object(checkpoint, "_checkpoint_hook", refuse),  # of the form that is not reentrant
-    ):
-        yield

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
-from lightning_bayes.curvature.errors import SubsetError, not_finite
+from lightning_bayes.curvature.decompositions import decompose
 from lightning_bayes.curvature.grouping import all_rows
 from lightning_bayes.curvature.plan import Plan, Site
-from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.curvature.rows import RowIndex
+from lightning_bayes.network.errors import SubsetError, not_finite
+from lightning_bayes.network.processes import Processes
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
 
 STRUCTURES = ("full", "diag", "kron")
@@ -234,7 +235,7 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
 def _finish(blocks: list[Block], processes: Processes) -> list[Structure]:
     kroneckers = [block for block in blocks if isinstance(block, KroneckerBlock)]
     matrices = [block.factors() for block in kroneckers]
-    factors = iter(processes.decompose([matrix for pair in matrices for matrix in pair]))
+    factors = iter(decompose([matrix for pair in matrices for matrix in pair], processes))
     finished = {
         id(block): block.from_factors([next(factors) for _ in pair])
         for block, pair in zip(kroneckers, matrices, strict=True)

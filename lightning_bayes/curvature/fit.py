@@ -19,19 +19,19 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, make_accumulator
-from lightning_bayes.curvature.checks import check_loader, check_network, check_real
-from lightning_bayes.curvature.errors import DataError
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.output_columns import CURVATURES, output_columns
 from lightning_bayes.curvature.plan import Plan, describe, find_last_layer, make_plan
-from lightning_bayes.curvature.preserve import borrowed, preserved_rng, unwrap
-from lightning_bayes.curvature.processes import Processes
 from lightning_bayes.curvature.recorder import Call, recording
-from lightning_bayes.curvature.roots import CURVATURES, output_columns
-from lightning_bayes.curvature.subset import Subset, check_subset, resolve_subset
 from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
+from lightning_bayes.network.checks import check_loader, check_network, check_real
+from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.processes import Processes
+from lightning_bayes.network.subset import Subset, check_subset, resolve_subset
 from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
@@ -94,13 +94,13 @@ def fit_curvature(
     likelihood = resolve(likelihood)
     network = check_network(unwrap(network))
     check_loader(loader)
-    total: Sum | None = None
+    total: CurvatureSum | None = None
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any) -> Sum:
+        def begin(x: Any) -> CurvatureSum:
             chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
@@ -108,7 +108,9 @@ def fit_curvature(
             dtype = torch.promote_types(first.dtype, torch.float32)
             accumulator = make_accumulator(structure, plan, weight_sharing, dtype, first.device)
             describe(accumulator.blocks())
-            return Sum(network, plan, accumulator, likelihood, curvature, samples, seed, processes or Processes())
+            return CurvatureSum(
+                network, plan, accumulator, likelihood, curvature, samples, seed, processes or Processes()
+            )
 
         if probe is not None:
             total = begin(inputs.to_device(probe, _device(network)))
@@ -178,7 +180,7 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
     return chosen
 
 
-class Sum:
+class CurvatureSum:
     """The running sum: one forward pass per batch, and a few batched backward passes to the layers' outputs."""
 
     def __init__(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
-from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.output_checks import agree, random_numbers
-from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.curvature.recorder import Call
+from lightning_bayes.network import inputs
+from lightning_bayes.network.at_weights import call_with
 
 logger = logging.getLogger("lightning_bayes")
 

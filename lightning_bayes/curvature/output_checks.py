@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.errors import CurvatureError, DataError
+from lightning_bayes.network import inputs
+from lightning_bayes.network.errors import CurvatureError, DataError
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of two ways to compute the same number; 16-bit: 0.1
 

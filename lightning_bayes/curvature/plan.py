@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.errors import CurvatureError, SubsetError, not_finite
 from lightning_bayes.curvature.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
 from lightning_bayes.curvature.output_checks import (
@@ -31,7 +29,9 @@ from lightning_bayes.curvature.output_checks import (
 )
 from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
 from lightning_bayes.curvature.rows import RowIndex
-from lightning_bayes.curvature.subset import Subset
+from lightning_bayes.network import inputs
+from lightning_bayes.network.errors import CurvatureError, SubsetError, not_finite
+from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures import Layout, Piece
 
 logger = logging.getLogger("lightning_bayes")

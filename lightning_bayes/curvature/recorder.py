@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.curvature.errors import CurvatureError
 from lightning_bayes.curvature.layers import Layer, from_call
 from lightning_bayes.curvature.rows import PLAIN, Rows
+from lightning_bayes.network.errors import CurvatureError
 
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}

@@ -4,11 +4,11 @@ from lightning_bayes.mixins.activations import replace_activations, warn_piecewi
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
 from lightning_bayes.mixins.options import OptionError, VariationalOptions
 from lightning_bayes.mixins.patterns import PatternError
-from lightning_bayes.mixins.prior import PriorStdError
-from lightning_bayes.mixins.users_step import StepError
+from lightning_bayes.mixins.prior_std import PriorStdError
 from lightning_bayes.mixins.variational import VariationalError, VariationalMixin
 from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin
 from lightning_bayes.mixins.variational_laplace import VariationalLaplaceMixin
+from lightning_bayes.mixins.watched_step import StepError
 
 __all__ = [
     "LogSigmaMultiplierMixin",

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.arguments import instance, shown
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import borrowed
 
 # Not here, because their first derivative is continuous: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
 _ACTIVATIONS = (

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_bayes.callbacks import PosteriorCallback
-from lightning_bayes.callbacks.strategy import refuse_sharded
 from lightning_bayes.mixins.options import PREDICTIVES, Settings
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.trainer import PosteriorCallback
+from lightning_bayes.trainer.strategy import refuse_sharded
 
 
 class VariationalCallback(PosteriorCallback):

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
-from lightning_bayes.mixins.groups import MULTIPLIER, PARENT, add_missing, keep_ratio, split
 from lightning_bayes.mixins.log_sigma import LogSigma
+from lightning_bayes.mixins.log_sigma_bound import DISTANCE, is_bounded, planned, sum_rates
+from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, PARENT, add_missing, keep_ratio, split
 from lightning_bayes.mixins.patterns import by_pattern
-from lightning_bayes.mixins.reach import DISTANCE, is_bounded, planned, sum_rates
 
 if TYPE_CHECKING:
     _Base = LightningModule

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from lightning_bayes.arguments import count, flag, positive, shown, word
-from lightning_bayes.callbacks.arguments import check_use
-from lightning_bayes.callbacks.plain import plain_values
-from lightning_bayes.callbacks.predict_step import PREDICT_STEPS
+from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
+from lightning_bayes.trainer.arguments import check_use
+from lightning_bayes.trainer.predict_step import PREDICT_STEPS
 
 CURVATURES = ("fisher", "empirical", "hessian")
 METHODS = ("auto", "exact", "finite_difference")

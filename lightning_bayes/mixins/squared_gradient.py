@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.callbacks.loss_check import mean_nll
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.mixins.handed import Gradients
+from lightning_bayes.mixins.known_gradient import Gradients
 from lightning_bayes.mixins.objective import squared_gradient
-from lightning_bayes.mixins.users_step import ForwardCall
-from lightning_bayes.mixins.weights import moved
+from lightning_bayes.mixins.watched_step import ForwardCall
+from lightning_bayes.network.at_weights import at_weights
+from lightning_bayes.trainer.loss_check import mean_nll
 
 
 def exact(nll: Tensor, weights: Sequence[nn.Parameter], log_σ: Sequence[Tensor], S: int) -> Tensor:
@@ -58,7 +58,7 @@ def by_differences(
         of_log_σ = {log_σ[p]: (t * gradients[p]).mul_(S) for p, t in v.items()}
         ε = step_size(v, change, reach(likelihood, call.output.detach(), y))
         moves = {p: t.mul_(ε.to(t.dtype)) for p, t in v.items()}
-    with moved(moves), call.repeated() as f:
+    with at_weights(call.network, moves), call.repeated() as f:
         there = gradients_of(mean_nll(likelihood, f, y), list(gradients))
     with torch.no_grad():
         of_weights = {p: (g - gradients[p]).mul_((S / ε).to(g.dtype)) for p, g in there.items()}

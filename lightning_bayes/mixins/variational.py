@@ -19,23 +19,23 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_bayes.callbacks.data import count_examples
-from lightning_bayes.callbacks.loss_check import mean_nll
-from lightning_bayes.callbacks.module import network_of, split_batch
-from lightning_bayes.curvature import Subset
-from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.callback import VariationalCallback
-from lightning_bayes.mixins.handed import Gradients, hand_over
+from lightning_bayes.mixins.known_gradient import Gradients, hand_over
 from lightning_bayes.mixins.log_sigma import LogSigma
 from lightning_bayes.mixins.objective import kl_divergence, kl_with_gradients
 from lightning_bayes.mixins.options import Settings, VariationalOptions, plain, settings_from
 from lightning_bayes.mixins.patterns import check_patterns, matches
-from lightning_bayes.mixins.prior import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
-from lightning_bayes.mixins.users_step import Step, StepError, call_step, check_loss, loss_of, one_call, watching
+from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
+from lightning_bayes.mixins.watched_step import Step, StepError, call_step, check_loss, loss_of, one_call, watching
+from lightning_bayes.network import Subset
+from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import fingerprint
 from lightning_bayes.structures import Diagonal
+from lightning_bayes.trainer.data import count_examples
+from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.module import network_of, split_batch
 
 if TYPE_CHECKING:
     _Base = LightningModule

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import Processes
-from lightning_bayes.curvature.preserve import kept_buffers
-from lightning_bayes.mixins.handed import Gradients
+from lightning_bayes.mixins.known_gradient import Gradients
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization, local_parameters
-from lightning_bayes.mixins.users_step import Step, StepError, with_loss
 from lightning_bayes.mixins.variational import VariationalMixin
-from lightning_bayes.mixins.weights import moved
+from lightning_bayes.mixins.watched_step import Step, StepError, with_loss
+from lightning_bayes.network import Processes
+from lightning_bayes.network.at_weights import at_weights
+from lightning_bayes.network.borrowed import kept_buffers
 
 
 class VariationalInferenceMixin(VariationalMixin):
@@ -78,7 +78,7 @@ class VariationalInferenceMixin(VariationalMixin):
                 for μ, log_σ in pairs.items()
                 if μ not in local
             }
-        with moved(moves):
+        with at_weights(self, moves):
             if not local:
                 yield {μ: (pairs[μ], move) for μ, move in moves.items()}
                 return

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_bayes.arguments import instance
-from lightning_bayes.callbacks.loss_check import mean_nll
-from lightning_bayes.curvature import Processes
-from lightning_bayes.curvature.noise import uniforms
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 from lightning_bayes.mixins.objective import hessian_term
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of
-from lightning_bayes.mixins.users_step import Step, StepError, with_loss
 from lightning_bayes.mixins.variational import VariationalMixin
+from lightning_bayes.mixins.watched_step import Step, StepError, with_loss
+from lightning_bayes.network import Processes
+from lightning_bayes.network.noise import uniforms
+from lightning_bayes.trainer.loss_check import mean_nll
 
 
 class VariationalLaplaceMixin(VariationalMixin):

@@ -3,7 +3,7 @@
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.l2m import fit_l2m
 from lightning_bayes.posterior.laplace import LaplacePosterior, fit_laplace, from_curvature
-from lightning_bayes.posterior.prior import PriorError
+from lightning_bayes.posterior.prior_precision import PriorError
 from lightning_bayes.posterior.second_moment import OptimizerError
 from lightning_bayes.posterior.sharded import ShardedPosterior
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, shown
-from lightning_bayes.curvature import Subset, inputs
 from lightning_bayes.curvature.plan import Plan, make_plan
-from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.calibration import Calibration
-from lightning_bayes.posterior.functional import output_gaussian
+from lightning_bayes.posterior.output_gaussian import output_gaussian
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class GaussianPosterior:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
-        from lightning_bayes.posterior.state import to_state
+        from lightning_bayes.posterior.serialization import to_state
 
         return to_state(self)
 
@@ -206,7 +206,7 @@ class GaussianPosterior:
     ) -> GaussianPosterior:
         """The posterior that `state_dict` described, on the network's device. A likelihood of your own cannot be
         stored: pass it again."""
-        from lightning_bayes.posterior.state import from_state
+        from lightning_bayes.posterior.serialization import from_state
 
         return from_state(network, state, likelihood)
 

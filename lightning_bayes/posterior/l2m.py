@@ -28,16 +28,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, positive, word
-from lightning_bayes.curvature import Curvature, Processes, Subset
-from lightning_bayes.curvature.checks import check_network
-from lightning_bayes.curvature.preserve import unwrap
-from lightning_bayes.curvature.subset import trainable
+from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
+from lightning_bayes.network import Processes, Subset
+from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.shards import is_sharded, reshard
+from lightning_bayes.network.subset import trainable
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
-from lightning_bayes.posterior.prior import check_precision
+from lightning_bayes.posterior.prior_precision import check_precision
 from lightning_bayes.posterior.second_moment import SecondMoment, second_moments
-from lightning_bayes.posterior.sharded import ShardedPosterior, is_sharded, reshard
+from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
 SCALINGS = ("dataset", "paper", "paper_literal")

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import keywords, positive, word
-from lightning_bayes.curvature import Curvature, Processes, fit_curvature
+from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.curvature.fit import log_likelihood
-from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
+from lightning_bayes.network import Processes
+from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
 from lightning_bayes.posterior.linear_evidence import linear_evidence
-from lightning_bayes.posterior.prior import as_precision, check_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
 
 DAMPINGS = (None, "glm", "ritter")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import shown
+from lightning_bayes.network.shards import local
 
 _KNOWN: dict[type[Optimizer], tuple[str, Any]] = {  # the buffer, and the decay of its average
     torch.optim.Adam: ("exp_avg_sq", lambda group: group["betas"][1]),
@@ -154,12 +155,6 @@ def _of_parameter(key: str, decay: Any, group: dict[str, Any], state: dict[str, 
         weight_decay=float(group["weight_decay"]),
         decoupled=decoupled,
     )
-
-
-def local(t: Tensor) -> Tensor:
-    """This process's shard of a distributed tensor; every other tensor is whole."""
-    t = t.detach()
-    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _wide(t: Tensor) -> Tensor:

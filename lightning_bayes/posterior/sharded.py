@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count
-from lightning_bayes.curvature import Curvature, Subset, inputs
-from lightning_bayes.curvature.noise import uniforms
-from lightning_bayes.curvature.preserve import borrowed
-from lightning_bayes.curvature.subset import layer_of
+from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import check_generator, standard_normal
+from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network.at_weights import at_weights
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.shards import local, reshard
+from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior.gaussian import PosteriorError, check_theta
-from lightning_bayes.posterior.prior import PriorError, as_precision
-from lightning_bayes.posterior.second_moment import local
+from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 
 if TYPE_CHECKING:
     from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -36,18 +38,6 @@ if TYPE_CHECKING:
 
 
 _VECTORS = ("curvature", "prior_precision", "mean")
-
-
-def is_sharded(network: nn.Module) -> bool:
-    return any(hasattr(p, "to_local") for p in network.parameters())
-
-
-def reshard(network: nn.Module) -> None:
-    """A network that has just run without a backward pass may still show whole weights in the place of its shards,
-    which neither an optimizer knows nor a change of the shards would reach."""
-    for module in network.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()  # type: ignore[operator]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,18 +148,13 @@ class ShardedPosterior:
     def at(self, theta: Tensor) -> Iterator[None]:
         """The network with other weights, this process's shard of them; its own come back whatever happens."""
         shards = self._shards()
-        before = {name: shard.clone() for name, shard in shards.items()}
-        parts = theta.split([shard.numel() for shard in shards.values()])
-        try:
-            with torch.no_grad():
-                for shard, part in zip(shards.values(), parts, strict=True):
-                    shard.copy_(part.reshape(shard.shape))
+        parts = (theta - self._flat(shards)).split([shard.numel() for shard in shards.values()])
+        parameters = self.subset.parameters(self.network).values()
+        moves = {
+            p: part.reshape(shard.shape) for p, shard, part in zip(parameters, shards.values(), parts, strict=True)
+        }
+        with at_weights(self.network, moves):
             yield
-        finally:
-            reshard(self.network)
-            with torch.no_grad():
-                for name, shard in shards.items():
-                    shard.copy_(before[name])
 
     def gather(self, network: nn.Module) -> LaplacePosterior:
         """The ordinary posterior, for a `network` that holds the whole weights."""

@@ -27,7 +27,7 @@ from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.prior import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag, word
-from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, Gaussian
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import linear, marglik

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.preserve import call_with
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import inputs
+from lightning_bayes.network.at_weights import call_with
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import at_mean, unflatten
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance, listed, shown
-from lightning_bayes.curvature.checks import submodule
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.checks import submodule
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read_any
 from lightning_bayes.posterior.gaussian import same_weights

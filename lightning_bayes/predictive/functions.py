@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.preserve import borrowed
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.linearised import Linearised
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, shown
-from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
 

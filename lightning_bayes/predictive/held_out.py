@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature import DataError, inputs
-from lightning_bayes.curvature.checks import check_loader
-from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_laws

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from lightning_bayes.curvature.checks import explained
 from lightning_bayes.curvature.gradients import NetworkCall
-from lightning_bayes.curvature.preserve import call_with
+from lightning_bayes.network.at_weights import call_with
+from lightning_bayes.network.checks import explained
 from lightning_bayes.posterior import PosteriorError
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature import inputs
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.functions import outputs, sample_functions
 from lightning_bayes.structures import Structure

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lightning_bayes.arguments import count, flag, word
-from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_law

@@ -17,8 +17,9 @@ from lightning_bayes import (
     LaplaceCallback,
     fit_laplace,
 )
-from lightning_bayes.curvature import SubsetError, fit_curvature
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.network import SubsetError
 from lightning_bayes.posterior import OptimizerError, fit_l2m
 
 laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bad_calls.cases import Of, Table, Things, mlp
 from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, fit_laplace
-from lightning_bayes.curvature import DataError, SubsetError
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.network import DataError, SubsetError
 
 X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.tensor([0, 1, 2, 0])
 R = X.clone()  # real targets in the shape of the outputs

@@ -12,11 +12,11 @@ from torchmetrics import MeanSquaredError
 from bad_calls.callbacks import counts, flags, positives, words
 from bad_calls.cases import Of, Table, Things
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
-from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.posterior import PosteriorError, PriorError
 from lightning_bayes.posterior.tuning import linear, mackay, marglik
 from lightning_bayes.predictive import decode, sample_functions
 from lightning_bayes.predictive.auto import tune_auto
+from lightning_bayes.predictive.evaluate import evaluate
 from lightning_bayes.predictive.grid import grid
 from lightning_bayes.predictive.held_out import Scoring
 

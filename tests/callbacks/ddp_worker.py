@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import Processes
+from lightning_bayes.network import Processes
 
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import L2MCallback, LaplaceCallback, LaplacePosterior, fit_laplace
-from lightning_bayes.callbacks import held_out as choices
 from lightning_bayes.predictive.auto import survey
 from lightning_bayes.predictive.held_out import Scoring
+from lightning_bayes.trainer import held_out_choice as choices
 
 # Networks of two epochs are far from any posterior, and a temperature alone often does more for them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve")

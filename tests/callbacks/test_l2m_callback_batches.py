@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from lightning_bayes.callbacks.batches import Batches
-from lightning_bayes.curvature import DataError
+from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_bayes.network import DataError
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.l2m import fisher_factor
 
@@ -48,7 +48,7 @@ def test_the_mean_over_all_orders_is_the_centred_fisher(plan: str, decay: float)
     v = sum(decay ** (len(steps) - 1 - i) * square for i, square in enumerate(found))
     v_hat = v / sum(decay**i for i in range(len(steps)))
 
-    batches = Batches(n_data=6)
+    batches = EffectiveBatchSize(n_data=6)
     for number, step in enumerate(steps, start=1):
         for size in step:
             batches.add(size)
@@ -57,7 +57,7 @@ def test_the_mean_over_all_orders_is_the_centred_fisher(plan: str, decay: float)
 
 
 def test_one_batch_a_step_is_the_harmonic_mean() -> None:
-    batches = Batches(n_data=100)
+    batches = EffectiveBatchSize(n_data=100)
     for step, size in enumerate([8, 8, 8, 8, 5], start=1):
         batches.add(size)
         batches.count_step(step, 1, decay=1.0)
@@ -65,7 +65,7 @@ def test_one_batch_a_step_is_the_harmonic_mean() -> None:
 
 
 def test_a_batch_counts_when_the_step_is_made_and_only_once() -> None:
-    batches = Batches(n_data=100)
+    batches = EffectiveBatchSize(n_data=100)
     batches.add(4)
     batches.count_step(0, 2, 1.0)  # no step yet
     assert batches.steps == 0

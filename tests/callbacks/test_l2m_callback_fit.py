@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Gaussian, L2MCallback, LaplacePosterior
-from lightning_bayes.curvature import DataError
+from lightning_bayes.network import DataError
 from lightning_bayes.posterior import OptimizerError, PosteriorError, fit_l2m
 
 

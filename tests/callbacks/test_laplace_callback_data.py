@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_bayes import GaussianPosterior, fit_laplace
-from lightning_bayes.curvature import DataError
+from lightning_bayes.network import DataError
 
 X = draw(5, 4, seed=9)
 

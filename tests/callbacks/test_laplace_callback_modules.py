@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import GaussianPosterior, fit_laplace
-from lightning_bayes.curvature import CurvatureError
-from lightning_bayes.curvature.inputs import call
+from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.inputs import call
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 

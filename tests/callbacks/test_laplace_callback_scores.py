@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Categorical
 from lightning_bayes.callbacks import ModuleError
-from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.predictive.evaluate import evaluate
 
 
 def classification_scores(probs: Tensor, y: Tensor) -> dict[str, float]:

@@ -31,8 +31,9 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian
 from lightning_bayes.callbacks.memory import CurvatureMemory
-from lightning_bayes.curvature import Processes, choose_subset
+from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.network import Processes
 
 WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the leaky sum": ({}, {}),

@@ -12,10 +12,11 @@ from networks import Apply
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from lightning_bayes.curvature import CurvatureError, choose_subset
+from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal, walk
 from lightning_bayes.curvature.backprop.op import Op
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.network import CurvatureError
 
 Case = tuple[nn.Sequential, Tensor, Likelihood]
 

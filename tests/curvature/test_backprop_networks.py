@@ -8,10 +8,10 @@ import torch
 from networks import CASES
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import CurvatureError
 from lightning_bayes.curvature.backprop import BatchDiagonal, RuleError, choose_mode
-from lightning_bayes.curvature.subset import resolve_subset
 from lightning_bayes.likelihoods import Gaussian, Likelihood
+from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.subset import resolve_subset
 
 ADDITIVE = ("exact", "approx", "mixed")
 

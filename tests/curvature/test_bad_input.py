@@ -7,7 +7,8 @@ import torch
 from networks import CASES, Apply, Wired, real
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import CurvatureError, DataError, fit_curvature
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.network import CurvatureError, DataError
 
 STRUCTURES = ["full", "diag", "kron"]
 

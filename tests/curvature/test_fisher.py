@@ -6,7 +6,8 @@ import torch
 from networks import CASES
 from torch import Tensor
 
-from lightning_bayes.curvature import fit_curvature, noise
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.network import noise
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 LIKELIHOODS = [

@@ -8,8 +8,9 @@ import torch
 from networks import CASES, OUTPUTS, Case, N, Wired, real
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import SubsetError, fit_curvature
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical
+from lightning_bayes.network import SubsetError
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 STRUCTURES = ["full", "diag", "kron"]

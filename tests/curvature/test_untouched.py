@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import DataError, fit_curvature
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical, LikelihoodError
+from lightning_bayes.network import DataError
 from lightning_bayes.predictive.functions import sample_functions
 
 STRUCTURES = ["full", "diag", "kron"]

@@ -9,7 +9,7 @@ import torch
 from multiplier_cases import SCHEDULERS, Multiplied, Record, adam, loader, scheduled, trainer, two_rates
 from torch.optim import lr_scheduler
 
-from lightning_bayes.mixins.reach import planned, sum_rates
+from lightning_bayes.mixins.log_sigma_bound import planned, sum_rates
 
 BOUND = "log σ can move by at most"
 
@@ -159,7 +159,7 @@ def test_a_schedule_that_holds_the_module(tmp_path: Path) -> None:
 
 def test_a_long_dry_run_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After that many scheduler steps the learning rate of then stands for the rest."""
-    monkeypatch.setattr("lightning_bayes.mixins.reach.MOST", 4)
+    monkeypatch.setattr("lightning_bayes.mixins.log_sigma_bound.MOST", 4)
     module = Telling(scheduled("ExponentialLR"))
     trainer(tmp_path).fit(module, loader())
     rates = [0.02 * 0.8**step for step in range(6)]

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from variational_cases import VL, Lit, dataset, gradients, images, options, spread, targets, trainer, vl
 
-from lightning_bayes.callbacks.loss_check import mean_nll
 from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
 from lightning_bayes.mixins import squared_gradient as sg
-from lightning_bayes.mixins.users_step import watching
+from lightning_bayes.mixins.watched_step import watching
+from lightning_bayes.trainer.loss_check import mean_nll
 
 STEPS = ("exact", "finite_difference")
 

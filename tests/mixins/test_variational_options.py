@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSa
 from variational_cases import VI, VL, Lit, dataset, images, loader, options, targets, trainer, vl, weighted_kl
 
 from lightning_bayes import Gaussian
-from lightning_bayes.curvature import DataError
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     PriorStdError,
@@ -20,6 +19,7 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     VariationalMixin,
 )
+from lightning_bayes.network import DataError
 
 
 class Decayed(Lit):

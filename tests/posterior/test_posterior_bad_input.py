@@ -6,9 +6,9 @@ from posterior_cases import Case, case
 from torch import nn
 
 from lightning_bayes import Bernoulli, LaplacePosterior, fit_laplace
-from lightning_bayes.callbacks.evaluate import evaluate
-from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.network import DataError
+from lightning_bayes.predictive.evaluate import evaluate
 
 IGNORED = torch.full((7,), -100)
 

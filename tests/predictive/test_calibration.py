@@ -15,9 +15,9 @@ from lightning_bayes import (
     LaplacePosterior,
     fit_laplace,
 )
-from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
+from lightning_bayes.network import DataError
 
 N = 60
 

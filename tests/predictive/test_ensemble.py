@@ -27,10 +27,10 @@ from lightning_bayes import (
     Prediction,
     fit_laplace,
 )
-from lightning_bayes.callbacks.evaluate import evaluate
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.predictive.ensemble import DeepEnsemble
+from lightning_bayes.predictive.evaluate import evaluate
 
 X, X_TEST = real(9, 3), 2 * real(5, 3, seed=1)
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1])

@@ -23,7 +23,7 @@ from lightning_bayes.curvature.backprop.rules import (
     find_rule,
     slopes,
 )
-from lightning_bayes.curvature.errors import CurvatureError
+from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.structures.base import eigh
 
 MEMORY = 2**25  # bytes that are worked on at a time

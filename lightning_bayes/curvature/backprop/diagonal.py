@@ -26,14 +26,14 @@ from lightning_bayes.curvature.accumulate import make_accumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Layout, Probe, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
-from lightning_bayes.curvature.fit import Sum
+from lightning_bayes.curvature.fit import CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
+from lightning_bayes.curvature.output_columns import INDEPENDENT
 from lightning_bayes.curvature.plan import Plan, make_plan
-from lightning_bayes.curvature.preserve import borrowed, unwrap
-from lightning_bayes.curvature.processes import Processes
-from lightning_bayes.curvature.roots import INDEPENDENT
-from lightning_bayes.curvature.subset import Subset
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.borrowed import borrowed, unwrap
+from lightning_bayes.network.processes import Processes
+from lightning_bayes.network.subset import Subset
 
 MODES = ("auto", "exact", "approx", "mixed")
 THRESHOLD = 256  # features per example up to which "mixed" carries the whole matrix
@@ -101,7 +101,7 @@ class BatchDiagonal:
         first = next(iter(self.subset.parameters(network).values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         accumulator = make_accumulator("diag", plan, "expand", dtype, first.device)
-        total = Sum(network, plan, accumulator, self.likelihood, "ggn", 1, 0, Processes())
+        total = CurvatureSum(network, plan, accumulator, self.likelihood, "ggn", 1, 0, Processes())
         with torch.enable_grad():
             total.add(x, y)
         return total.finish().structure.diagonal()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.errors import CurvatureError
 from lightning_bayes.curvature.gradients import quiet
 from lightning_bayes.curvature.output_checks import agree, random_numbers
+from lightning_bayes.network.errors import CurvatureError
 
 
 class RuleError(CurvatureError):

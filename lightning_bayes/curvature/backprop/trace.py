@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.tape import Tape
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
-from lightning_bayes.curvature.subset import Subset
+from lightning_bayes.network import inputs
+from lightning_bayes.network.subset import Subset
 
 
 class Kind(Enum):

@@ -19,6 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from lightning_bayes.curvature.backprop.bottlenecks import Cut, choose, find_cuts
 from lightning_bayes.curvature.backprop.columns import (
     LINEAR,
     MEMORY,
@@ -28,12 +29,11 @@ from lightning_bayes.curvature.backprop.columns import (
     mixes,
     spread,
 )
-from lightning_bayes.curvature.backprop.cuts import Cut, choose, find_cuts
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import squared_backward
 from lightning_bayes.curvature.backprop.trace import Kind
 from lightning_bayes.curvature.backprop.weights import weights_diagonal
-from lightning_bayes.curvature.roots import root_columns
+from lightning_bayes.curvature.output_columns import root_columns
 
 
 @dataclass

@@ -65,3 +65,13 @@ def share(tensors: list[Tensor]) -> None:
             value = t.detach().contiguous()
             dist.broadcast(value, 0)
             t.copy_(value)
+
+
+@contextmanager
+def forward_context(trainer: Trainer | None) -> Iterator[None]:
+    """The Trainer's precision, in which a network may make tensors of its own."""
+    if trainer is None:
+        yield
+        return
+    with trainer.precision_plugin.forward_context():
+        yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_bayes.callbacks.module import split_batch
+from lightning_bayes.trainer.module import split_batch
 
 PREDICT_STEPS = ("replace", "keep", "both")
 USER = "user"  # key of the module's own output beside the predictions

@@ -6,9 +6,6 @@ Padding of a distributed sampler does not count. Dataloaders after the first may
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +13,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.arguments import check_module
-from lightning_bayes.callbacks.data import batch_size, sampler_of, to_module
-from lightning_bayes.callbacks.module import split_batch
-from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
-from lightning_bayes.curvature.checks import check_loader
-from lightning_bayes.curvature.preserve import preserved_rng
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
+from lightning_bayes.predictive.scores import OODScores, Scores, check_targets
+from lightning_bayes.trainer.arguments import check_module
+from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
+from lightning_bayes.trainer.files import directory
+from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.strategy import forward_context
 
 
 class ScoringCallback(Callback):
@@ -197,18 +196,3 @@ def _unpadded(loaders: Any, batch_idx: int, dataloader_idx: int) -> int | None:
 
 def _count(loaders: Any) -> int:
     return len(loaders) if isinstance(loaders, (list, tuple, dict)) else 1
-
-
-def directory(trainer: Trainer) -> Path:
-    """Where files go; on all processes, for Lightning tells them what rank zero says."""
-    return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
-
-
-@contextmanager
-def forward_context(trainer: Trainer | None) -> Iterator[None]:
-    """The Trainer's precision, in which a network may make tensors of its own."""
-    if trainer is None:
-        yield
-        return
-    with trainer.precision_plugin.forward_context():
-        yield

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.checks import submodule
+from lightning_bayes.network.checks import submodule
 
 
 class ModuleError(RuntimeError):

@@ -16,15 +16,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.data import ExactPass, validation_pass
-from lightning_bayes.callbacks.module import ModuleError
-from lightning_bayes.callbacks.scores import Scores
-from lightning_bayes.curvature import CurvatureError, DataError, inputs
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
+from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, auto, survey
 from lightning_bayes.predictive.held_out import Scoring
+from lightning_bayes.predictive.scores import Scores
+from lightning_bayes.trainer.data import ExactPass, validation_pass
+from lightning_bayes.trainer.module import ModuleError
 
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
-from lightning_bayes.callbacks.loss_check import same_value
-from lightning_bayes.curvature import inputs
+from lightning_bayes.network import inputs
+from lightning_bayes.network.recomputation import refuse_recomputation
+from lightning_bayes.trainer.loss_check import same_value
 
 
 class StepError(RuntimeError):
@@ -115,24 +114,15 @@ def call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_more = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    with _no_reentrant_checkpointing():
+    # Only `backward()` sees into it: to `torch.autograd.grad` the parameters inside have no gradient.
+    hidden = StepError(
+        "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
+        "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
+    )
+    with refuse_recomputation(hidden, reentrant_only=True):
         if takes_more:
             return step(batch, batch_idx)
         return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
-
-
-@contextmanager
-def _no_reentrant_checkpointing() -> Iterator[None]:
-    """Only `backward()` sees into it. To `torch.autograd.grad` the parameters inside have no gradient."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise StepError(
-            "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
-            "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
-        )
-
-    with patch.object(checkpoint.CheckpointFunction, "apply", refuse):
-        yield
 
 
 def loss_of(returned: Any) -> Tensor | None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.noise import uniforms
 from lightning_bayes.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.network.noise import uniforms
 
 CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
 INDEPENDENT = (Bernoulli, Gaussian, HeteroscedasticGaussian)  # whose Λ is diagonal; a class made of one may differ

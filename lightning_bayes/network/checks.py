@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_bayes.arguments import instance, shown, text
-from lightning_bayes.curvature.errors import CurvatureError, DataError, NetworkError
+from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError
 
 # What torch and Python raise of themselves; subclasses, such as out of memory, mean something of their own.
 _PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)

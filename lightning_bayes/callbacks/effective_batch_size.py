@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Batches:
+class EffectiveBatchSize:
     """Plain numbers, which a checkpoint holds."""
 
     n_data: int = 0  # the N examples that batches are drawn from

@@ -16,25 +16,25 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import word
-from lightning_bayes.callbacks.arguments import check_save, check_use
-from lightning_bayes.callbacks.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
-from lightning_bayes.callbacks.data import validation_pass
-from lightning_bayes.callbacks.dry_run import DryRun, check_writable
-from lightning_bayes.callbacks.files import File, as_file, exists, posterior_file, save_posterior
-from lightning_bayes.callbacks.held_out import tune_and_calibrate, validation_data
-from lightning_bayes.callbacks.launched import Mailbox, is_launched, module_of
-from lightning_bayes.callbacks.loss_check import LossFit, explain
-from lightning_bayes.callbacks.module import network_of, refuse_variational
-from lightning_bayes.callbacks.predict_step import PREDICT_STEPS, PredictStep
-from lightning_bayes.callbacks.scoring import ScoringCallback, scoring_callbacks
-from lightning_bayes.callbacks.strategy import load_validation, on_device, run_last
-from lightning_bayes.curvature.preserve import unwrap
 from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.output_law import PREDICTIVES
+from lightning_bayes.trainer.arguments import check_save, check_use
+from lightning_bayes.trainer.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
+from lightning_bayes.trainer.data import validation_pass
+from lightning_bayes.trainer.dry_run import DryRun, check_writable
+from lightning_bayes.trainer.files import File, as_file, exists, posterior_file, save_posterior
+from lightning_bayes.trainer.held_out_choice import tune_and_calibrate, validation_data
+from lightning_bayes.trainer.launched import Mailbox, is_launched, module_of
+from lightning_bayes.trainer.loss_check import LossFit, explain
+from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.predict_step import PREDICT_STEPS, PredictStep
+from lightning_bayes.trainer.scoring import ScoringCallback, scoring_callbacks
+from lightning_bayes.trainer.strategy import load_validation, on_device, run_last
 
 
 class PosteriorCallback(ScoringCallback):

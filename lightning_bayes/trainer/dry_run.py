@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_bayes.callbacks.loss_check import LossFit, Watch, compare_gradients, compare_values
-from lightning_bayes.callbacks.module import ModuleError, is_variational, network_of, split_batch
-from lightning_bayes.callbacks.scoring import forward_context
-from lightning_bayes.curvature import CurvatureError, DataError, Processes, inputs
-from lightning_bayes.curvature.preserve import borrowed, eager, kept_buffers, preserved_rng, unwrap
-from lightning_bayes.posterior.sharded import is_sharded
-from lightning_bayes.structures import Factor
+from lightning_bayes.network import CurvatureError, DataError, inputs
+from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
+from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
+from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
+from lightning_bayes.trainer.strategy import forward_context
 
 if TYPE_CHECKING:
-    from lightning_bayes.callbacks.base import PosteriorCallback
+    from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 
 EXAMPLES = 2  # that a fit is tried on
 
@@ -123,13 +122,6 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
             if needed or hasattr(module, "split_batch"):
                 raise
             return None
-
-
-class Undecomposed(Processes):
-    """One process that takes a factor's diagonal for its eigenvalues: a trial need not wait for decompositions."""
-
-    def decompose(self, matrices: list[Tensor]) -> list[Factor]:
-        return [Factor(None, matrix.diagonal(dim1=-2, dim2=-1).clone()) for matrix in matrices]
 
 
 def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:

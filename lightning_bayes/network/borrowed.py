@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -48,20 +46,6 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         for p, _, wanted in parameters:
             p.requires_grad_(wanted)
         yield
-
-
-def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
-    """`functional_call` with other parameters and buffers, also of a module that has two names: there PyTorch's own,
-    left to tie weights itself, puts a wrong tensor back."""
-    named = chain(module.named_parameters(), module.named_buffers())
-    values = {id(t): tensors[name] for name, t in named if name in tensors}
-    places = {
-        f"{prefix}.{name}" if prefix else name: values[id(t)]
-        for prefix, owner in module.named_modules()
-        for name, t in chain(owner._parameters.items(), owner._buffers.items())
-        if id(t) in values
-    }
-    return functional_call(module, places, args, kwargs, tie_weights=False)
 
 
 @contextmanager

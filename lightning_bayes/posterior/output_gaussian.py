@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import inputs
 from lightning_bayes.curvature.accumulate import JacobianRows
 from lightning_bayes.curvature.gradients import CACHE, MEMORY, LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Matched, Plan, Site
 from lightning_bayes.curvature.recorder import Call, recording
+from lightning_bayes.network import inputs
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker, Structure
 
 FORMS = ("example", "joint", "marginal")

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bayes.structures import Factor
-
 
 @dataclass(frozen=True)
 class Processes:
@@ -37,23 +35,3 @@ class Processes:
         if self.size > 1:
             for t in tensors:
                 dist.all_reduce(t)
-
-    def decompose(self, matrices: list[Tensor]) -> list[Factor]:
-        """Eigendecompositions, shared out over the processes by their cost and handed to all."""
-        if self.size == 1:
-            return [Factor.from_matrix(matrix) for matrix in matrices]
-        load = [0] * self.size
-        owner = {}
-        for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[-1]):
-            owner[i] = load.index(min(load))
-            load[owner[i]] += matrices[i].shape[0] * matrices[i].shape[-1] ** 3
-        factors = []
-        for i, matrix in enumerate(matrices):
-            nothing = Factor(torch.zeros_like(matrix), torch.zeros_like(matrix[..., 0]))
-            factors.append(Factor.from_matrix(matrix) if owner[i] == self.rank else nothing)
-        for factor in factors:
-            assert factor.vectors is not None
-            parts = [factor.vectors.contiguous(), factor.values]
-            self.sum_(parts)
-            factor.vectors.copy_(parts[0])
-        return factors

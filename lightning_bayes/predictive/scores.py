@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from lightning_bayes.curvature import DataError
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
     BrierScore,
@@ -19,6 +18,7 @@ from lightning_bayes.metrics import (
     OODDetection,
     RegressionCalibrationError,
 )
+from lightning_bayes.network import DataError
 from lightning_bayes.predictive import Prediction
 
 

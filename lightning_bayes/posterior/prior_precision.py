@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature import Subset
-from lightning_bayes.curvature.subset import layer_of
 from lightning_bayes.likelihoods.outputs import vector
+from lightning_bayes.network import Subset
+from lightning_bayes.network.subset import layer_of
 
 
 class PriorError(ValueError):

@@ -19,9 +19,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.callbacks.files import exists, is_local, replace_file, save_posterior
-from lightning_bayes.callbacks.strategy import share
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.trainer.strategy import share
 
 WEIGHTS = ("both", "last", "best")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import shown
-from lightning_bayes.curvature.errors import SubsetError
+from lightning_bayes.network.errors import SubsetError
 
 WORDS = ("all", "last_layer")
 

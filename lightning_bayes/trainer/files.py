@@ -30,6 +30,11 @@ def run_folder(trainer: Trainer) -> str:
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name), version)
 
 
+def directory(trainer: Trainer) -> Path:
+    """Where files go; on all processes, for Lightning tells them what rank zero says."""
+    return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
+
+
 def posterior_file(trainer: Trainer, name: str, save: bool | str | None, own: File | None) -> File | None:
     """Where the posterior called `name` goes, or None for nowhere; on all processes the answer of rank zero.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.checks import explained
-from lightning_bayes.curvature.errors import DataError
-from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import explained
+from lightning_bayes.network.errors import DataError
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:

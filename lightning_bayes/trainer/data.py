@@ -26,9 +26,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_bayes.callbacks.module import split_batch
-from lightning_bayes.curvature import DataError, Processes, inputs
-from lightning_bayes.curvature.preserve import borrowed
+from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.trainer.module import split_batch
 
 _NO_VALIDATION = (
     "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "

@@ -9,14 +9,14 @@ import torch
 
 from lightning_bayes.arguments import instance, listed
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.callbacks.scores import OODScores, Scores, check_targets
-from lightning_bayes.curvature import inputs
-from lightning_bayes.curvature.checks import check_loader
-from lightning_bayes.curvature.errors import DataError
-from lightning_bayes.curvature.preserve import preserved_rng
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.errors import DataError
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.ensemble import DeepEnsemble
+from lightning_bayes.predictive.scores import OODScores, Scores, check_targets
 
 
 def evaluate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_bayes.callbacks.data import is_sized, single
+from lightning_bayes.trainer.data import is_sized, single
 
 
 @dataclass

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance
-from lightning_bayes.curvature import Curvature, Subset, inputs
-from lightning_bayes.curvature.checks import check_network
-from lightning_bayes.curvature.preserve import unwrap
+from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.checks import check_network
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from lightning_bayes.arguments import count, flag, seed, shown, text, word
-from lightning_bayes.curvature.checks import check_loader
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.plots.style import require_matplotlib
 from lightning_bayes.posterior.tuning import METHODS
 

@@ -1,0 +1,52 @@
+"""A network at other weights for a moment: in place, or in one functional call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_bayes.network.shards import local, reshard
+
+
+@contextmanager
+def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Add `moves` to the parameters in place, and put the parameters back bit by bit.
+
+    A backward pass reads weights too, and activation checkpointing runs the network again in it, so it must end inside
+    the context. Of a parameter that is sharded over processes, the move is that of this process's shard.
+    """
+    reshard(network)
+    shards = [(local(p), move) for p, move in moves.items()]
+    before = [shard.detach().clone() for shard, _ in shards]
+    try:
+        with torch.no_grad():
+            for shard, move in shards:
+                shard.add_(move)
+        torch.clear_autocast_cache()  # which holds 16-bit copies of the weights
+        yield
+    finally:
+        reshard(network)
+        with torch.no_grad():
+            for (shard, _), value in zip(shards, before, strict=True):
+                shard.copy_(value)
+        torch.clear_autocast_cache()
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
+    """`functional_call` with other parameters and buffers, also of a module that has two names: there PyTorch's own,
+    left to tie weights itself, puts a wrong tensor back."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    values = {id(t): tensors[name] for name, t in named if name in tensors}
+    places = {
+        f"{prefix}.{name}" if prefix else name: values[id(t)]
+        for prefix, owner in module.named_modules()
+        for name, t in chain(owner._parameters.items(), owner._buffers.items())
+        if id(t) in values
+    }
+    return functional_call(module, places, args, kwargs, tie_weights=False)
