@@ -1,0 +1,177 @@
+"""The linearised network as a model of its own (GLM paper, eq. (10); tutorial, section 6), known by passes over data.
+
+With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precision `Λ` and a temperature `T`,
+
+    h(θ, x) = f(x) + J(x) (θ − θ̃),      L(θ) = −(1/T) Σₙ log p(yₙ | h(θ, xₙ)) + ½ θᵀΛθ,
+    ∇L(θ) = −(1/T) Σₙ Jₙᵀrₙ + Λθ,        ∇²L(θ) v = (1/T) Σₙ JₙᵀΛₙJₙ v + Λv,
+
+with residual `rₙ` and output Hessian `Λₙ` at `h(θ, xₙ)`. `L` is convex where `−log p(y | f)` is convex in `f`. Its
+minimum `θ⋆` is found by Newton's method; each Newton equation is solved by conjugate gradients, preconditioned by the
+fitted precision. A Jacobian is never formed: every product is one pass over the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.prior_precision import per_parameter
+from lightning_bayes.structures import Structure
+
+Push = Callable[[Tensor], Tensor]  # v [P] -> [B, ...]
+Pull = Callable[[Tensor], Tensor]  # u [B, ...] -> [P]
+
+_ENOUGH = 1e-4  # Armijo's share of the decrease that the slope promises
+_SHORTEST = 2.0**-10
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """`θ⋆`, and how near the search came."""
+
+    theta: Tensor  # [P]
+    log_likelihood: Tensor  # of the data at θ⋆, untempered
+    residual: float  # ‖∇L(θ⋆)‖ relative to ‖∇L(θ̃)‖, in the norm of the preconditioner
+    passes: int
+
+
+class LinearModel:
+    """The linearised network of `posterior` on the training data in `loader`."""
+
+    def __init__(self, posterior: LaplacePosterior, loader: Iterable[Any]) -> None:
+        self._posterior, self._loader = posterior, loader
+        self.passes = 0
+
+    def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """`log p(D | h)` at `θ̃ + d`, and its gradient.  # [P] -> [], [P]"""
+        likelihood, total = self._posterior.likelihood, self._posterior.mean.new_zeros((), dtype=torch.float64)
+        sums = torch.zeros_like(self._posterior.mean)
+        for f, push, y, pull in self._batches():
+            h = f + push(d)
+            total = total + likelihood.log_likelihood(h, y).double()
+            sums += pull(likelihood.residual(h, y))
+        return total, sums
+
+    def product(self, v: Tensor, d: Tensor) -> Tensor:
+        """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the outputs of `θ̃ + d`.  # [P] -> [P]"""
+        likelihood = self._posterior.likelihood
+        sums = torch.zeros_like(self._posterior.mean)
+        for f, push, y, pull in self._batches():
+            h = f + push(d)
+            _, change = jvp(lambda outputs, y=y: likelihood.residual(outputs, y), (h,), (push(v),))
+            sums -= pull(change)
+        return sums
+
+    def minimum(
+        self, passes: int, tolerance: float, start: Tensor | None = None, fixed_fisher: bool = False
+    ) -> Optimum:
+        """`θ⋆` by Newton's method from `start`, or from `θ̃`, within a number of passes.
+
+        With `fixed_fisher` the output Hessian stays that of `θ̃`, as in the evidence of the paper; the gradient is that
+        of the true likelihood in any case.
+        """
+        P = self._posterior
+        Λ = per_parameter(P.prior_precision, P.subset).expand(P.subset.size)
+        T, budget, first = P.temperature, self.passes + passes, self.passes
+        nowhere = torch.zeros_like(P.mean)
+        d = nowhere if start is None else start - P.mean
+
+        def evaluate(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            fit, g = self.gradient(d)
+            θ = P.mean + d
+            return -fit / T + 0.5 * (Λ * θ.square()).sum().double(), Λ * θ - g / T, fit
+
+        loss, g, fit = evaluate(d)
+        scale = 1.0
+        initial = _norm(g, P.precision)
+        residual = 1.0 if float(initial) > 0 else 0.0
+        while residual > tolerance and self.passes + 2 <= budget:
+            at = nowhere if fixed_fisher else d
+
+            def hessian(v: Tensor, at: Tensor = at) -> Tensor:
+                return self.product(v, at) / T + Λ * v
+
+            enough = max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
+            s = conjugate_gradients(hessian, -g, P.precision, enough, budget - 1 - self.passes)
+            slope, scale = float((g * s).sum()), 1.0
+            while True:
+                new_loss, new_g, new_fit = evaluate(d + scale * s)
+                if float(new_loss - loss) <= _ENOUGH * scale * slope + 1e-12 * abs(float(loss)):
+                    break
+                scale /= 2
+                if scale < _SHORTEST or self.passes >= budget:
+                    return self._optimum(d, fit, residual, first)
+            d, loss, g, fit = d + scale * s, new_loss, new_g, new_fit
+            residual = float(_norm(g, P.precision) / initial)
+        return self._optimum(d, fit, residual, first)
+
+    def _optimum(self, d: Tensor, fit: Tensor, residual: float, first: int) -> Optimum:
+        return Optimum(self._posterior.mean + d, fit, residual, self.passes - first)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Push, Tensor, Pull]]:
+        """For each batch `f`, `v ↦ Jv`, the targets, and `u ↦ Jᵀu`."""
+        from lightning_bayes.predictive.functions import unflatten
+        from lightning_bayes.predictive.linearised import Linearised
+
+        P = self._posterior
+        self.passes += 1
+        P.check_weights()
+        for batch in self._loader:
+            x, y = inputs.split_targets(batch)
+            with torch.inference_mode(False), borrowed(P.network, P.subset.names):
+                x, y = inputs.to_device(x, P.device), y.to(P.device)
+                parameters = P.subset.parameters(P.network)
+                f = inputs.call(P.network, x)
+                linearised = Linearised(P.network, parameters, x)
+
+                def push(v: Tensor, f: Tensor = f, linearised: Linearised = linearised) -> Tensor:
+                    with torch.no_grad():
+                        return linearised(unflatten(P, v)) - f
+
+                def pull(u: Tensor, f: Tensor = f) -> Tensor:
+                    gradients = torch.autograd.grad(
+                        f, list(parameters.values()), u.to(f.dtype), retain_graph=True, allow_unused=True
+                    )
+                    return P.subset.narrow(
+                        torch.cat(
+                            [
+                                (torch.zeros_like(p) if g is None else g).reshape(-1)
+                                for p, g in zip(parameters.values(), gradients, strict=True)
+                            ]
+                        )
+                    ).to(P.mean)
+
+                yield f.detach(), push, y, pull
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], b: Tensor, M: Structure, tolerance: float, products: int
+) -> Tensor:
+    """`A⁻¹b` by at most `products` products with `A`, preconditioned by `M⁻¹`, to a residual that is `tolerance` times
+    the first one in the norm of `M⁻¹`."""
+    x = torch.zeros_like(b)
+    r, z = b, M.solve(b)
+    p, rz = z, (r * z).sum()
+    goal = tolerance**2 * rz
+    for _ in range(products):
+        Ap = product(p)
+        step = rz / (p * Ap).sum()
+        x, r = x + step * p, r - step * Ap
+        z = M.solve(r)
+        previous, rz = rz, (r * z).sum()
+        if not rz > goal:
+            break
+        p = z + rz / previous * p
+    return x
+
+
+def _norm(g: Tensor, M: Structure) -> Tensor:
+    return (g * M.solve(g)).sum().clamp_min(0).sqrt()
