@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.likelihoods import Likelihood, UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -25,9 +25,6 @@ FORMAT = 2
 READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
 _COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint", "type")
 _OF_LAPLACE = ("curvature", "kind", "n_outputs", "log_likelihood", "prior_precision", "temperature", "damping")
-_LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
-    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
-}
 
 
 def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
@@ -38,7 +35,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "names": list(subset.names),
         "shapes": [list(shape) for shape in subset.shapes],
         "mask": subset.mask,
-        "likelihood": _likelihood_state(posterior.likelihood),
+        "likelihood": posterior.likelihood.to_state(),
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
@@ -83,7 +80,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     common = {
         "network": network,
         "subset": subset,
-        "likelihood": likelihood or _likelihood_from(state["likelihood"], device),
+        "likelihood": likelihood or _likelihood_from(inputs.to_device(state["likelihood"], device)),
         "mean": mean,
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
@@ -154,25 +151,13 @@ def _check_network(network: nn.Module, subset: Subset) -> None:
             )
 
 
-def _likelihood_state(likelihood: Likelihood) -> dict[str, Any]:
-    state: dict[str, Any] = {"name": type(likelihood).__name__}
-    if _LIKELIHOODS.get(state["name"]) is not type(likelihood):
-        return {"name": f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"}
-    if isinstance(likelihood, Gaussian):
-        σ = likelihood.noise_std
-        state["noise_std"] = σ.detach() if isinstance(σ, Tensor) else float(σ)
-    if isinstance(likelihood, Categorical):
-        state["ignore_index"] = likelihood.ignore_index
-    return state
-
-
-def _likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
-    arguments = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in state.items() if name != "name"}
-    if state["name"] not in _LIKELIHOODS:
+def _likelihood_from(state: dict[str, Any]) -> Likelihood:
+    try:
+        return Likelihood.from_state(state)
+    except UnknownLikelihoodError:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
-        )
-    return _LIKELIHOODS[state["name"]](**arguments)
+        ) from None
 
 
 def _structure_state(structure: Structure) -> dict[str, Any]:
