@@ -27,7 +27,7 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
-from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
+from lightning_bayes.structures import Structure
 
 DAMPINGS = (None, "glm", "ritter")
 EVIDENCES = ("weights", "optimum")
@@ -157,7 +157,9 @@ class LaplacePosterior(GaussianPosterior):
         H = H if self.temperature == 1 else H.scale(1 / self.temperature)
         if self.damping is None:
             return H.add_prior(per_parameter(δ, self.subset))
-        return _damped(H, δ, self.damping, self.n_data)
+        if δ.ndim:
+            raise PosteriorError("damping takes one prior precision for all layers")
+        return H.add_damping(δ, split=self.n_data**0.5 if self.damping == "ritter" else 1.0)
 
     def _scaled_curvature(self, ρ: Tensor) -> Structure:
         """`H` at noise `ρσ`."""
@@ -283,20 +285,3 @@ def from_curvature(
             damping=damping,
         )
     return bare.with_prior(prior_precision)  # type: ignore[arg-type]
-
-
-def _damped(H: Structure, δ: Tensor, damping: str, n: int) -> Structure:
-    if δ.ndim:
-        raise PosteriorError("damping takes one prior precision for all layers")
-    assert isinstance(H, BlockDiagonal)
-    root = δ.sqrt()
-    split = n**0.5 if damping == "ritter" else 1.0
-    blocks: list[Structure] = []
-    for block in H.blocks:
-        if isinstance(block, Kronecker):
-            left = Factor(block.left.vectors, block.left.values / split)
-            right = Factor(block.right.vectors, block.right.values * split)
-            blocks.append(Kronecker(left, right, block.shift).damped(root, root))
-        else:
-            blocks.append(block.add_prior(δ))
-    return BlockDiagonal(tuple(blocks), H.layouts, H.names)

@@ -19,7 +19,7 @@ from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+from lightning_bayes.structures import Structure
 
 FORMAT = 2
 READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
@@ -42,11 +42,11 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
     }
     if not isinstance(posterior, LaplacePosterior):
-        return {**state, "precision": _structure_state(posterior.precision)}
+        return {**state, "precision": posterior.precision.to_state()}
     curvature = posterior.curvature
     return {
         **state,
-        "curvature": _structure_state(curvature.structure),
+        "curvature": curvature.structure.to_state(),
         "kind": curvature.kind,
         "n_outputs": curvature.n_outputs,
         "log_likelihood": curvature.log_likelihood,
@@ -119,7 +119,7 @@ def _check_keys(state: dict[str, Any]) -> None:
 
 def _read_structure(state: Any) -> Structure:
     try:
-        return _structure_from(state)
+        return Structure.from_state(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PosteriorError(
             f"the state of the posterior is not complete: its matrix cannot be read ({error!r}); save it again"
@@ -158,37 +158,3 @@ def _likelihood_from(state: dict[str, Any]) -> Likelihood:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
         ) from None
-
-
-def _structure_state(structure: Structure) -> dict[str, Any]:
-    if isinstance(structure, Diagonal):
-        return {"type": "Diagonal", "values": structure.values}
-    if isinstance(structure, Dense):
-        return {"type": "Dense", "matrix": structure.matrix, "factor": structure.factor, "shift": structure.shift}
-    if isinstance(structure, Kronecker):
-        left, right = structure.left, structure.right
-        factors = {"left": [left.vectors, left.values], "right": [right.vectors, right.values]}
-        return {"type": "Kronecker", **factors, "shift": structure.shift}
-    assert isinstance(structure, BlockDiagonal)
-    return {
-        "type": "BlockDiagonal",
-        "blocks": [_structure_state(block) for block in structure.blocks],
-        "layouts": [[[p.start, p.shape, p.order] for p in layout.pieces] for layout in structure.layouts],
-        "names": list(structure.names),
-    }
-
-
-def _structure_from(state: dict[str, Any]) -> Structure:
-    if state["type"] == "Diagonal":
-        return Diagonal(state["values"])
-    if state["type"] == "Dense":
-        return Dense(state["matrix"], state.get("factor", 1.0), state.get("shift", 0.0))
-    if state["type"] == "Kronecker":
-        return Kronecker(Factor(*state["left"]), Factor(*state["right"]), state["shift"])
-    layouts = tuple(
-        Layout(
-            tuple(Piece(start, tuple(shape), None if order is None else tuple(order)) for start, shape, order in pieces)
-        )
-        for pieces in state["layouts"]
-    )
-    return BlockDiagonal(tuple(map(_structure_from, state["blocks"])), layouts, tuple(state["names"]))
