@@ -6,6 +6,7 @@ from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
     "BlockDiagonal",
@@ -15,6 +16,7 @@ __all__ = [
     "Kronecker",
     "Layout",
     "Piece",
+    "ShardedDiagonal",
     "Structure",
     "StructureError",
 ]
