@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from lightning_bayes.curvature.gradients import NetworkCall
-from lightning_bayes.network.at_weights import call_with
+from lightning_bayes.network import inputs
+from lightning_bayes.network.at_weights import at_weights, call_with
 from lightning_bayes.network.checks import explained
+from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.posterior import PosteriorError
 
 
@@ -32,7 +34,12 @@ class Linearised:
         self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
 
     def at(self, moves: dict[str, Tensor]) -> Tensor:
-        """The network itself at the weights moved by `moves`."""
+        """The network itself at the weights moved by `moves`; where these are shards, the network gathers them."""
+        network = self._module.network
+        if is_sharded(network):
+            parameters = dict(network.named_parameters())
+            with at_weights(network, {parameters[name]: move for name, move in moves.items()}):
+                return inputs.call(network, self._x)
         moved = {name: p + moves[name.removeprefix("network.")] for name, p in self._parameters.items()}
         return self._call(moved)
 
