@@ -29,6 +29,7 @@ X = real(B, FEATURES, seed=7)
 every_posterior = pytest.mark.parametrize("kind", MAKERS)
 every_gaussian = pytest.mark.parametrize("kind", GAUSSIANS)
 every_task = pytest.mark.parametrize("task", TASKS)
+both_kinds_of_targets = pytest.mark.parametrize("task", ["classification", "regression"])
 
 
 def covariance(posterior: GaussianPosterior) -> Tensor:
@@ -49,7 +50,7 @@ def tensors(prediction: Prediction) -> dict[str, Tensor]:
 
 
 @every_gaussian
-@every_task
+@both_kinds_of_targets
 def test_the_mean_is_the_networks_weights_and_the_data_are_counted(kind: str, task: str) -> None:
     posterior = made(kind, task)
     assert isinstance(posterior, GaussianPosterior)
@@ -190,7 +191,7 @@ def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
 
 
 @every_posterior
-@every_task
+@both_kinds_of_targets
 def test_scores_have_the_same_keys(kind: str, task: str) -> None:
     scores = evaluate(made(kind, task), loader(task), samples=5)
     keys = {"nll", "rmse", "coverage"} if task == "regression" else {"nll", "acc", "ece", "brier"}
@@ -222,9 +223,12 @@ def reloaded(posterior: Any, how: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [*[(kind, "file") for kind in MAKERS], *[(kind, "state") for kind in GAUSSIANS]]
+    ("kind", "how", "task"),
+    [
+        *[(kind, "file", task) for kind in MAKERS for task in ("classification", "regression")],
+        *[(kind, "state", "regression") for kind in GAUSSIANS],
+    ],
 )
-@every_task
 def test_what_comes_back_is_the_same_posterior(kind: str, how: str, task: str, tmp_path: Path) -> None:
     posterior = made(kind, task)
     found = reloaded(posterior, how, tmp_path)
@@ -281,7 +285,7 @@ def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
 
 
 @every_gaussian
-@every_task
+@both_kinds_of_targets
 def test_calibration_is_kept_and_changes_predictions_alone(kind: str, task: str) -> None:
     posterior = made(kind, task)
     with untouched(posterior.network):

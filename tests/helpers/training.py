@@ -61,6 +61,9 @@ class LitNet(L.LightningModule):
             return F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(1).mean()
         return -torch.distributions.Normal(f, NOISE).log_prob(y).sum(1).mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.nll(*batch))
+
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.nll(*batch))
 
