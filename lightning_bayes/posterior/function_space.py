@@ -72,7 +72,7 @@ class GaussianProcess:
         if self._independent:
             V = torch.linalg.solve_triangular(self._cholesky, self._root.unsqueeze(-1) * cross, upper=False)
             return torch.diag_embed(own.reshape(B, -1) - V.square().sum(-2).mT)
-        M, C = cross.shape[:2]
+        C = cross.shape[1]
         weighted = torch.einsum("mcr,mcbk->mrbk", self._root, cross).flatten(2).flatten(0, 1)
         V = torch.linalg.solve_triangular(self._cholesky, weighted, upper=False).reshape(-1, B, C)
         return own.reshape(B, C, C) - torch.einsum("rbk,rbl->bkl", V, V)

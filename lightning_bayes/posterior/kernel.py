@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.gradients import CACHE, LayerGradients, ParameterGradients
-from lightning_bayes.curvature.output_checks import check_output
-from lightning_bayes.curvature.plan import Plan, Site
-from lightning_bayes.curvature.recorder import recording
-from lightning_bayes.network import inputs
+from lightning_bayes.curvature.gradients import CACHE
+from lightning_bayes.network import Subset, inputs
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.output_gaussian import _columns, _leftover_jacobians
+from lightning_bayes.posterior.output_gaussian import ForwardPass
+from lightning_bayes.structures import Layout
 
 _EXAMPLES = 128  # whose factors are held at a time
 
@@ -45,9 +43,9 @@ def kernel(posterior: GaussianPosterior, δ: Tensor, x: Any, x_other: Any, indep
 class _Factors:
     """What a few examples' Jacobians are made of."""
 
-    plan: Plan
-    sites: dict[int, tuple[Tensor, Tensor]]  # a [G, B, T, I] with a one for the bias, g [K, G, B, T, O]
-    leftovers: dict[str, Tensor]  # [K, B, p]
+    subset: Subset
+    layers: dict[Layout, tuple[Tensor, Tensor]]  # a [G, B, T, I] with a one for the bias, g [K, G, B, T, O]
+    leftovers: dict[Layout, Tensor]  # [K, B, p]
     B: int
     K: int
 
@@ -61,66 +59,42 @@ def _factors(posterior: GaussianPosterior, x: Any) -> Iterator[_Factors]:
 
 def _factors_of_few(posterior: GaussianPosterior, x: Any) -> _Factors:
     with posterior.linearised(x) as (plan, x):
-        parameters = plan.subset.parameters(posterior.network)
-        B = inputs.batch_size(x)
-        with recording(parameters) as calls:
-            f = inputs.call(posterior.network, x)
-        check_output(f, B)
-        matched = plan.match(f, calls, parameters)
-        if matched.mixed and B > 1:
+        forward = ForwardPass(posterior.network, plan, x)
+        B, mixed = len(forward.f), forward.matched.mixed
+        if mixed and B > 1:
             raise PosteriorError(
-                f"examples share rows of {', '.join(matched.mixed)}, so that their kernel cannot be taken layer by "
-                "layer: use predictive='glm', or leave the layer out of the subset"
+                f"examples share rows of {', '.join(mixed)}, so that their kernel cannot be taken layer by layer: use "
+                "predictive='glm', or leave the layer out of the subset"
             )
-        columns = _columns(f, 0, f[0].numel())
-        grads = LayerGradients()(f, matched.used, columns, matched.plain) if matched.used else []
-        leftovers = _leftover_jacobians(
-            ParameterGradients(posterior.network, parameters), matched.leftovers, x, columns
-        )
-        sites, K = {}, len(columns)
+        gradients = forward.gradients(0, forward.n_outputs)
         with torch.no_grad():
-            for index, (site, calls_of_site) in enumerate(zip(plan.sites, matched.calls, strict=True)):
-                if not calls_of_site:
-                    continue
-                g = site.gradients(calls_of_site, grads[: len(calls_of_site)]).to(posterior.mean)
-                del grads[: len(calls_of_site)]
-                sites[index] = _with_ones(site, site.inputs(calls_of_site), g), g.clone()
-        return _Factors(plan, sites, {n: J.to(posterior.mean) for n, J in leftovers.items()}, B, K)
-
-
-def _with_ones(site: Site, a: Tensor | None, g: Tensor) -> Tensor:
-    """# [G, B, T, I]"""
-    parts = [] if a is None else [a.to(g.dtype)]
-    if site.bias is not None:
-        parts.append(g.new_ones(*g.shape[1:4], 1))
-    return torch.cat(parts, dim=-1)
+            layers = {layout: (a, g.clone()) for layout, (a, g) in gradients.factors().items()}
+            return _Factors(plan.subset, layers, gradients.leftovers(), B, forward.n_outputs)
 
 
 @torch.no_grad()
 def _kernel(δ: Tensor, one: _Factors, other: _Factors, independent: bool) -> Tensor:
-    shape = (one.K, one.B, other.B) if independent else (one.B, one.K, other.B, other.K)
-    total = δ.new_zeros(shape)
-    full = _over_all_parameters(one.plan, δ)
-    for index in one.sites.keys() & other.sites.keys():
-        site = one.plan.sites[index]
-        W = site.layout.gather(full).reshape(site.layout.shape).reciprocal()  # [G, O, I]
-        (a, g), (b, h) = one.sites[index], other.sites[index]
-        if a.shape[2] == b.shape[2] == 1 and bool((W == W.flatten()[0]).all()):
+    total = δ.new_zeros((one.K, one.B, other.B) if independent else (one.B, one.K, other.B, other.K))
+    full = _over_all_parameters(one.subset, δ)
+    for layout in one.layers.keys() & other.layers.keys():
+        W = layout.gather(full).reshape(layout.shape).reciprocal()  # [G, O, I]
+        (a, g), (b, h) = one.layers[layout], other.layers[layout]
+        if a.shape[2] == b.shape[2] == 1 and bool((W.flatten()[0] == W).all()):
             total += _gram(a.squeeze(2), g.squeeze(3), b.squeeze(2), h.squeeze(3), independent) * W.flatten()[0]
         else:
             _add_shared(total, a, g, b, h, W, independent)
-    for name in one.leftovers.keys() & other.leftovers.keys():
-        W = one.plan.leftover_layout(name).gather(full).reshape(-1).reciprocal()
-        total += _product(one.leftovers[name] * W, other.leftovers[name], independent)
+    for layout in one.leftovers.keys() & other.leftovers.keys():
+        W = layout.gather(full).reshape(-1).reciprocal()
+        total += _product(one.leftovers[layout] * W, other.leftovers[layout], independent)
     return total
 
 
-def _over_all_parameters(plan: Plan, δ: Tensor) -> Tensor:
+def _over_all_parameters(subset: Subset, δ: Tensor) -> Tensor:
     """Weights outside a subnetwork are known exactly: infinite precision."""
-    if plan.subset.mask is None:
+    if subset.mask is None:
         return δ
-    full = δ.new_full((plan.subset.full_size,), torch.inf)
-    full[plan.subset.mask.to(δ.device)] = δ
+    full = δ.new_full((subset.full_size,), torch.inf)
+    full[subset.mask.to(δ.device)] = δ
     return full
 
 
@@ -133,10 +107,8 @@ def _gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, independent: bool) -> Tens
     return torch.einsum("gbm,gbkml->bkml", A, G)
 
 
-def _add_shared(
-    total: Tensor, a: Tensor, g: Tensor, b: Tensor, h: Tensor, W: Tensor, independent: bool
-) -> None:
-    """Shared positions, or priors that differ within the layer: the layer's gradient, a few of its outputs at a time."""
+def _add_shared(total: Tensor, a: Tensor, g: Tensor, b: Tensor, h: Tensor, W: Tensor, independent: bool) -> None:
+    """Shared positions, or priors that differ within the layer: its gradient, for a few of its outputs at a time."""
     K, G, B, _, O = g.shape
     few = max(1, CACHE // (G * K * max(B, b.shape[1]) * a.shape[-1] * a.element_size()))
     for low in range(0, O, few):

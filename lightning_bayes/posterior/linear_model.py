@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior_precision import per_parameter
 from lightning_bayes.structures import Structure
-
-Push = Callable[[Tensor], Tensor]  # v [P] -> [B, ...]
-Pull = Callable[[Tensor], Tensor]  # u [B, ...] -> [P]
 
 _ENOUGH = 1e-4  # Armijo's share of the decrease that the slope promises
 _SHORTEST = 2.0**-10
@@ -52,22 +50,19 @@ class LinearModel:
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """`log p(D | h)` at `θ̃ + d`, and its gradient.  # [P] -> [], [P]"""
-        likelihood, total = self._posterior.likelihood, self._posterior.mean.new_zeros((), dtype=torch.float64)
+        likelihood, total = self._posterior.likelihood, torch.zeros((), dtype=torch.float64)
         sums = torch.zeros_like(self._posterior.mean)
-        for f, push, y, pull in self._batches():
-            h = f + push(d)
-            total = total + likelihood.log_likelihood(h, y).double()
-            sums += pull(likelihood.residual(h, y))
+        for batch in self._batches():
+            h = batch.outputs(d)
+            total = total + likelihood.log_likelihood_per_example(h, batch.y).double().sum().cpu()
+            sums += batch.pull(likelihood.residual(h, batch.y))
         return total, sums
 
     def product(self, v: Tensor, d: Tensor) -> Tensor:
         """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the outputs of `θ̃ + d`.  # [P] -> [P]"""
-        likelihood = self._posterior.likelihood
         sums = torch.zeros_like(self._posterior.mean)
-        for f, push, y, pull in self._batches():
-            h = f + push(d)
-            _, change = jvp(lambda outputs, y=y: likelihood.residual(outputs, y), (h,), (push(v),))
-            sums -= pull(change)
+        for batch in self._batches():
+            sums += batch.pull(_hessian_product(self._posterior.likelihood, batch.outputs(d), batch.y, batch.push(v)))
         return sums
 
     def minimum(
@@ -116,40 +111,46 @@ class LinearModel:
     def _optimum(self, d: Tensor, fit: Tensor, residual: float, first: int) -> Optimum:
         return Optimum(self._posterior.mean + d, fit, residual, self.passes - first)
 
-    def _batches(self) -> Iterator[tuple[Tensor, Push, Tensor, Pull]]:
-        """For each batch `f`, `v ↦ Jv`, the targets, and `u ↦ Jᵀu`."""
-        from lightning_bayes.predictive.functions import unflatten
-        from lightning_bayes.predictive.linearised import Linearised
-
+    def _batches(self) -> Iterator[_Batch]:
+        """One pass over the data."""
         P = self._posterior
         self.passes += 1
         P.check_weights()
         for batch in self._loader:
             x, y = inputs.split_targets(batch)
             with torch.inference_mode(False), borrowed(P.network, P.subset.names):
-                x, y = inputs.to_device(x, P.device), y.to(P.device)
-                parameters = P.subset.parameters(P.network)
-                f = inputs.call(P.network, x)
-                linearised = Linearised(P.network, parameters, x)
+                yield _Batch(P, inputs.to_device(x, P.device), y.to(P.device))
 
-                def push(v: Tensor, f: Tensor = f, linearised: Linearised = linearised) -> Tensor:
-                    with torch.no_grad():
-                        return linearised(unflatten(P, v)) - f
 
-                def pull(u: Tensor, f: Tensor = f) -> Tensor:
-                    gradients = torch.autograd.grad(
-                        f, list(parameters.values()), u.to(f.dtype), retain_graph=True, allow_unused=True
-                    )
-                    return P.subset.narrow(
-                        torch.cat(
-                            [
-                                (torch.zeros_like(p) if g is None else g).reshape(-1)
-                                for p, g in zip(parameters.values(), gradients, strict=True)
-                            ]
-                        )
-                    ).to(P.mean)
+class _Batch:
+    """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
-                yield f.detach(), push, y, pull
+    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
+        from lightning_bayes.predictive.linearised import Linearised
+
+        self._posterior, self.y = posterior, y
+        self._parameters = posterior.subset.parameters(posterior.network)
+        self._f = inputs.call(posterior.network, x)
+        self._linearised = Linearised(posterior.network, self._parameters, x)
+
+    @torch.no_grad()
+    def outputs(self, d: Tensor) -> Tensor:
+        """`f + Jd`.  # [P] -> [B, ...]"""
+        from lightning_bayes.predictive.functions import unflatten
+
+        return self._linearised(unflatten(self._posterior, d))
+
+    def push(self, v: Tensor) -> Tensor:
+        """`Jv`.  # [P] -> [B, ...]"""
+        return self.outputs(v) - self._f.detach()
+
+    def pull(self, u: Tensor) -> Tensor:
+        """`Jᵀu`.  # [B, ...] -> [P]"""
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(self._f, parameters, u.to(self._f.dtype), allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        return self._posterior.subset.narrow(flat).to(self._posterior.mean)
 
 
 def conjugate_gradients(
@@ -171,6 +172,16 @@ def conjugate_gradients(
             break
         p = z + rz / previous * p
     return x
+
+
+def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
+    """`−∂² log p(y | f)/∂f² u`, the derivative of the residual.  # [B, ...]"""
+
+    def residual(f: Tensor) -> Tensor:
+        return likelihood.residual(f, y)
+
+    change: Tensor = jvp(residual, (f,), (u,))[1]
+    return -change
 
 
 def _norm(g: Tensor, M: Structure) -> Tensor:
