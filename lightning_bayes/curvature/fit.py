@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,9 @@ HESSIANS = ("auto", "exact", "approx", "mixed")
 logger = logging.getLogger("lightning_bayes")
 
 
+LikelihoodAt = Callable[[Any, Tensor], Likelihood]
+
+
 @dataclass(frozen=True, eq=False)
 class Curvature:
     """`H = Σₙ JₙᵀΛₙJₙ` over `subset`, with what the same pass learns of the data."""
@@ -62,7 +65,7 @@ def fit_curvature(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
+    subset: str | Sequence[str] | Tensor | Subset = "all",
     curvature: str = "ggn",
     *,
     samples: int = 1,
@@ -72,6 +75,7 @@ def fit_curvature(
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
+    likelihood_at: LikelihoodAt | None = None,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
@@ -93,6 +97,8 @@ def fit_curvature(
             over all of them.
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             the first batch.
+        likelihood_at: the likelihood of a batch, from x and f: where Fisher and residual are not those at the network's
+            own outputs.
     """
     check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes, hessian)
     likelihood = resolve(likelihood)
@@ -119,7 +125,8 @@ def fit_curvature(
                 describe([(name, f"{hessian} diagonal") for name in chosen.names])
                 return DiagonalSum(network, plan, accumulator, likelihood, hessian, sharing)
             describe(accumulator.blocks())
-            return CurvatureSum(network, plan, accumulator, likelihood, curvature, samples, seed, sharing)
+            kinds = (likelihood, curvature, samples, seed)
+            return CurvatureSum(network, plan, accumulator, *kinds, sharing, likelihood_at)
 
         if probe is not None:
             total = begin(inputs.to_device(probe, _device(network)))
@@ -185,8 +192,10 @@ def log_likelihood(
     return _numbers(totals)
 
 
-def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
+def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
     """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
+    if isinstance(subset, Subset):
+        return subset
     last_layer: tuple[str, ...] = ()
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):
@@ -209,8 +218,10 @@ class CurvatureSum:
         samples: int,
         seed: int,
         processes: Processes,
+        likelihood_at: LikelihoodAt | None = None,
     ) -> None:
         self._network, self._plan, self._accumulator = network, plan, accumulator
+        self._likelihood_at = likelihood_at or (lambda x, f: likelihood)
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
         self._processes = processes
         self._parameters = plan.subset.parameters(network)
@@ -234,7 +245,6 @@ class CurvatureSum:
         self._batches += 1
         self._n_data += B
         self._n_outputs += outputs.numel()
-        self._fit = [a + b for a, b in zip(self._fit, _fit_of(self._likelihood, outputs, y), strict=True)]
 
     def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
         """Returns the outputs."""
@@ -255,13 +265,15 @@ class CurvatureSum:
             self._accumulator.add_inputs(matched.calls)
         size = LayerGradients.chunk_size(used, f)
         drawn = (examples.to(f.device), self._samples, self._seed)
-        for chunk in output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn):
+        likelihood = self._likelihood_at(x, outputs)
+        self._add_fit(likelihood, outputs, y)
+        for chunk in output_columns(likelihood, self._curvature, outputs, y, size, *drawn):
             self._accumulator.begin_chunk(len(chunk), B)
             self._add_sites(matched.calls, self._layer_gradients(f, used, chunk, matched.plain) if used else [])
             if matched.leftovers:
                 self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
             self._accumulator.end_chunk()
-        self._add_gradient(f, -self._likelihood.residual(outputs, y))
+        self._add_gradient(f, -likelihood.residual(outputs, y))
         return outputs
 
     def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
@@ -292,6 +304,9 @@ class CurvatureSum:
             **_numbers(totals),
             gradient=self._plan.subset.narrow(self._gradient),
         )
+
+    def _add_fit(self, likelihood: Likelihood, outputs: Tensor, y: Tensor) -> None:
+        self._fit = [a + b for a, b in zip(self._fit, _fit_of(likelihood, outputs, y), strict=True)]
 
     def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
         parameters = list(self._parameters.values())

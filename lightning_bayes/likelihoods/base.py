@@ -52,6 +52,7 @@ class Likelihood(ABC):
     predictive: ClassVar[type[Predictive]] = Predictive
     links: ClassVar[tuple[str, ...]] = ("mc",)  # the ways to integrate over f; the first is the default
     calibrated_link: ClassVar[str | None] = None  # the default where a temperature is found; None: the first
+    is_convex: ClassVar[bool] = True  # whether −log p(y | f) is convex in f
     has_diagonal_fisher: ClassVar[bool] = False  # then `fisher_diagonal` is all of Λ, and the root is never built
     ignore_index: int | None = None  # the target that marks positions without one
     noise_std: float | Tensor | None = None  # σ, where `log p` has `½ ‖(y − f)/σ‖²` and σ can be tuned

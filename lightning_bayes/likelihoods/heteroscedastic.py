@@ -47,6 +47,7 @@ class HeteroscedasticGaussian(Likelihood):
     """
 
     name = "HeteroscedasticGaussian"
+    is_convex: ClassVar[bool] = False
     has_diagonal_fisher = True
     # No link to approximate: every word means the exact integral.
     links = ("exact", "pairwise", "probit", "bridge", "mc")

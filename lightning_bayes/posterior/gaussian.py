@@ -54,6 +54,7 @@ class GaussianPosterior:
     n_data: int
     fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
+    shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
     _plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
 
     @property
@@ -87,7 +88,15 @@ class GaussianPosterior:
         """`functional` for several precisions in the same eigenbasis (several priors), in one backward pass; the
         covariances in one of the forms of `output_gaussian`."""
         with self.linearised(x) as (plan, x):
-            return output_gaussian(self.network, plan, precisions, x, form)
+            mean, covariances = output_gaussian(self.network, plan, precisions, x, form)
+        return mean if self.shift is None else self._shifted(x), covariances
+
+    def _shifted(self, x: Any) -> Tensor:
+        """`f(x) + J(x) (mean − θ̃)`."""
+        from lightning_bayes.predictive.functions import linearised_outputs
+
+        assert self.shift is not None
+        return linearised_outputs(self, x, self.shift)
 
     @contextmanager
     def linearised(self, x: Any) -> Iterator[tuple[Plan, Any]]:

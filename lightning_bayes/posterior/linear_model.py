@@ -12,7 +12,7 @@ fitted precision. A Jacobian is never formed: every product is one pass over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,27 +42,30 @@ class Optimum:
 
 
 class LinearModel:
-    """The linearised network of `posterior` on the training data in `loader`."""
+    """The linearised network of `posterior` on the training data in `loader`; `likelihoods` has another likelihood for
+    each batch, of a loader that always has the same ones."""
 
-    def __init__(self, posterior: LaplacePosterior, loader: Iterable[Any]) -> None:
-        self._posterior, self._loader = posterior, loader
+    def __init__(
+        self, posterior: LaplacePosterior, loader: Iterable[Any], likelihoods: Sequence[Likelihood] | None = None
+    ) -> None:
+        self._posterior, self._loader, self._likelihoods = posterior, loader, likelihoods
         self.passes = 0
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """`log p(D | h)` at `θ̃ + d`, and its gradient.  # [P] -> [], [P]"""
-        likelihood, total = self._posterior.likelihood, torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
         sums = torch.zeros_like(self._posterior.mean)
         for batch in self._batches():
             h = batch.outputs(d)
-            total = total + likelihood.log_likelihood_per_example(h, batch.y).double().sum().cpu()
-            sums += batch.pull(likelihood.residual(h, batch.y))
+            total += batch.likelihood.log_likelihood_per_example(h, batch.y).double().sum().cpu()
+            sums += batch.pull(batch.likelihood.residual(h, batch.y))
         return total, sums
 
     def product(self, v: Tensor, d: Tensor) -> Tensor:
         """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the outputs of `θ̃ + d`.  # [P] -> [P]"""
         sums = torch.zeros_like(self._posterior.mean)
         for batch in self._batches():
-            sums += batch.pull(_hessian_product(self._posterior.likelihood, batch.outputs(d), batch.y, batch.push(v)))
+            sums += batch.pull(_hessian_product(batch.likelihood, batch.outputs(d), batch.y, batch.push(v)))
         return sums
 
     def minimum(
@@ -116,19 +119,20 @@ class LinearModel:
         P = self._posterior
         self.passes += 1
         P.check_weights()
-        for batch in self._loader:
+        for number, batch in enumerate(self._loader):
+            likelihood = P.likelihood if self._likelihoods is None else self._likelihoods[number]
             x, y = inputs.split_targets(batch)
             with torch.inference_mode(False), borrowed(P.network, P.subset.names):
-                yield _Batch(P, inputs.to_device(x, P.device), y.to(P.device))
+                yield _Batch(P, likelihood, inputs.to_device(x, P.device), y.to(P.device))
 
 
 class _Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
-    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
+    def __init__(self, posterior: LaplacePosterior, likelihood: Likelihood, x: Any, y: Tensor) -> None:
         from lightning_bayes.predictive.linearised import Linearised
 
-        self._posterior, self.y = posterior, y
+        self._posterior, self.likelihood, self.y = posterior, likelihood, y
         self._parameters = posterior.subset.parameters(posterior.network)
         self._f = inputs.call(posterior.network, x)
         self._linearised = Linearised(posterior.network, self._parameters, x)

@@ -40,6 +40,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
         "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
+        "shift": posterior.shift,
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": posterior.precision.to_state()}
@@ -66,7 +67,13 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
             f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
         )
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
-    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files have not
+    state = {
+        "squared_error": None,
+        "gradient": None,
+        "calibrations": [],
+        "shift": None,
+        **state,
+    }  # which older files have not
     _check_keys(state)
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
@@ -84,6 +91,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "mean": mean,
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
+        "shift": None if state["shift"] is None else state["shift"].to(device),
     }
     calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
     if matrix == "precision":

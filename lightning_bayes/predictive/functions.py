@@ -43,9 +43,17 @@ def sample_functions(
     with at_mean(posterior, x) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
         for _ in range(n):
-            moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            move = posterior.sample(1, generator)[0] - posterior.mean
+            moves = unflatten(posterior, move if posterior.shift is None else move + posterior.shift)
             draws.append(network(moves) if linearised else network.at(moves))
     return torch.stack(draws)
+
+
+def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor) -> Tensor:
+    """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
+    with at_mean(posterior, x) as x:
+        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
+        return network(unflatten(posterior, move)).to(posterior.mean)
 
 
 @contextmanager

@@ -40,5 +40,6 @@ class DiagonalSum(CurvatureSum):
         outputs = f.detach()
         check_finite(outputs, x, self._batches)
         self._blocks.add_diagonal(diagonal)
+        self._add_fit(self._likelihood, outputs, y)
         self._add_gradient(f, -self._likelihood.residual(outputs, y))
         return outputs

@@ -1,0 +1,164 @@
+"""Refinement: inference in the linearised network itself, around its own optimum (GLM paper, section 3.2).
+
+A trained network is only near a mode of its loss. The linearised network `h(θ, x) = f(x) + J(x)(θ − θ̃)` is a
+generalised linear model, so its posterior is well defined from any `θ̃`:
+
+- `laplace`: the mean is the optimum `θ⋆` of the linear model, and the precision its Hessian there,
+
+      Σ⁻¹ = Σₙ JₙᵀΛ(h(θ⋆, xₙ))Jₙ + diag(δ).
+
+- `variational`: `N(m, Σ)` maximises the evidence lower bound. With `fₙ ~ N(h(m, xₙ), JₙΣJₙᵀ)`,
+
+      Σₙ JₙᵀE[r(yₙ; fₙ)] = δm,        Σ⁻¹ = Σₙ JₙᵀE[Λ(fₙ)]Jₙ + diag(δ).
+
+  Given `Σ` the mean solves a convex problem; given the mean `Σ` is a fixed point. The two alternate. For a diagonal
+  `Σ` only the diagonal of its inverse is matched.
+
+The network keeps its weights `θ̃`: predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import count, positive, word
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.likelihoods import Gaussian, Likelihood
+from lightning_bayes.network import inputs
+from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.linear_model import LinearModel
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal
+
+logger = logging.getLogger("lightning_bayes")
+
+METHODS = ("laplace", "variational")
+_WORDS = {Dense: "full", Diagonal: "diag", BlockDiagonal: "kron"}
+
+
+def refine(
+    posterior: LaplacePosterior,
+    loader: Iterable[Any],
+    method: str = "laplace",
+    passes: int = 200,
+    tolerance: float = 1e-6,
+    rounds: int = 30,
+    samples: int = 64,
+    seed: int = 0,
+) -> LaplacePosterior:
+    """The posterior of the linearised network, with the same prior and structure.
+
+    Args:
+        posterior: whose network is linearised.
+        loader: the training data; its batches are kept in memory.
+        method: "laplace" or "variational".
+        passes: over the data, at most, for each search of the mean.
+        tolerance: of the mean, by the gradient relative to that at the start.
+        rounds: alternations of mean and covariance, at most, for "variational".
+        samples: quasi-random outputs that stand for their distribution, for "variational".
+        seed: of those.
+    """
+    word("method", method, METHODS)
+    for name, value in (("passes", passes), ("rounds", rounds), ("samples", samples)):
+        count(name, value)
+    positive("tolerance", tolerance)
+    _check(posterior)
+    batches = [inputs.split_targets(batch) for batch in loader]
+    refined, likelihoods = posterior, None
+    # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
+    is_exact = method == "laplace" or isinstance(posterior.likelihood, Gaussian)
+    for number in range(1 if is_exact else rounds):
+        if not is_exact:
+            likelihoods = _expected(refined, batches, samples, seed)
+        optimum = LinearModel(posterior, batches, likelihoods).minimum(passes, tolerance, start=refined.mean)
+        before = refined
+        refined = _around(posterior, batches, optimum.theta, likelihoods)
+        if number and _is_same(before, refined, tolerance**0.5):
+            break
+    if optimum.residual > tolerance:
+        logger.warning(
+            "refinement stopped after %d passes at a relative gradient of %.1g: raise `passes`",
+            optimum.passes,
+            optimum.residual,
+        )
+    return refined
+
+
+def _check(posterior: LaplacePosterior) -> None:
+    if not posterior.likelihood.is_convex:
+        raise PosteriorError(
+            f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
+            "to refine to: use a likelihood with one parameter per output"
+        )
+    if posterior.damping is not None or posterior.curvature.kind != "ggn":
+        raise PosteriorError("refinement needs curvature='ggn' and the exact sum with the prior, without damping")
+
+
+def _expected(
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int
+) -> list[Likelihood]:
+    """Each batch's likelihood, averaged over its outputs' spread under the posterior."""
+    likelihoods: list[Likelihood] = []
+    for x, _ in batches:
+        mean, covariance = posterior.functional(x)
+        C = covariance.shape[-1]
+        noise = _normal_points(samples, C, seed).to(covariance)  # [S, C]
+        values, vectors = torch.linalg.eigh(covariance)
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric [B, C, C]
+        spread = torch.einsum("bcd,sd->sbc", root, noise)
+        likelihoods.append(ExpectedLikelihood(posterior.likelihood, spread.reshape(-1, *mean.shape)))
+    return likelihoods
+
+
+def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
+    """Quasi-random normal numbers in pairs ±z, scaled to a variance of one.  # [S, C]"""
+    sobol = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed)
+    uniform = sobol.draw((samples + 1) // 2, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
+    half = torch.special.ndtri(uniform)
+    points = torch.cat((half, -half))
+    return points / points.square().mean(0).sqrt()
+
+
+def _around(
+    posterior: LaplacePosterior,
+    batches: list[tuple[Any, Tensor]],
+    mean: Tensor,
+    likelihoods: list[Likelihood] | None,
+) -> LaplacePosterior:
+    """With curvature at the linearised outputs of these weights."""
+    from lightning_bayes.predictive.functions import linearised_outputs
+
+    shift = mean - posterior.mean
+    numbers = iter(range(len(batches)))
+
+    def likelihood_at(x: Any, f: Tensor) -> Likelihood:
+        move = linearised_outputs(posterior, x, shift) - f
+        own = posterior.likelihood if likelihoods is None else likelihoods[next(numbers)]
+        if isinstance(own, ExpectedLikelihood):
+            return ExpectedLikelihood(own.of, own.spread + move)
+        return ExpectedLikelihood(own, move.unsqueeze(0))
+
+    structure = _WORDS[type(posterior.curvature.structure)]
+    curvature = fit_curvature(
+        posterior.network,
+        batches,
+        posterior.likelihood,
+        structure,
+        posterior.subset,
+        likelihood_at=likelihood_at,
+    )
+    curvature = replace(curvature, gradient=None)
+    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+
+
+def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:
+    moved = (after.mean - before.mean).norm() <= tolerance * after.mean.norm()
+    variances = (after.precision.inverse_diagonal() / before.precision.inverse_diagonal()).log().abs().max()
+    return bool(moved and variances <= tolerance)
