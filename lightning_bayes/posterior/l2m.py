@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -122,7 +122,7 @@ def fisher_factor(n_data: int, batch_size: float) -> float:
 
 def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
-    if not isinstance(likelihood, Gaussian):
+    if likelihood.noise_std is None:
         return 1 / n_outputs
     σ = torch.as_tensor(likelihood.noise_std, dtype=torch.float64)
     if σ.numel() > 1:
