@@ -219,9 +219,14 @@ class GaussianPosterior:
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
+        it was fitted to."""
         from lightning_bayes.posterior.files import read
+        from lightning_bayes.posterior.sharded import ShardedPosterior
+        from lightning_bayes.posterior.sharded_files import is_folder_of_shards
 
+        if is_folder_of_shards(path):
+            return ShardedPosterior.load(path, network, likelihood)
         return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(
