@@ -189,11 +189,14 @@ class GaussianPosterior:
                 f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
                 "with network.to(dtype), or fit the posterior again"
             )
-        if not same_weights(fingerprint(self.network), self.fingerprint):
+        if not self._has_same_weights():
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
                 "the posterior again"
             )
+
+    def _has_same_weights(self) -> bool:
+        return same_weights(fingerprint(self.network), self.fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""

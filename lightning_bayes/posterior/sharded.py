@@ -73,7 +73,7 @@ class ShardedPosterior(LaplacePosterior):
             mean=mean,
             precision=structure,
             n_data=curvature.n_data,
-            fingerprint=mean.new_empty(0, 2),  # `check_weights` compares the weights themselves with the mean
+            fingerprint=mean.new_empty(0, 2),  # the weights themselves are compared with the mean
             curvature=replace(curvature, structure=structure),
             prior_precision=mean.new_ones(()),
         )
@@ -130,17 +130,13 @@ class ShardedPosterior(LaplacePosterior):
             _refused("predictive='glm'")()
         return super().predict(x, predictive, link, samples, generator, calibrated)
 
-    def check_weights(self) -> None:
-        """Raise, on all processes, if one's shard of the weights is not the one the posterior was made of."""
+    def _has_same_weights(self) -> bool:
+        """Whether all processes have the shards of the mean: where only one raised, the others would wait for ever."""
         reshard(self.network)
         weights = _flat(self.subset.parameters(self.network).values())
-        changed = torch.tensor(int(not torch.equal(weights.to(self.mean), self.mean)), device=self.device)
-        Processes.current().sum_([changed])  # where only one raised, the others would wait for it for ever
-        if changed:
-            raise PosteriorError(
-                "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
-                "the posterior again"
-            )
+        changed = torch.tensor(int(not torch.equal(weights, self.mean)), device=self.device)
+        Processes.current().sum_([changed])
+        return not changed
 
     def gather(self, network: nn.Module) -> LaplacePosterior:
         """The ordinary posterior, for a `network` that holds the whole weights."""

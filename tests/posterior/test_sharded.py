@@ -304,7 +304,8 @@ def test_a_folder_of_an_older_version_needs_the_likelihood(tmp_path: Path) -> No
     state = {**posterior.state_dict(), "n_data": torch.tensor(N)}
     for key in ("format", "type", "likelihood"):
         del state[key]
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old")
     with pytest.raises(PosteriorError, match="older version, which did not save the likelihood: pass likelihood="):
         GaussianPosterior.load(tmp_path / "old", net)
