@@ -76,9 +76,9 @@ def test_a_shard_is_the_chunk_that_torch_cuts(shape: tuple[int, ...], world: int
     if dim >= len(shape):
         dim = 0
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = shards(shape, (Shard(dim),), (world,))
+    places = shards(shape, (Shard(dim),), (world,))
     for rank, expected in enumerate(cut(whole, world, dim)):
-        assert torch.equal(found[(rank,)], expected)
+        assert torch.equal(places[(rank,)], expected)
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 3), (1, 4)])
@@ -97,9 +97,9 @@ def test_a_shard_of_a_shard(shape: tuple[int, ...]) -> None:
 
 def test_even_shards_along_the_same_dimension_are_cut_by_tensor_parallelism_first() -> None:
     whole = torch.arange(12 * 2).view(12, 2)
-    found = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
+    places = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
     for data, tensor in product(range(2), range(3)):
-        assert torch.equal(found[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
+        assert torch.equal(places[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
 
 
 def test_a_whole_tensor_is_all_there_is() -> None:
@@ -207,11 +207,11 @@ def test_predictions_at_the_mean_are_the_networks() -> None:
 
 
 def weights(net: nn.Module, θ: Tensor) -> dict[str, Tensor]:
-    found, start = {}, 0
+    parameters, start = {}, 0
     for name, p in net.named_parameters():
-        found[name] = θ[start : start + p.numel()].view(p.shape)
+        parameters[name] = θ[start : start + p.numel()].view(p.shape)
         start += p.numel()
-    return found
+    return parameters
 
 
 def test_the_network_is_borrowed() -> None:
@@ -324,7 +324,7 @@ def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None
 
 def test_gathered_it_is_the_ordinary_posterior() -> None:
     net, whole, posterior = trained()
-    found = posterior.gather(net)
-    assert torch.equal(found.precision.diagonal(), whole.precision.diagonal())
+    gathered = posterior.gather(net)
+    assert torch.equal(gathered.precision.diagonal(), whole.precision.diagonal())
     x = torch.randn(5, 4, dtype=torch.float64)
-    torch.testing.assert_close(found.predict(x).probs, whole.predict(x).probs)
+    torch.testing.assert_close(gathered.predict(x).probs, whole.predict(x).probs)
