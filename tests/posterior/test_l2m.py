@@ -12,7 +12,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from lightning_bayes import Gaussian, GaussianPosterior
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.posterior import PosteriorError, fit_l2m
+from lightning_bayes.posterior import LaplacePosterior, PosteriorError, fit_l2m
 from lightning_bayes.posterior.l2m import fisher_factor
 
 N, C = 24, 3
@@ -210,6 +210,7 @@ def test_it_is_an_ordinary_posterior(tmp_path: Path) -> None:
     x, _ = data(True)
     before = {name: t.clone() for name, t in net.state_dict().items()}
     posterior = fit_l2m(net, optimizer, n_data=N, batch_size=5)
+    assert type(posterior) is LaplacePosterior
     posterior.save(tmp_path / "l2m.pt")
     loaded = GaussianPosterior.load(tmp_path / "l2m.pt", net)
     for predictive in ("glm", "bnn", "map"):
