@@ -44,6 +44,7 @@ from lightning_bayes.trainer.files import posterior_file
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.private import class_name, is_dev_run
 from lightning_bayes.trainer.strategy import forward_context
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
@@ -123,12 +124,12 @@ class L2MCallback(PosteriorCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._resumed = False
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _UNREADABLE:
-                raise RuntimeError(
-                    f"L2MCallback cannot read the optimizer's state under {kind.__name__}: use strategy='ddp', or "
-                    "ModelParallelStrategy (FSDP2) for a network that needs sharding"
-                )
+        kind = class_name(trainer.strategy, _UNREADABLE)
+        if kind is not None:
+            raise RuntimeError(
+                f"L2MCallback cannot read the optimizer's state under {kind}: use strategy='ddp', or "
+                "ModelParallelStrategy (FSDP2) for a network that needs sharding"
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -239,7 +240,7 @@ class L2MCallback(PosteriorCallback):
 
     def _by_evidence(self, trainer: Trainer) -> bool:
         """Whether the prior is tuned on the training data; a run of a batch or two is not for that."""
-        return self.tune in ("marglik", "mackay") and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return self.tune in ("marglik", "mackay") and not is_dev_run(trainer)
 
     def _count(self, trainer: Trainer, loader: Any) -> int:
         """The `N` examples that training draws from."""
@@ -322,7 +323,7 @@ class L2MCallback(PosteriorCallback):
         """A sharded posterior is a folder of its own, which all processes write."""
         if not self.posterior.is_sharded:
             super().store(trainer, checkpoints)
-        elif not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        elif not is_dev_run(trainer):
             self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
             if self._posterior_path is not None:
                 self.posterior.save(self._posterior_path)
