@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, draw, held_out, labelled, laplace, same_posterior, train_loader, trainer
+from helpers.processes import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
-from real_processes import launched
 from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, L2MCallback, OnlineLaplaceCallback, fit_laplace

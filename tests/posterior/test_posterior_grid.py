@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from posterior_cases import case, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import real
+from posterior_cases import case
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
