@@ -87,6 +87,10 @@ def train_loader(n: int = 37, batch_size: int = 8, shuffle: bool = True) -> Data
     return DataLoader(labelled(n), batch_size=batch_size, shuffle=shuffle)
 
 
+def plain_loader() -> DataLoader[Any]:
+    return train_loader(shuffle=False)
+
+
 def held_out(n: int = 11, batch_size: int = 4, seed: int = 5) -> DataLoader[Any]:
     return DataLoader(labelled(n, seed), batch_size=batch_size)
 
