@@ -7,7 +7,7 @@ import fsdp_l2m_worker
 import pytest
 import torch
 from fsdp_l2m_worker import EXAMPLES, OPTIMIZERS, SAMPLES, Module, seeded
-from real_processes import launched, results
+from helpers.processes import launched, results
 from torch import Tensor
 from torch.func import functional_call
 
