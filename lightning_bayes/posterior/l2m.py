@@ -58,7 +58,7 @@ def fit_l2m(
     prior_precision: float | Tensor | Sequence[float] | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
-) -> LaplacePosterior | ShardedPosterior:
+) -> LaplacePosterior:
     """The posterior around the network's present weights; no pass over data, and nothing of the optimizer changes.
 
     Args:

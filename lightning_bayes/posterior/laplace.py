@@ -234,6 +234,7 @@ def fit_laplace(
     *,
     temperature: float = 1.0,
     damping: str | None = None,
+    hessian: str = "exact",
     **options: Any,
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`.
@@ -251,12 +252,15 @@ def fit_laplace(
         temperature: of the likelihood, `P = H/T + δ`.
         damping: in place of the exact sum with the prior, `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
+        hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
+            number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, OPTIONS)
     check_laplace(structure, prior_precision, temperature, damping)
     network = unwrap(network)
-    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, progress=progress, **options)
+    options.update(hessian=hessian, progress=progress)
+    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, **options)
     return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)
 
 

@@ -7,6 +7,7 @@ from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.output_covariance import CovarianceForm
+from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
     "BlockDiagonal",
@@ -17,6 +18,7 @@ __all__ = [
     "Kronecker",
     "Layout",
     "Piece",
+    "ShardedDiagonal",
     "Structure",
     "StructureError",
 ]

@@ -26,7 +26,7 @@ from lightning_bayes.curvature.accumulate import make_accumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Layout, Probe, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
-from lightning_bayes.curvature.fit import CurvatureSum
+from lightning_bayes.curvature.fit import HESSIANS, CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
@@ -34,7 +34,7 @@ from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset
 
-MODES = ("auto", "exact", "approx", "mixed")
+MODES = HESSIANS
 THRESHOLD = 256  # features per example up to which "mixed" carries the whole matrix
 
 
