@@ -174,11 +174,6 @@ class BlockAccumulator(Accumulator):
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
 
-    def add_diagonal(self, diagonal: Tensor) -> None:
-        """The whole diagonal of a batch, where the blocks are diagonals.  # [P]"""
-        for _, layout, block in self._all():
-            block.sums[0] += layout.gather(diagonal)
-
     @property
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]
@@ -209,6 +204,11 @@ class DiagonalAccumulator(BlockAccumulator):
 
     def exact_block(self, size: int) -> Block:
         return DiagonalBlock(size, self._dtype, self._device)
+
+    def add_diagonal(self, diagonal: Tensor) -> None:
+        """The whole diagonal of a batch.  # [P]"""
+        for _, layout, block in self._all():
+            block.sums[0] += layout.gather(diagonal)
 
     def finish(self, processes: Processes) -> Diagonal:
         subset = self._plan.subset

@@ -24,7 +24,8 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
+from lightning_bayes.posterior.fingerprint import fingerprint
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import Structure
@@ -70,16 +71,12 @@ class LaplacePosterior(GaussianPosterior):
         `linear_evidence`), which they need not be.
         """
         word("at", at, EVIDENCES)
-        if not self.curvature.knows_likelihood:
-            raise PosteriorError(
-                "this posterior was made without a pass over the data and does not know their likelihood: use "
-                "with_log_likelihood(loader), or pass loader= when tuning"
-            )
+        self._known_log_likelihood()
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
         full = per_parameter(δ, self.subset).expand(self.subset.size)
-        fit = self._log_likelihood(ρ).to(self.mean) / self.temperature
+        fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
         if at == "optimum":
             return self._linear_evidence(self._precision(δ, ρ), full, ρ, -fit)
         logdet = self._precision(δ, ρ).logdet()
@@ -117,7 +114,7 @@ class LaplacePosterior(GaussianPosterior):
                 self.curvature,
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
-                log_likelihood=self._log_likelihood(ρ),
+                log_likelihood=self._log_likelihood_at(ρ) if self.curvature.knows_likelihood else None,
                 gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
                 squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
@@ -165,9 +162,18 @@ class LaplacePosterior(GaussianPosterior):
         """`H` at noise `ρσ`."""
         return self.curvature.structure.scale(ρ**self.noise_power)
 
-    def _log_likelihood(self, ρ: Tensor) -> Tensor:
+    def _known_log_likelihood(self) -> Tensor:
+        """`log p(D | θ*)`, in float64."""
+        if self.curvature.log_likelihood is None:
+            raise PosteriorError(
+                "this posterior was made without a pass over the data and does not know their likelihood: use "
+                "with_log_likelihood(loader), or pass loader= when tuning"
+            )
+        return self.curvature.log_likelihood
+
+    def _log_likelihood_at(self, ρ: Tensor) -> Tensor:
         """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
-        fitted = self.curvature.log_likelihood
+        fitted = self._known_log_likelihood()
         if self.likelihood.noise_std is None:
             return fitted
         ρ = ρ.cpu().double()
@@ -183,7 +189,7 @@ class LaplacePosterior(GaussianPosterior):
         if error is not None:
             return error.clamp(min=n * eps**2)
         log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()
-        error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
+        error = -2 * (self._known_log_likelihood() + n * (log_σ + 0.5 * math.log(2 * math.pi)))
         return error.clamp(min=n * eps)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:

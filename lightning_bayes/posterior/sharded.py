@@ -9,7 +9,6 @@ whole network on every process (the linearised network, the evidence, held-out c
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -191,7 +190,6 @@ class ShardedPosterior(LaplacePosterior):
             kind="second_moment",
             n_data=int(state["n_data"]),
             n_outputs=0,
-            log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
         )
         return replace(ShardedPosterior.from_curvature(network, curvature, δ), mean=mean)
 

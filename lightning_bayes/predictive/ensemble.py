@@ -34,7 +34,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.checks import submodule
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read_any
-from lightning_bayes.posterior.gaussian import same_weights
+from lightning_bayes.posterior.fingerprint import same_weights
 from lightning_bayes.predictive.prediction import Prediction
 
 
