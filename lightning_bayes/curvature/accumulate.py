@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Accumulator(ABC):
     word: ClassVar[str | None] = None  # by which `structure=` means it
     needs_axes = False  # whether an example's rows must lie along an axis
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if cls.__dict__.get("word") is not None:
             register(STRUCTURES, cls.__dict__["word"], cls)
 

@@ -59,8 +59,8 @@ class Likelihood(ABC):
     NAMES: ClassVar[dict[str, type[Likelihood]]] = {}
     WORDS: ClassVar[dict[str, type[Likelihood]]] = {}
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         own = cls.__dict__
         if own.get("name") is not None:
             register(Likelihood.NAMES, own["name"], cls)
