@@ -130,9 +130,10 @@ class KroneckerBlock(Block):
             for call in calls:
                 self._add_tokens(call.layer)  # type: ignore[arg-type]
             return
-        faster = [None if self._reduce or site.weight is None else call.layer.input_gram() for call in calls]
-        if all(found is not None for found in faster):
-            for gram, total, rows in faster:  # type: ignore[misc]
+        faster = [] if self._reduce or site.weight is None else [call.layer.input_gram() for call in calls]
+        grams = [known for known in faster if known is not None]
+        if len(grams) == len(calls):
+            for gram, total, rows in grams:
                 self._add_bordered(gram.to(self._A.dtype), total.to(self._A.dtype), rows)
             return
         a = site.inputs(calls)

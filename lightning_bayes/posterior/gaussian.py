@@ -151,7 +151,7 @@ class GaussianPosterior:
         return calibrate(self, loader, predictive, link, samples, seed, of)
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
-        """What `calibrate` found for this predictive and link; for `None`, whatever link it was last called with."""
+        """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""
         of_predictive = [c for c in self.calibrations if c.predictive == predictive]
         if predictive == "glm" and link is not None:
             of_predictive = [c for c in of_predictive if c.link == link]
