@@ -324,7 +324,6 @@ class OnlineLaplaceCallback(PosteriorCallback):
             kind="ggn",
             n_data=memory.n_data,
             n_outputs=0,
-            log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
         )
         return from_curvature(self._network_of(module), found, self.prior_precision)
 

@@ -19,7 +19,13 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, BlockAccumulator, make_accumulator
+from lightning_bayes.curvature.accumulate import (
+    SHARINGS,
+    STRUCTURES,
+    Accumulator,
+    DiagonalAccumulator,
+    make_accumulator,
+)
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.output_columns import CURVATURES, output_columns
@@ -48,13 +54,14 @@ class Curvature:
     kind: str
     n_data: int  # examples seen
     n_outputs: int  # numbers that the network put out for them
-    log_likelihood: Tensor  # Σₙ log p(yₙ | fₙ), float64; NaN where no data were passed over
-    gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]; None where no data were passed over
+    # What a fit without a pass over the data does not know:
+    log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
+    gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
 
     @property
     def knows_likelihood(self) -> bool:
-        return not bool(self.log_likelihood.isnan())
+        return self.log_likelihood is not None
 
 
 def fit_curvature(
@@ -115,7 +122,7 @@ def fit_curvature(
             if hessian != "exact":
                 from lightning_bayes.curvature.backprop.diagonal_sum import DiagonalSum  # which builds on this module
 
-                assert isinstance(accumulator, BlockAccumulator)
+                assert isinstance(accumulator, DiagonalAccumulator)
                 describe([(name, f"{hessian} diagonal") for name in chosen.names])
                 return DiagonalSum(network, plan, accumulator, likelihood, hessian, sharing)
             describe(accumulator.blocks())

@@ -102,7 +102,6 @@ def fit_l2m(
         kind="second_moment",
         n_data=n_data,
         n_outputs=0,
-        log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
     )
     if is_sharded(network):
         return ShardedPosterior.from_curvature(network, curvature, δ)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
@@ -70,7 +70,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
 
         return ShardedPosterior.from_state_dict(check_network(unwrap(network)), state, likelihood)
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
-    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files have not
+    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files do not have
     _check_keys(state)
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
@@ -99,7 +99,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         kind=state["kind"],
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
-        log_likelihood=state["log_likelihood"],
+        log_likelihood=_known(state["log_likelihood"]),
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
     )
@@ -146,12 +146,12 @@ def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, 
 
 
 def check_parameters(network: nn.Module, subset: Subset) -> None:
-    have = {name: p.shape for name, p in network.named_parameters()}
+    shapes = {name: p.shape for name, p in network.named_parameters()}
     for name, shape in zip(subset.names, subset.shapes, strict=True):
-        if have.get(name) != shape:
-            found = "no such parameter" if name not in have else f"shape {tuple(have[name])}"
+        if shapes.get(name) != shape:
+            other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
             raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {found}"
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
             )
 
 
@@ -162,3 +162,8 @@ def likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
         ) from None
+
+
+def _known(log_likelihood: Tensor | None) -> Tensor | None:
+    """Older files have NaN where it is not known."""
+    return None if log_likelihood is None or bool(log_likelihood.isnan()) else log_likelihood

@@ -9,7 +9,6 @@ whole network on every process (the linearised network, the evidence, held-out c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -192,7 +191,6 @@ class ShardedPosterior(LaplacePosterior):
             kind="second_moment",
             n_data=state["n_data"],
             n_outputs=0,
-            log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
         )
         return replace(ShardedPosterior.from_curvature(network, curvature, δ), mean=mean)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.accumulate import BlockAccumulator
+from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.backprop.diagonal import BatchDiagonal
 from lightning_bayes.curvature.fit import CurvatureSum
 from lightning_bayes.curvature.output_checks import check_finite, check_output
@@ -24,7 +24,7 @@ class DiagonalSum(CurvatureSum):
         self,
         network: nn.Module,
         plan: Plan,
-        blocks: BlockAccumulator,
+        blocks: DiagonalAccumulator,
         likelihood: Likelihood,
         hessian: str,
         processes: Processes,
