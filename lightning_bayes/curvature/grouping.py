@@ -47,7 +47,7 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
 def all_rows(call: Call) -> Rows:
     """All rows as those of one example."""
     if not call.row_dims:
-        return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.version[0].device))
+        return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.input.tensor.device))
     return BatchAxis(0, call.output_shape[0])
 
 

@@ -19,10 +19,9 @@ respect to the layer's *output*:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -274,53 +273,3 @@ def _channels_to_groups(g: Tensor, groups: int, axis: Rows) -> Tensor:
     g = g.unflatten(2, (groups, -1)).flatten(4) if g.ndim > 3 else g.unflatten(2, (groups, -1)).unsqueeze(-1)
     g = axis.split(g, lead=1).permute(0, 3, 1, 2, 5, 4)  # [K, G, B, r, S, O]
     return g.flatten(3, 4)
-
-
-def from_call(name: str, arguments: dict[str, Any], normalised: Callable[[], Tensor] | None) -> Layer | None:
-    """The layer that a functional call stands for; `None` where it has options that change what a gradient is."""
-    x = arguments["input"].detach()
-    if name in ("layer_norm", "rms_norm"):
-        assert normalised is not None
-        return FeatureNorm(normalised, tuple(arguments["normalized_shape"]))
-    if name.endswith("norm"):
-        assert normalised is not None
-        return ChannelNorm(normalised, x.shape[1])
-    weight: Tensor = arguments["weight"]
-    if name.startswith("conv"):
-        return _convolution(name, x, tuple(weight.shape), arguments)
-    if weight.ndim != 2:
-        return None
-    shape = (weight.shape[0], weight.shape[1])
-    if name == "linear":
-        return LinearLayer(x, shape)
-    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
-        return None
-    padding_idx = arguments["padding_idx"]
-    return Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
-
-
-def _convolution(name: str, x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any]) -> Layer | None:
-    n = len(shape) - 2
-    if x.ndim != n + 2:  # one example without a batch dimension
-        return None
-    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
-    padding, groups = arguments["padding"], arguments["groups"]
-    if name.startswith("conv_transpose"):
-        output_padding = _tuple(arguments["output_padding"], n)
-        return TransposedConvolution(x, shape, stride, _tuple(padding, n), output_padding, dilation, groups)
-    return Convolution(x, shape, stride, _around(padding, shape[2:], dilation), dilation, groups)
-
-
-def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Zeros before and after each dimension; of an odd number, "same" puts one more after."""
-    if padding == "valid":
-        return ((0, 0),) * len(kernel)
-    if padding == "same":
-        reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return tuple((r // 2, r - r // 2) for r in reach)
-    return tuple((p, p) for p in _tuple(padding, len(kernel)))
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) * n if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op
 from lightning_bayes.curvature.backprop.rules import (
-    CONVOLUTIONS,
     ELEMENTWISE,
     POOLS,
     SELECTION,
     SUMS,
-    Kernel,
     batch_norm_slope,
+    convolution_backward,
     find_rule,
     slopes,
 )
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.structures.base import eigh
 
@@ -97,13 +97,14 @@ def mixes(op: Op, features: Sequence[Tensor]) -> bool:
 def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
     if op.name == "linear" and x is op.argument("input", 0):
         return S @ op.argument("weight", 1).to(S.dtype)
-    if op.name in CONVOLUTIONS:
-        a = Kernel.of(op)
-        if a is None or x is not a.x:
+    if op.name in CONVOLUTIONS and x is op.argument("input", 0):
+        convolution = convolution_backward(op)
+        if convolution is None:
             return None
         K, B = S.shape[:2]
         shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # its shape is all that is asked of it
-        return a.backward(S.flatten(0, 1), shape, a.W.to(S.dtype), [True, False, False])[0].unflatten(0, (K, B))
+        W = op.argument("weight", 1).to(S.dtype)
+        return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
     if op.name == "batch_norm" and x is op.argument("input", 0):
         find_rule(op)  # refuses what is not elementwise
         return batch_norm_slope(op) * S

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.gradients import quiet
 from lightning_bayes.curvature.output_checks import agree, random_numbers
+from lightning_bayes.curvature.version import Version
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
@@ -31,9 +32,13 @@ class Op:
     outputs: list[Tensor]  # those that depend on the parameters
     places: list[int]  # of the outputs among all tensors that the function returns
     tracked: list[Tensor]
-    versions: list[tuple[Tensor, int]]  # of all tensors that went in
+    versions: list[Version]  # of all tensors that went in
     recorded: bool = True  # whether the graph behind the outputs begins with this operation
     where: str = ""  # " in <module>"
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*(version.tensor for version in self.versions), *self.outputs]
 
     def argument(self, name: str, position: int | None = None, default: Any = None) -> Any:
         if name in self.kwargs:
@@ -41,10 +46,10 @@ class Op:
         return self.args[position] if position is not None and len(self.args) > position else default
 
     def run(self, replacements: dict[int, Tensor]) -> list[Tensor]:
-        """The outputs with other tensors in the place of some inputs, by their `id`."""
+        """The outputs with other tensors instead of some inputs, by their `id`."""
         args, kwargs = swapped((self.args, self.kwargs), replacements)
-        found = tensors(self.func(*args, **kwargs))
-        return [found[place] for place in self.places]
+        returned = tensors(self.func(*args, **kwargs))
+        return [returned[place] for place in self.places]
 
     def pull(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
         """`Jᵀc` for some of the tracked inputs, from one `c` per output (`None` for zero)."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import ELEMENTWISE, SUMS, prelu_slopes, slopes
+from lightning_bayes.curvature.functional_calls import layer_of
 from lightning_bayes.curvature.gradients import CACHE
 from lightning_bayes.curvature.layers import Layer
-from lightning_bayes.curvature.recorder import layer_of_call
 from lightning_bayes.curvature.rows import BatchAxis
 
 
@@ -21,7 +21,7 @@ def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """Summed over the examples.  # S [K, B, …] -> the shape of each weight"""
     if op.name in ELEMENTWISE or op.name in SUMS or op.name == "prelu":
         return _elementwise(op, S, weights)
-    layer = layer_of_call(op.func, op.args, op.kwargs)
+    layer = layer_of(op.func, op.args, op.kwargs)
     if layer is None:
         raise RuleError(f"{op.name}{op.where} with a trainable parameter has no exact rule: use hessian='approx'")
     axis = BatchAxis(0)
