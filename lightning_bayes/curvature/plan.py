@@ -158,14 +158,13 @@ class Plan:
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
-    size = inputs.batch_size(x)
-    few = inputs.take(network, x, [n % size for n in range(max(3, min(size, PROBE)))])
+    few = inputs.few(network, x, max(3, min(inputs.batch_size(x), PROBE)))
     with recording(parameters) as calls:
         f = inputs.call(network, few)
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.take(network, x, [0, 1 % size])), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
@@ -202,9 +201,8 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
     """The names of the last layer's parameters: those of the last call before the output that has a rule."""
     parameters = dict(network.named_parameters())
-    one = inputs.take(network, x, [0])
     with recording(parameters) as calls:
-        f = inputs.call(network, one)
+        f = inputs.call(network, inputs.few(network, x, 1))
     check_output(f, 1)
     reached = uses(f)
     for call in reversed(calls):
