@@ -27,13 +27,12 @@ from lightning_bayes.curvature.accumulate import make_accumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Probe, Signature, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
-from lightning_bayes.curvature.fit import CurvatureSum
+from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
 from lightning_bayes.curvature.output_columns import INDEPENDENT
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset
 
 MODES = ("auto", "exact", "approx", "mixed")
@@ -91,7 +90,7 @@ class BatchDiagonal:
         first = next(iter(self.subset.parameters(network).values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         accumulator = make_accumulator("diag", plan, "expand", dtype, first.device)
-        total = CurvatureSum(network, plan, accumulator, self.likelihood, "ggn", 1, 0, Processes())
+        total = CurvatureSum(network, plan, accumulator, self.likelihood)
         with torch.enable_grad():
             total.add(x, y)
         return total.finish().structure.diagonal()
