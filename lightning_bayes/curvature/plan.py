@@ -228,19 +228,14 @@ def _random_gradients(
     """A random combination of all outputs, back-propagated to every layer and every parameter."""
     cotangent = random_numbers(*f.shape, like=f)
     wanted: list[Any] = [*(call.edge for call in calls), *parameters.values()]
-    found = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
-    for call, g in zip(calls, found, strict=False):
+    gradients = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
+    of_calls, of_parameters = gradients[: len(calls)], gradients[len(calls) :]
+    for call, g in zip(calls, of_calls, strict=True):
         if g is not None and not g.isfinite().all():
             raise not_finite(call.name)
-    grads = [
-        torch.zeros(call.output_shape, dtype=f.dtype, device=f.device) if g is None else g
-        for call, g in zip(calls, found, strict=False)
-    ]
-    true = {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(parameters.items(), found[len(calls) :], strict=True)
-    }
-    return grads, true
+    grads = [f.new_zeros(call.output_shape) if g is None else g for call, g in zip(calls, of_calls, strict=True)]
+    pairs = zip(parameters.items(), of_parameters, strict=True)
+    return grads, {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
 
 
 def _overlaps(rows: ParameterRows, others: list[ParameterRows]) -> int:
@@ -251,8 +246,8 @@ def _overlaps(rows: ParameterRows, others: list[ParameterRows]) -> int:
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:
     """The parameters that a graph uses more often than the recorded calls do."""
     seen = Counter(rows.name for call in calls if call.edge.node in nodes for rows in call.parameters)
-    every = parameter_uses(nodes)
-    return {name for name, p in parameters.items() if every[id(p)] > seen[name]}
+    total = parameter_uses(nodes)
+    return {name for name, p in parameters.items() if total[id(p)] > seen[name]}
 
 
 def _without(sites: list[Site], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[Site]:
@@ -280,7 +275,7 @@ def _layout(call: Call, subset: Subset) -> Layout:
 
 def _disagreeing(sites: list[Site], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]) -> set[str]:
     """The parameters that get from the rules another gradient of all examples together than from autograd."""
-    found = {name: torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for name, g in true.items()}
+    sums = {name: torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for name, g in true.items()}
     for site in sites:
         own = [(replace(call, rows=all_rows(call)), g) for call, g in zip(calls, grads, strict=True)]
         own = [(call, g) for call, g in own if call.key == site.key]
@@ -290,6 +285,6 @@ def _disagreeing(sites: list[Site], calls: list[Call], grads: list[Tensor], true
         for piece, part, where in zip(site.layout.pieces, parts, site.parameters, strict=True):
             alone = torch.empty(piece.size, dtype=J.dtype, device=J.device)
             Layout((Piece(0, piece.shape, piece.order),)).scatter(part.flatten(), alone)
-            target = found[where.name][where.start : where.stop]
+            target = sums[where.name][where.start : where.stop]
             target += alone.reshape(target.shape)
-    return {name for name, close in agree(found, true).items() if not close}
+    return {name for name, close in agree(sums, true).items() if not close}

@@ -59,11 +59,11 @@ def interpolate(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tenso
     mode, n = op.argument("mode", 3), x.ndim - 2
     if mode == "area":
         return adaptive_average(op, d, inputs, n)
-    found = d[0]
+    d_in = d[0]
     for i in range(n):
-        A = _matrix(op, mode, i, x.shape[2 + i], out.shape[2 + i]).to(found)  # [out, in]
-        found = (found.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
-    return [found]
+        A = _matrix(op, mode, i, x.shape[2 + i], out.shape[2 + i]).to(d_in)  # [out, in]
+        d_in = (d_in.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
+    return [d_in]
 
 
 def _matrix(op: Op, mode: str, i: int, size: int, places: int) -> Tensor:

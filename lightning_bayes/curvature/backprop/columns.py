@@ -37,9 +37,9 @@ UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "
 def backward(op: Op, S: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """`JᵀS` for some of the tracked inputs.  # [K, *output] -> [K, *input]"""
     if len(inputs) == 1 and len(S) == 1 and S[0] is not None:
-        found = _together(op, S[0], inputs[0])
-        if found is not None:
-            return [found]
+        columns = _together(op, S[0], inputs[0])
+        if columns is not None:
+            return [columns]
     wide = next(c.dtype for c in S if c is not None)
     return [g.to(wide) for g in op.pull_many(S, inputs)]
 
@@ -102,7 +102,7 @@ def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
         if convolution is None:
             return None
         K, B = S.shape[:2]
-        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # its shape is all that is asked of it
+        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # only its shape counts
         W = op.argument("weight", 1).to(S.dtype)
         return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
     if op.name == "batch_norm" and x is op.argument("input", 0):
@@ -115,5 +115,5 @@ def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
 
 def _active(d: Tensor) -> Tensor:
     """The features that are not zero for all examples; one at least."""
-    found = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
-    return found if len(found) else found.new_zeros(1)
+    features = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
+    return features if len(features) else features.new_zeros(1)

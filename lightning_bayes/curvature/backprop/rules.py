@@ -100,8 +100,8 @@ def selection(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def elementwise(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    found = zip(slopes(op, inputs), inputs, strict=True)
-    return [slope.to(d[0].dtype).square().mul_(d[0]).sum_to_size(t.shape) for slope, t in found]
+    pairs = zip(slopes(op, inputs), inputs, strict=True)
+    return [slope.to(d[0].dtype).square().mul_(d[0]).sum_to_size(t.shape) for slope, t in pairs]
 
 
 def slopes(op: Op, inputs: Inputs) -> list[Tensor]:
@@ -132,31 +132,31 @@ def _gate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def _prelu(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    found = zip(prelu_slopes(op, inputs), inputs, strict=True)
-    return [(slope.square() * d[0]).sum_to_size(shape).reshape(t.shape) for (slope, shape), t in found]
+    pairs = zip(prelu_slopes(op, inputs), inputs, strict=True)
+    return [(slope.square() * d[0]).sum_to_size(shape).reshape(t.shape) for (slope, shape), t in pairs]
 
 
 def prelu_slopes(op: Op, inputs: Inputs) -> list[tuple[Tensor, tuple[int, ...]]]:
     """`∂y/∂x` or `∂y/∂a` at every entry, and the shape in which `x` or `a` broadcasts: slopes belong to channels."""
     x, a = op.args
     laid = a.view(1, -1, *[1] * (x.ndim - 2)) if x.ndim > 1 else a
-    found = {
+    slopes_of = {
         id(x): lambda: (torch.where(x > 0, torch.ones_like(x), laid), tuple(x.shape)),
         id(a): lambda: (x.clamp_max(0), tuple(laid.shape)),
     }
-    return [found[id(t)]() for t in inputs]
+    return [slopes_of[id(t)]() for t in inputs]
 
 
 def _linear(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     x, W, b = (op.argument(name, i) for i, name in enumerate(("input", "weight", "bias")))
     wide = d[0].dtype
     rows = d[0].reshape(-1, d[0].shape[-1])  # [N, O]
-    found = {
+    diagonals = {
         id(x): lambda: d[0] @ W.to(wide).square(),
         id(W): lambda: rows.mT @ x.reshape(-1, x.shape[-1]).to(wide).square(),
         id(b): lambda: rows.sum(0),
     }
-    return [found[id(t)]() for t in inputs]
+    return [diagonals[id(t)]() for t in inputs]
 
 
 def _convolution(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
@@ -191,14 +191,14 @@ def convolution_backward(op: Op) -> Callable[[Tensor, Tensor, Tensor, list[bool]
 
 def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """Each entry of one operand's Jacobian is an entry of the other operand, or one for a bias."""
-    found: list[Tensor] = []
+    diagonals: list[Tensor] = []
     for t in inputs:
         others = {id(o): o.detach().square() for o in _operands(op) if o is not t}
         with torch.enable_grad():
             leaf = t.detach().requires_grad_()
             outputs = op.run({**others, id(t): leaf})
-        found += torch.autograd.grad(outputs, [leaf], [d[0].to(outputs[0].dtype)])
-    return found
+        diagonals += torch.autograd.grad(outputs, [leaf], [d[0].to(outputs[0].dtype)])
+    return diagonals
 
 
 def _operands(op: Op) -> list[Tensor]:
@@ -211,12 +211,12 @@ def _batch_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """In eval mode, `γ (x − μ)/√(v + ε) + β`: elementwise in `x`, and in scale and shift of each channel."""
     x, γ, β = op.argument("input", 0), op.argument("weight", 3), op.argument("bias", 4)
     dims = [i for i in range(x.ndim) if i != 1]
-    found = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
+    diagonals = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
     if γ is not None:
-        found[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
+        diagonals[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
     if β is not None:
-        found[id(β)] = lambda: d[0].sum(dims)
-    return [found[id(t)]() for t in inputs]
+        diagonals[id(β)] = lambda: d[0].sum(dims)
+    return [diagonals[id(t)]() for t in inputs]
 
 
 def batch_norm_slope(op: Op) -> Tensor:

@@ -38,7 +38,7 @@ class Signature:
         """By the `id` of each operation's outputs."""
         if tuple(op.name for op in ops) != self.names:
             raise RuleError(
-                "the network's path depends on the data, so that there is no telling which tensors have a row for each "
+                "the network's path depends on the data, so that it is unknown which tensors have a row for each "
                 "example: use hessian='approx'"
             )
         return {

@@ -142,7 +142,7 @@ class Walk:
         while part is not None:
             following = next(parts, None)
             self._at[key] = part
-            for k in range(count):  # the last time, what is done with is given up
+            for k in range(count):  # the last time, each is dropped after its use
                 self._step(self._ops[-1 - k] if following is not None else self._ops.pop())
             if end is not None:
                 total.add(self._at.pop(end.key))
