@@ -66,7 +66,7 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     if name in ("layer_norm", "rms_norm"):
         return FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
     if name.endswith("norm"):
-        return ChannelNorm(_without_affine(func, arguments), x.shape[1])
+        return ChannelNorm(_without_affine(func, arguments), (x.shape[1],))
     weight: Tensor = arguments["weight"]
     if name in CONVOLUTIONS:
         return _convolution(x, tuple(weight.shape), arguments, name.startswith("conv_transpose"))
@@ -111,8 +111,8 @@ def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], t
     padding, groups = arguments["padding"], arguments["groups"]
     if transposed:
         output_padding = as_tuple(arguments["output_padding"], n)
-        return TransposedConvolution(x, shape, stride, as_tuple(padding, n), output_padding, dilation, groups)
-    return Convolution(x, shape, stride, _around(padding, shape[2:], dilation), dilation, groups)
+        return TransposedConvolution(x, shape, stride, dilation, groups, as_tuple(padding, n), output_padding)
+    return Convolution(x, shape, stride, dilation, groups, _around(padding, shape[2:], dilation))
 
 
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:

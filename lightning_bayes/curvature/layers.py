@@ -46,9 +46,10 @@ class Layer(ABC):
         """# [G, b, T, I]"""
         return self.inputs(axis)[:, examples]
 
-    @abstractmethod
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """# [K, *z.shape] -> [K, G, B, T, O]"""
+        """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
+        g = axis.split(g, lead=1)
+        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
     def row_dims(self, ndim: int) -> int:
         """How many of the output's `ndim` dimensions, the first ones, count rows: not channels, pixels or features."""
@@ -79,10 +80,6 @@ class LinearLayer(Layer):
         x = axis.split(self.x)
         return x.reshape(1, x.shape[0], -1, x.shape[-1])
 
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        g = axis.split(g, lead=1)
-        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
-
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
         return (1, *self.weight_shape), None
@@ -97,6 +94,10 @@ class _Patched(Layer):
     """A layer that sees its input in overlapping patches, which take many times its memory."""
 
     x: Tensor  # [B, C, *S]
+    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
     batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
 
     def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
@@ -104,25 +105,21 @@ class _Patched(Layer):
             return replace(self, x=self.x[examples]).inputs(axis)
         return super().inputs_of(examples, axis)
 
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.groups, axis)
+
     def row_dims(self, ndim: int) -> int:
         return 1
 
 
 @dataclass(frozen=True)
 class Convolution(_Patched):
-    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel)
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
+    padding: tuple[tuple[int, int], ...]  # before and after each dimension
     kind = "convolution"
 
     def inputs(self, axis: Rows) -> Tensor:
         a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
         return _grouped_inputs(a, self.groups, axis)
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.groups, axis)
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
@@ -147,21 +144,14 @@ class Convolution(_Patched):
 
 @dataclass(frozen=True)
 class TransposedConvolution(_Patched):
-    weight_shape: tuple[int, ...]  # (C, O / groups, *kernel)
-    stride: tuple[int, ...]
     padding: tuple[int, ...]
     output_padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
     kind = "transposed convolution"
 
     def inputs(self, axis: Rows) -> Tensor:
         kernel = self.weight_shape[2:]
         a = transposed_patches(self.x, kernel, self.stride, self.padding, self.output_padding, self.dilation)
         return _grouped_inputs(a, self.groups, axis)
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.groups, axis)
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,10 +183,6 @@ class Embedding(Layer):
         """# [B, T]"""
         return axis.split(self.tokens).flatten(1)
 
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        g = axis.split(g, lead=1)
-        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
-
     @property
     def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (1, *self.weight_shape), (0, 2, 1)
@@ -207,43 +193,40 @@ class Embedding(Layer):
 
 
 @dataclass(frozen=True)
-class ChannelNorm(Layer):
-    """Scale and shift of batch, group and instance norm: channels in dimension 1."""
+class _Norm(Layer):
+    """Scale and shift of a norm: a group for each channel or feature."""
 
-    normalised: Callable[[], Tensor]  # the layer without scale and shift: [B, C, *S]
-    channels: int
-    kind = "norm"
-    kronecker = False
-
-    def inputs(self, axis: Rows) -> Tensor:
-        return _channels_to_groups(self.normalised().unsqueeze(0), self.channels, axis)[0]
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.channels, axis)
-
-    def row_dims(self, ndim: int) -> int:
-        return 1
-
-    @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (self.channels, 1, 1), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.channels, 1
-
-
-@dataclass(frozen=True)
-class FeatureNorm(Layer):
-    """Scale and shift of layer and RMS norm: the normalised features are the last dimensions."""
-
-    normalised: Callable[[], Tensor]  # [..., *shape]
-    shape: tuple[int, ...]
+    normalised: Callable[[], Tensor]  # the layer without scale and shift
+    shape: tuple[int, ...]  # of scale and shift
     kind = "norm"
     kronecker = False
 
     def inputs(self, axis: Rows) -> Tensor:
         return self.gradients(self.normalised().unsqueeze(0), axis)[0]
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (*self.rows, 1), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return prod(self.shape), 1
+
+
+@dataclass(frozen=True)
+class ChannelNorm(_Norm):
+    """Batch, group and instance norm: channels in dimension 1."""
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.shape[0], axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class FeatureNorm(_Norm):
+    """Layer and RMS norm: the normalised features are the last dimensions."""
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         g = axis.split(g.flatten(g.ndim - len(self.shape)), lead=1)  # [K, B, r, ..., C]
@@ -251,14 +234,6 @@ class FeatureNorm(Layer):
 
     def row_dims(self, ndim: int) -> int:
         return ndim - len(self.shape)
-
-    @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (prod(self.shape), 1, 1), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return prod(self.shape), 1
 
 
 def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:

@@ -27,7 +27,7 @@ from lightning_bayes.curvature.output_checks import (
     check_output,
     random_numbers,
 )
-from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
+from lightning_bayes.curvature.recorder import Call, ParameterRows, Role, recording
 from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.network import inputs
 from lightning_bayes.network.errors import CurvatureError, SubsetError, not_finite
@@ -40,26 +40,11 @@ PROBE = 32  # examples at most: enough to see most of the paths that a network t
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Role):
     """A layer and its parameters; of several calls in one forward pass, the later positions are further shared ones."""
 
-    kind: str
     kronecker: bool  # whether the block is approximated by a Kronecker product
-    weight: ParameterRows | None
-    bias: ParameterRows | None
     layout: Layout  # of [W b] in the concatenation of the subset's parameters
-
-    @property
-    def key(self) -> tuple[str, ParameterRows | None, ParameterRows | None]:
-        return self.kind, self.weight, self.bias
-
-    @property
-    def parameters(self) -> list[ParameterRows]:
-        return [rows for rows in (self.weight, self.bias) if rows is not None]
-
-    @property
-    def name(self) -> str:
-        return self.parameters[0].name
 
     def inputs(self, calls: list[Call], examples: slice = slice(None)) -> Tensor | None:
         """# [G, B, T, I], or None where only the bias is in the subset"""
@@ -176,19 +161,14 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
         for call, rows in zip(calls, find_rows(f, calls, keeps_rows(nodes, len(f))), strict=True)
         if rows is None
     }
-    groups: dict[Any, list[int]] = {}
-    for i, call in enumerate(calls):
-        groups.setdefault(call.key, []).append(i)
-    roles: dict[str, list[ParameterRows]] = {}
-    for members in groups.values():
-        for rows in calls[members[0]].parameters:
-            roles.setdefault(rows.name, []).append(rows)
-    sites = []
-    for key, members in groups.items():
-        call = calls[members[0]]
+    roles = {call.key: call for call in calls}
+    used = [rows for call in roles.values() for rows in call.parameters]
+    sites = [
+        Site(call.kind, call.weight, call.bias, call.layer.kronecker, _layout(call, subset))
+        for key, call in roles.items()
         # Not one weight in two roles, such as an embedding tied to the output layer.
-        if key not in mixed and all(_overlaps(rows, roles[rows.name]) == 1 for rows in call.parameters):
-            sites.append(Site(call.layer.kind, call.layer.kronecker, call.weight, call.bias, _layout(call, subset)))
+        if key not in mixed and all(sum(map(rows.overlaps, used)) == 1 for rows in call.parameters)
+    ]
     wrong |= _disagreeing(sites, calls, grads, true)
     sites = _without(sites, wrong, parameters)
     covered = {rows.name for site in sites for rows in site.parameters}
@@ -207,7 +187,7 @@ def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
     reached = uses(f)
     for call in reversed(calls):
         if call.layer.kronecker and call.edge.node in reached:
-            return tuple(dict.fromkeys(rows.name for rows in (call.weight, call.bias) if rows is not None))
+            return tuple(dict.fromkeys(rows.name for rows in call.parameters))
     raise SubsetError(
         f"found no last layer in {type(network).__name__}: its output depends on no linear, convolution or embedding "
         "layer; name the parameters instead"
@@ -236,11 +216,6 @@ def _random_gradients(
     grads = [f.new_zeros(call.output_shape) if g is None else g for call, g in zip(calls, of_calls, strict=True)]
     pairs = zip(parameters.items(), of_parameters, strict=True)
     return grads, {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
-
-
-def _overlaps(rows: ParameterRows, others: list[ParameterRows]) -> int:
-    """How many of the `others`, parts of the same parameter, have rows in common with these."""
-    return sum(rows.start < other.stop and other.start < rows.stop for other in others)
 
 
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:

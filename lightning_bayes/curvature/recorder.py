@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_bayes.curvature.functional_calls import bind, layer_arguments, make_layer
 from lightning_bayes.curvature.layers import Layer
 from lightning_bayes.curvature.rows import PLAIN, Rows
-from lightning_bayes.curvature.version import Version
 from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.network.version import Version
 
 _ATTENTION = F.multi_head_attention_forward
 
@@ -35,23 +35,17 @@ class ParameterRows:
     start: int
     stop: int
 
+    def overlaps(self, other: ParameterRows) -> bool:
+        return self.name == other.name and self.start < other.stop and other.start < self.stop
+
 
 @dataclass(frozen=True)
-class Call:
-    """One use of a layer: its parameters, if they are tracked, its input, and the edge of its output in the graph."""
+class Role:
+    """The parameters that a layer uses, as far as they are tracked, and what for."""
 
-    layer: Layer
+    kind: str  # of layer
     weight: ParameterRows | None
     bias: ParameterRows | None
-    edge: GradientEdge
-    output_shape: torch.Size
-    input: Version  # which must not be overwritten before it is used
-    rows: Rows = PLAIN  # of the output, by example
-
-    @property
-    def row_dims(self) -> int:
-        """How many of the output's first dimensions count rows."""
-        return self.layer.row_dims(len(self.output_shape))
 
     @property
     def parameters(self) -> list[ParameterRows]:
@@ -63,8 +57,23 @@ class Call:
 
     @property
     def key(self) -> tuple[str, ParameterRows | None, ParameterRows | None]:
-        """Calls with the same key use the same parameters in the same way."""
-        return self.layer.kind, self.weight, self.bias
+        return self.kind, self.weight, self.bias
+
+
+@dataclass(frozen=True)
+class Call(Role):
+    """One use of a layer: what it is, its input, and the edge of its output in the graph."""
+
+    layer: Layer
+    edge: GradientEdge
+    output_shape: torch.Size
+    input: Version  # which must not be overwritten before it is used
+    rows: Rows = PLAIN  # of the output, by example
+
+    @property
+    def row_dims(self) -> int:
+        """How many of the output's first dimensions count rows."""
+        return self.layer.row_dims(len(self.output_shape))
 
     def check_input(self) -> None:
         if self.weight is not None and self.input.overwritten:  # a bias needs no input
@@ -98,8 +107,8 @@ class Recorder(TorchFunctionMode):
         # A call under no_grad, or of a form without a rule, is left to the exact per-example gradients.
         if (weight or bias) and z.requires_grad and (layer := make_layer(func, arguments)) is not None:
             # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
-            edge = get_gradient_edge(z)
-            self.calls.append(Call(layer, weight, bias, edge, z.shape, Version.of(arguments["input"])))
+            edge, x = get_gradient_edge(z), arguments["input"]
+            self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
     def _rows(self, parameter: Tensor | None, rows: slice = slice(None)) -> ParameterRows | None:
         name = self._names.get(id(parameter))

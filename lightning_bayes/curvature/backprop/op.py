@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.gradients import disagreeing, quiet
-from lightning_bayes.curvature.version import Version
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
+from lightning_bayes.network.version import Version
 
 
 class RuleError(CurvatureError):

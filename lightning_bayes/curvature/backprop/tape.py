@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
-from lightning_bayes.curvature.version import Version
+from lightning_bayes.network.version import Version
 
 
 class Tape(TorchFunctionMode):
