@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded, reshard
@@ -28,7 +28,7 @@ from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scal
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.trainer.arguments import check_tuning
-from lightning_bayes.trainer.checkpoints import Stored
+from lightning_bayes.trainer.checkpoints import Stored, is_of_weights
 from lightning_bayes.trainer.data import (
     batch_size,
     check_validation,
@@ -40,11 +40,12 @@ from lightning_bayes.trainer.data import (
     single,
 )
 from lightning_bayes.trainer.dry_run import split_training_batch
-from lightning_bayes.trainer.files import posterior_file
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import class_name, is_dev_run
+from lightning_bayes.trainer.report import describe, report
 from lightning_bayes.trainer.strategy import forward_context
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
@@ -90,6 +91,7 @@ class L2MCallback(PosteriorCallback):
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
+        *,
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
         tune: str | None = "auto",
@@ -108,7 +110,20 @@ class L2MCallback(PosteriorCallback):
         save: bool | str | None = None,
         calibrate: str | None = "auto",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
+        use = UseOptions(
+            name=name,
+            likelihood=resolve(likelihood),
+            predictive=predictive,
+            link=link,
+            samples=samples,
+            network=network,
+            ood=ood,
+            plots=plots,
+            seed=seed,
+            predict_step=predict_step,
+            save=save,
+        )
+        super().__init__(use)
         word("scaling", scaling, SCALINGS)
         check_tuning(tune, per_layer, calibrate, methods=METHODS)
         self.scaling, self.tune, self.per_layer, self.calibrate = scaling, tune, per_layer, calibrate
@@ -231,7 +246,7 @@ class L2MCallback(PosteriorCallback):
             numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
         if isinstance(posterior, LaplacePosterior):
             numbers.update(describe(posterior))
-        self.report(trainer, f"second-moment posterior over {posterior.subset.size} weights", numbers)
+        report(trainer, self.name, f"second-moment posterior over {posterior.subset.size} weights", numbers)
         self.store(trainer)
 
     @property
@@ -301,9 +316,7 @@ class L2MCallback(PosteriorCallback):
 
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
         with preserved_rng(), forward_context(trainer):
-            if self.tune == "grid":
-                posterior = self._by_grid(trainer, module, posterior)
-            elif self._by_evidence(trainer):
+            if self._by_evidence(trainer):
                 processes, loader = Processes.current(), trainer.train_dataloader
                 limit = drawn_batches(trainer)
                 known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
@@ -326,6 +339,6 @@ class L2MCallback(PosteriorCallback):
         if not isinstance(self._posterior, ShardedPosterior):
             super().store(trainer, checkpoints)
         elif not is_dev_run(trainer):
-            self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
+            self._posterior_path = self._choose_path(trainer, "")
             if self._posterior_path is not None:
                 self._posterior.save(self._posterior_path)

@@ -13,18 +13,24 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, plain_values, word
-from lightning_bayes.callbacks.block_summary import block_summary
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.decompositions import Undecomposed
 from lightning_bayes.curvature.fit import check_options
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
 from lightning_bayes.trainer.arguments import check_data, check_module, check_tuning
-from lightning_bayes.trainer.checkpoints import WEIGHTS, CheckpointError, hold_weights, needing_a_pass, weights_of
+from lightning_bayes.trainer.checkpoints import (
+    WEIGHTS,
+    CheckpointError,
+    hold_weights,
+    is_of_weights,
+    needing_a_pass,
+    weights_of,
+)
 from lightning_bayes.trainer.data import (
     ExactPass,
     check_validation,
@@ -37,8 +43,10 @@ from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.epoch import Epoch
 from lightning_bayes.trainer.files import run_folder
 from lightning_bayes.trainer.module import network_of, refuse_variational
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.report import block_summary, describe, report
 from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
 
 _OPEN = (
@@ -100,6 +108,7 @@ class LaplaceCallback(PosteriorCallback):
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
+        *,
         structure: str = "kron",
         subset: str | list[str] = "all",
         curvature: str = "ggn",
@@ -126,7 +135,20 @@ class LaplaceCallback(PosteriorCallback):
         save: bool | str | None = None,
         calibrate: str | None = "auto",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
+        use = UseOptions(
+            name=name,
+            likelihood=resolve(likelihood),
+            predictive=predictive,
+            link=link,
+            samples=samples,
+            network=network,
+            ood=ood,
+            plots=plots,
+            seed=seed,
+            predict_step=predict_step,
+            save=save,
+        )
+        super().__init__(use)
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         check_options(structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress)
@@ -291,9 +313,7 @@ class LaplaceCallback(PosteriorCallback):
     def _tuned(
         self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str
     ) -> LaplacePosterior:
-        if self.tune == "grid":
-            posterior = self._by_grid(trainer, module, posterior)
-        elif self.tune not in (None, "auto"):
+        if self.tune not in (None, "auto", "grid"):
             posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
         return self._held_out_choice(trainer, module, posterior, of)
 
@@ -316,7 +336,7 @@ class LaplaceCallback(PosteriorCallback):
         blocks = block_summary(posterior.curvature.structure)
         what = f"{self.structure} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
-        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
+        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

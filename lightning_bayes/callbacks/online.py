@@ -31,7 +31,7 @@ from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
 from lightning_bayes.curvature import Curvature, choose_subset
 from lightning_bayes.curvature.backprop import MODES, BatchDiagonal, choose_mode
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.subset import check_subset
@@ -41,8 +41,10 @@ from lightning_bayes.trainer.arguments import CALIBRATIONS
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_indexed, single
 from lightning_bayes.trainer.module import network_of, split_batch
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import callbacks_of
+from lightning_bayes.trainer.report import describe, report
 from lightning_bayes.trainer.strategy import forward_context, refuse_sharded
 
 
@@ -88,6 +90,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
     def __init__(
         self,
         likelihood: str | Likelihood = "regression",
+        *,
         memory_factor: float = 1e-4,
         hessian: str = "auto",
         samples: int = 1,
@@ -115,9 +118,20 @@ class OnlineLaplaceCallback(PosteriorCallback):
         calibrate: str | None = "auto",
     ) -> None:
         count("predictive_samples", predictive_samples)
-        super().__init__(
-            name, likelihood, predictive, link, predictive_samples, network, ood, plots, seed, predict_step, save
+        use = UseOptions(
+            name=name,
+            likelihood=resolve(likelihood),
+            predictive=predictive,
+            link=link,
+            samples=predictive_samples,
+            network=network,
+            ood=ood,
+            plots=plots,
+            seed=seed,
+            predict_step=predict_step,
+            save=save,
         )
+        super().__init__(use)
         word("hessian", hessian, MODES)
         word("at", at, ("mean", "sample"))
         word("scaling", scaling, ("dataset", "batch"))
@@ -313,7 +327,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._posterior = posterior = self._around(module, self._held())
         hessian = self.hessian if self._diagonal is None else self._diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
-        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
+        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
         return posterior
 
     def _around(self, module: LightningModule, memory: CurvatureMemory) -> LaplacePosterior:

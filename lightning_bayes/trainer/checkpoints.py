@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
@@ -122,6 +123,15 @@ def put_calibrations(trainer: Trainer, path: str, key: str, posterior: GaussianP
 def beside(path: Any, name: str) -> str:
     """The posterior's file of a checkpoint that holds weights only."""
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
+
+
+def is_of_weights(posterior: GaussianPosterior) -> bool:
+    """Whether the network still has the weights that the posterior was fitted to."""
+    try:
+        posterior.check_weights()
+    except PosteriorError:
+        return False
+    return True
 
 
 def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:

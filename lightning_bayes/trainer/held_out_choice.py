@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, validation_pass
 from lightning_bayes.trainer.module import ModuleError
+from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
 
 FEWEST = 4  # examples
@@ -61,6 +63,29 @@ class HeldOutScores:
                 f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to "
                 "which calibrate='auto' gives a temperature"
             )
+
+
+def choose_on_validation(
+    trainer: Trainer | None,
+    module: LightningModule,
+    posterior: LaplacePosterior,
+    use: UseOptions,
+    tune: str | None,
+    calibrate: str | None,
+) -> tuple[LaplacePosterior, HeldOutScores | None]:
+    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the very predictions that `use` makes; and what
+    came of it, where that was scored."""
+    if tune == "grid":
+        link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
+        data, samples, seed = validation_pass(trainer, module), use.samples, use.seed
+        posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
+    if tune != "auto" and calibrate is None:
+        return posterior, None
+    place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
+    scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
+    if use.predictive == "map":  # the plain network has no prior
+        tune = None
+    return tune_and_calibrate(posterior, partial(validation_data, trainer, module), scoring, tune, calibrate)
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
-PREDICT_STEPS = ("replace", "keep", "both")
 USER = "user"  # key of the module's own output beside the predictions
 
 
@@ -24,7 +23,7 @@ class PredictStep:
 
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
         self._module, self._callbacks = module, callbacks
-        self._both = any(callback.predict_step == "both" for callback in callbacks)
+        self._both = any(callback.use.predict_step == "both" for callback in callbacks)
         if self._both and USER in [callback.name for callback in callbacks]:
             raise ValueError(
                 f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
