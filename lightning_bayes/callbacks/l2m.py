@@ -26,7 +26,7 @@ from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
-from lightning_bayes.posterior.sharded import ShardedPosterior
+from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer.arguments import check_tuning
 from lightning_bayes.trainer.checkpoints import Stored, is_of_weights
 from lightning_bayes.trainer.data import (
@@ -236,7 +236,7 @@ class L2MCallback(PosteriorCallback):
     def _load_beside(self, trainer: Trainer) -> None:
         super()._load_beside(trainer)
         posterior = self._find_posterior()
-        if trainer.ckpt_path and isinstance(posterior, LaplacePosterior) and not is_of_weights(posterior):
+        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
             raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
 
     def _finish(self, trainer: Trainer, module: LightningModule) -> None:
@@ -244,8 +244,7 @@ class L2MCallback(PosteriorCallback):
         numbers: dict[str, float] = {}
         if self._counts:
             numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
-        if isinstance(posterior, LaplacePosterior):
-            numbers.update(describe(posterior))
+        numbers.update(describe(posterior))
         report(trainer, self.name, f"second-moment posterior over {posterior.subset.size} weights", numbers)
         self.store(trainer)
 
@@ -276,15 +275,14 @@ class L2MCallback(PosteriorCallback):
         self._batches.count_step(trainer.global_step, parts, self._decay)
 
     def _check_sharded(self) -> None:
-        problem = "needs the whole network on every process, but its weights are sharded"
         if self.predictive == "glm":
-            raise RuntimeError(f"predictive='glm' {problem}: use predictive='bnn' or 'map'")
+            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
         if self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {problem}: give prior_precision= or weight decay")
+            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
-    def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior | ShardedPosterior:
+    def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
         """Read the optimizers of a running or finished `fit`, around the module's present weights."""
         self._module = module
         self._count_step(trainer, module)  # another callback may ask before it is this one's turn
@@ -309,9 +307,9 @@ class L2MCallback(PosteriorCallback):
                 loss_scale=self.loss_scale or self._batches.loss_scale or None,
                 n_outputs=self._batches.n_targets or 1,
             )
-        if isinstance(posterior, LaplacePosterior):
+        if not posterior.is_sharded:
             posterior = self._tuned(trainer, module, posterior)
-        self._posterior = posterior  # type: ignore[assignment]
+        self._posterior = posterior
         return posterior
 
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
@@ -326,7 +324,7 @@ class L2MCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        sharded = isinstance(self._posterior, ShardedPosterior)
+        sharded = self._posterior is not None and self._posterior.is_sharded
         held = {"posterior": None} if sharded else super().state_dict()
         return {**held, "batches": asdict(self._batches)}
 
@@ -336,9 +334,9 @@ class L2MCallback(PosteriorCallback):
 
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """A sharded posterior is a folder of its own, which all processes write."""
-        if not isinstance(self._posterior, ShardedPosterior):
+        if not self.posterior.is_sharded:
             super().store(trainer, checkpoints)
         elif not is_dev_run(trainer):
             self._posterior_path = self._choose_path(trainer, "")
             if self._posterior_path is not None:
-                self._posterior.save(self._posterior_path)
+                self.posterior.save(self._posterior_path)
