@@ -134,12 +134,16 @@ def is_of_weights(posterior: GaussianPosterior) -> bool:
     return True
 
 
-def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
-    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+def warn_of_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """If the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
-        return False
-    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+        return
+    if _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"]):
+        rank_zero_warn(
+            "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
+            "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
+        )
 
 
 @contextmanager

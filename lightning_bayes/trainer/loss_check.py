@@ -95,15 +95,20 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
     return LossFit(value, total / B, c, least <= FAR_OFF)
 
 
-def explain(likelihood: Likelihood, f: Tensor | None) -> str:
-    """What is usually the cause of a loss that is not the likelihood's."""
+def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
+    """A loss that is not the likelihood's, and what is usually the cause."""
+    cause = (
+        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
+        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+    )
     if f is not None and likelihood.chooses_one_class and bool((f >= 0).all()):
         ones = widen(f).sum(1)
         if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
-            return "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
+            cause = "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
     return (
-        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
-        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+        f"the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on the network's outputs "
+        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean is {fit.nll:.6g}. The "
+        f"posterior assumes this likelihood; {cause}"
     )
 
 

@@ -11,29 +11,27 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.evaluate import Predict, score_loaders
+from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.arguments import check_module
-from lightning_bayes.trainer.checkpoints import Stored, beside, has_unaveraged_weights, put_posterior, survey
-from lightning_bayes.trainer.data import to_module
+from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
 from lightning_bayes.trainer.dry_run import DryRun, check_writable
 from lightning_bayes.trainer.files import File, as_file, exists, posterior_file, save_posterior
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
-from lightning_bayes.trainer.module import network_of, refuse_variational, split_batch
+from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
 from lightning_bayes.trainer.private import callbacks_of, is_dev_run, is_launched, load_validation
 from lightning_bayes.trainer.report import log
-from lightning_bayes.trainer.scoring import TrainerScores
+from lightning_bayes.trainer.scoring import TrainerScores, score_module
 from lightning_bayes.trainer.strategy import forward_context, on_device, run_last
 
 
@@ -103,18 +101,8 @@ class PosteriorCallback(Callback):
     ) -> dict[str, float]:
         """The numbers that `trainer.test` logs, for a module without `test_step`: `nll_map`, `nll_<name>`, …"""
         check_module(module, trainer)
-        check_loader(dataloader, "dataloader", "batches")
-        others = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
-        for loader in others:
-            check_loader(loader, "ood_dataloaders", "batches")
-        self._module = module
-
-        def split(batch: Any, is_ood: bool) -> tuple[Any, Any]:
-            return split_batch(module, to_module(batch, module, trainer), predicting=is_ood)
-
-        ood = {f"ood_dataloaders[{number}]": loader for number, loader in enumerate(others)}
-        with forward_context(trainer):
-            return score_loaders(self._predictors(True), dataloader, ood, split, self.likelihood, module.device)
+        self._module, predictors = module, self._predictors(with_map=True)
+        return score_module(predictors, self.likelihood, module, dataloader, ood_dataloaders, trainer)
 
     def _predictors(self, with_map: bool) -> dict[str, Predict]:
         """What is scored; MAP is so once, by one of a Trainer's callbacks."""
@@ -224,12 +212,7 @@ class PosteriorCallback(Callback):
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         """Warn of a loss that is not the likelihood's."""
         if not fit.fits:
-            kind = type(self.likelihood).__name__
-            rank_zero_warn(
-                f"{self.name}: the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on "
-                f"the network's outputs as the negative log-likelihood of {kind} does, whose mean is {fit.nll:.6g}. "
-                f"The posterior assumes this likelihood; {explain(self.likelihood, outputs)}"
-            )
+            rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
 
     def _begin_dry_run(self, trainer: Trainer) -> None:
         self._dry_run = DryRun(self)
@@ -317,12 +300,8 @@ class PosteriorCallback(Callback):
         if not callbacks or callbacks[0] is not self:
             return
         self._predict_step = PredictStep(pl_module, callbacks)
-        if self._predict_step.replaces_own and not self._said_replaced:
-            self._said_replaced = True
-            rank_zero_info(
-                f"{self.name}: predict returns the posterior's predictions instead of "
-                f"{type(pl_module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
-            )
+        if not self._said_replaced:
+            self._said_replaced = self._predict_step.say_replaced()
         self._predict_step.install()
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -350,11 +329,8 @@ class PosteriorCallback(Callback):
             self._posterior, self._stored = None, state_dict["posterior"]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != "fit" and has_unaveraged_weights(pl_module, checkpoint):
-            rank_zero_warn(
-                "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
-                "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
-            )
+        if trainer.state.fn != "fit":
+            warn_of_unaveraged_weights(pl_module, checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what a checkpoint would hold of the posterior."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
@@ -32,10 +33,15 @@ class PredictStep:
         self._set = module.__dict__.get("predict_step")  # if the user had set one on the instance
         self._own = module.predict_step
 
-    @property
-    def replaces_own(self) -> bool:
-        """Whether a `predict_step` of the user's own is not run."""
-        return not self._both and not is_default_predict_step(self._own)
+    def say_replaced(self) -> bool:
+        """Whether a `predict_step` of the user's own is not run; then that is said."""
+        if self._both or is_default_predict_step(self._own):
+            return False
+        rank_zero_info(
+            f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
+            f"{type(self._module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
+        )
+        return True
 
     def install(self) -> None:
         def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:

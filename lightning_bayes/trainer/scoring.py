@@ -1,4 +1,4 @@
-"""`TrainerScores`: predictions scored in one run of `validate` or `test`, and logged at its end.
+"""A module's batches scored: by `evaluate`, or by a Trainer in `validate` or `test`, which logs the scores.
 
 Padding of a distributed sampler does not count. Dataloaders after the first may hold out-of-distribution data.
 """
@@ -11,11 +11,35 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.predictive.evaluate import Predict
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.predictive.evaluate import Predict, score_loaders
 from lightning_bayes.predictive.scores import ScoreTable
-from lightning_bayes.trainer.data import batch_size, sampler_of
+from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
 from lightning_bayes.trainer.files import directory
 from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.strategy import forward_context
+
+
+def score_module(
+    predictors: Mapping[str, Predict],
+    likelihood: Likelihood,
+    module: LightningModule,
+    dataloader: Any,
+    ood_dataloaders: Any,
+    trainer: Trainer | None,
+) -> dict[str, float]:
+    """`evaluate` for the batches of a LightningModule, as its Trainer would hand them to it."""
+    check_loader(dataloader, "dataloader", "batches")
+    others = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
+    for loader in others:
+        check_loader(loader, "ood_dataloaders", "batches")
+
+    def split(batch: Any, is_ood: bool) -> tuple[Any, Any]:
+        return split_batch(module, to_module(batch, module, trainer), predicting=is_ood)
+
+    ood_loaders = {f"ood_dataloaders[{number}]": loader for number, loader in enumerate(others)}
+    with forward_context(trainer):
+        return score_loaders(predictors, dataloader, ood_loaders, split, likelihood, module.device)
 
 
 class TrainerScores:
