@@ -7,19 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_bayes.arguments import flag, shown, text, word
-from lightning_bayes.network.checks import check_loader
+from lightning_bayes.arguments import flag, shown, word
 from lightning_bayes.posterior.tuning import METHODS
 
 CALIBRATIONS = ("auto", "outputs", "probs", None)
-
-
-def check_data(data: Any) -> None:
-    """A loader for the fit, or the name of a method that returns one."""
-    if isinstance(data, str):
-        text("data", data, "a loader, or the name of a method that returns one")
-    elif data is not None:
-        check_loader(data, "data", "batches")
 
 
 def check_tuning(
