@@ -291,8 +291,9 @@ class LaplaceCallback(PosteriorCallback):
         for group in needing_a_pass(checkpoints, self.weights):
             try:
                 with weights_of(trainer, module, group[0].path):
-                    posterior = self._fitted(trainer, module, self._data.loader(trainer, module))
-                    self._report(None, posterior, f" of {os.path.basename(group[0].path)}")
+                    of = f" of {os.path.basename(group[0].path)}"
+                    posterior = self._fitted(trainer, module, self._data.loader(trainer, module), of)
+                    self._report(None, posterior, of)
                     for checkpoint in group:
                         self._put(trainer, checkpoint, posterior)
                     if elsewhere:
