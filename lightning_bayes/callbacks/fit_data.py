@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -80,9 +80,3 @@ class FitData:
             self._warned = True
             rank_zero_warn(_RANDOM)
         return data
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self.epoch)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.epoch = Epoch(**state)

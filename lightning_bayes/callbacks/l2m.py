@@ -112,18 +112,9 @@ class L2MCallback(PosteriorCallback):
         save: bool | str | None = None,
     ) -> None:
         use = UseOptions(
-            name=name,
-            likelihood=resolve(likelihood),
-            predictive=predictive,
-            link=link,
-            samples=samples,
-            network=network,
-            ood=ood,
-            plots=plots,
-            seed=seed,
-            predict_step=predict_step,
-            save=save,
-        )
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
         super().__init__(use)
         self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
         check_tuning(tune, per_layer, calibrate, methods=METHODS)

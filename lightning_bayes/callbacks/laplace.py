@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -130,18 +131,9 @@ class LaplaceCallback(PosteriorCallback):
         progress: bool = True,
     ) -> None:
         use = UseOptions(
-            name=name,
-            likelihood=resolve(likelihood),
-            predictive=predictive,
-            link=link,
-            samples=samples,
-            network=network,
-            ood=ood,
-            plots=plots,
-            seed=seed,
-            predict_step=predict_step,
-            save=save,
-        )
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
         super().__init__(use)
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
@@ -307,8 +299,8 @@ class LaplaceCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "epoch": self._data.state()}
+        return {**super().state_dict(), "epoch": asdict(self._data.epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._data.load(state_dict.get("epoch", {}))
+        self._data.epoch = Epoch(**state_dict.get("epoch", {}))

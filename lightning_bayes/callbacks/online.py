@@ -125,28 +125,14 @@ class OnlineLaplaceCallback(PosteriorCallback):
     ) -> None:
         count("predictive_samples", predictive_samples)
         use = UseOptions(
-            name=name,
-            likelihood=resolve(likelihood),
-            predictive=predictive,
-            link=link,
-            samples=predictive_samples,
-            network=network,
-            ood=ood,
-            plots=plots,
-            seed=seed,
-            predict_step=predict_step,
-            save=save,
-        )
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=predictive_samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
         super().__init__(use)
         self.rule = MemoryRule(
-            memory_factor=memory_factor,
-            prior_precision=prior_precision,
-            scale=scale,
-            average=average,
-            scaling=scaling,
-            initial_curvature=initial_curvature,
-            max_std=max_std,
-        )
+            memory_factor=memory_factor, prior_precision=prior_precision, scale=scale, average=average,
+            scaling=scaling, initial_curvature=initial_curvature, max_std=max_std,
+        )  # fmt: skip
         word("hessian", hessian, MODES)
         word("at", at, ("mean", "sample"))
         word("calibrate", calibrate, CALIBRATIONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
@@ -152,14 +154,16 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
     tensors = [*module.parameters(), *module.buffers()]
     own = [t.detach().clone() for t in tensors]
     try:
-        problem = None
+        error: Exception | None = None
         if trainer.is_global_zero:
             try:
                 module.load_state_dict(_read(trainer, path)["state_dict"], strict=module.strict_loading)
-            except Exception as error:
-                problem = " ".join(str(error).split())
-        problem = trainer.strategy.broadcast(problem)
+            except Exception as raised:  # whatever it is: the other processes wait to hear of it
+                error = raised
+        problem = trainer.strategy.broadcast(None if error is None else " ".join(str(error).split()))
         if problem is not None:
+            if error is not None and not _is_unreadable(error):
+                raise error
             raise CheckpointError(f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}")
         share(tensors)  # their file systems may not have the checkpoint
         yield
@@ -175,9 +179,17 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
     try:
         return _read(trainer, path)
     except Exception as error:
+        if not _is_unreadable(error):
+            raise
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
         return None
+
+
+def _is_unreadable(error: Exception) -> bool:
+    """Whether a file that is damaged, foreign or of other weights may raise it."""
+    kinds = (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError, RuntimeError)
+    return isinstance(error, (*kinds, pickle.UnpicklingError)) and not is_out_of_memory(error)
 
 
 def _read(trainer: Trainer, path: str) -> dict[str, Any]:

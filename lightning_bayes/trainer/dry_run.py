@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
 from lightning_bayes.trainer.private import gradient_scale, is_compiled
@@ -87,13 +88,13 @@ class DryRun:
             if seen and f is None:
                 y = self._callback.align_targets(seen[0], y)
                 likelihood.check(seen[0].detach(), y)
-            found: LossFit | None = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
-        if found is None and f is not None and self._callback.trains_at_its_weights:
+            fit = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
+        if fit is None and f is not None and self._callback.trains_at_its_weights:
             network = unwrap(network_of(module, self._callback.network))
             now = _in_own_mode(network, self._x, self._rng, trainer)
             if isinstance(now, Tensor) and now.shape == f.shape:
-                found = compare_values(likelihood, loss, now, y, scale)
-        return found
+                fit = compare_values(likelihood, loss, now, y, scale)
+        return fit
 
     @property
     def outputs(self) -> Tensor | None:
@@ -162,7 +163,9 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
         stack.callback(register_module_forward_hook(note).remove)
         try:
             f = inputs.call(network, x)
-        except Exception as error:
+        except Exception as error:  # of the user's own network, which may raise anything
+            if is_out_of_memory(error):
+                raise
             shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
             raise ModuleError(
                 f"{what} cannot be run on the x of a batch, of shape {shapes} ({_first_line(error)}): name the "
@@ -193,7 +196,9 @@ def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> A
         torch.set_rng_state(rng)
         try:
             return functional_call(network, buffers, tuple(args), dict(kwargs))
-        except Exception:  # in this mode the step itself may not call it so
+        except Exception as error:  # anything, for the step itself may never call the network so
+            if is_out_of_memory(error):
+                raise
             return None
 
 

@@ -7,9 +7,8 @@ so that it can come out worse than the plain network. Then all of them choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +82,17 @@ def choose_on_validation(
         return posterior, None
     place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
     scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
-    if use.predictive == "map":  # the plain network has no prior
-        tune = None
-    return tune_and_calibrate(posterior, partial(validation_data, trainer, module), scoring, tune, calibrate)
+    by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
+    try:
+        held_out = validation_data(trainer, module)
+        if held_out is not None:
+            choice = survey(posterior, held_out, scoring, by_auto, calibrate is not None)
+            return choice.on(), two_fold(choice, held_out)
+        if by_auto:
+            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
+    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
+        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
+    return auto(posterior, None, scoring) if by_auto else posterior, None
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
@@ -93,26 +100,6 @@ def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPa
     if trainer is None or trainer.val_dataloaders is None or is_dev_run(trainer):
         return None
     return validation_pass(trainer, module)
-
-
-def tune_and_calibrate(
-    posterior: LaplacePosterior,
-    data: Callable[[], Iterable[Any] | None],
-    scoring: Scoring,
-    tune: str | None,
-    calibrate: str | None,
-) -> tuple[LaplacePosterior, HeldOutScores | None]:
-    """`tune` is "auto" or None: other ways have had their turn. Data that cannot be used are said, and not used."""
-    try:
-        held_out = data()
-        if held_out is not None:
-            choice = survey(posterior, held_out, scoring, tune == "auto", calibrate is not None)
-            return choice.on(), two_fold(choice, held_out)
-        if tune == "auto":
-            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
-    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:
-        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return auto(posterior, None, scoring) if tune == "auto" else posterior, None
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:

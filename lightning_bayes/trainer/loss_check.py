@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
+from lightning_bayes.network.slow_path import is_out_of_memory
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
 _FLAT = 1e-3  # a residual below this is mostly rounding
@@ -46,13 +47,17 @@ def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
     return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
 
 
-def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float) -> Any:
+def compare_gradients(
+    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float
+) -> LossFit | None:
     """A `LossFit` from the graph of `loss` (times `scale`); None where that says nothing."""
     try:
-        found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # the graph cannot be walked twice, or not by `autograd.grad`
+        gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:  # the graph cannot be walked twice, or not by `autograd.grad`
+        if is_out_of_memory(error):
+            raise
         return None
-    used = [(f, g) for f, g in zip(outputs, found, strict=True) if g is not None]
+    used = [(f, g) for f, g in zip(outputs, gradients, strict=True) if g is not None]
     if not used:
         return None
     with torch.no_grad():
