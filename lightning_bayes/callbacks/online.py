@@ -291,7 +291,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
         # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
-        super()._put_into(trainer, [each for each in checkpoints if not each.has_posterior])
+        super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
         if self.posterior.calibrations:
             for checkpoint in checkpoints:
                 if checkpoint.has_posterior and checkpoint.in_memory:

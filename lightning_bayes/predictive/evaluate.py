@@ -57,7 +57,7 @@ def evaluate(
         x, y = inputs.split_targets(batch)
         return x, y.to(device)
 
-    others = {f"ood_loaders[{number}]": each for number, each in enumerate(ood_loaders)}
+    others = {f"ood_loaders[{number}]": loader for number, loader in enumerate(ood_loaders)}
     return score_loaders({"": predict}, loader, others, split, predictor.likelihood, device)
 
 

@@ -90,9 +90,9 @@ def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]
     are the same; `weights` is one of `WEIGHTS`."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[Stored]] = {}
-    for each in checkpoints:
-        if each.role in roles and not each.in_memory:
-            groups.setdefault(each.weights, []).append(each)
+    for checkpoint in checkpoints:
+        if checkpoint.role in roles and not checkpoint.in_memory:
+            groups.setdefault(checkpoint.weights, []).append(checkpoint)
     return list(groups.values())
 
 

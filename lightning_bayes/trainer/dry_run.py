@@ -128,10 +128,10 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
 def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a full matrix, and its Cholesky factor, that the device cannot hold."""
     needed = 2 * size**2 * torch.promote_types(dtype, torch.float32).itemsize
-    there = _memory(device)
-    if needed > there:
+    available = _memory(device)
+    if needed > available:
         raise CurvatureError(
-            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has {there / 1e9:.3g} GB: "
+            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has {available / 1e9:.3g} GB: "
             "use structure='kron' or 'diag', or subset='last_layer'"
         )
 
@@ -215,7 +215,7 @@ def _memory(device: torch.device) -> float:
         return float(torch.cuda.get_device_properties(device).total_memory)
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):  # not told by this system
+    except (AttributeError, ValueError, OSError):  # unknown on this system
         return float("inf")
 
 

@@ -1,4 +1,4 @@
-"""Where a callback's files go, on any file system that Lightning writes to, and how one takes another's place."""
+"""Where a callback's files go, on any file system that Lightning writes to, and how one replaces another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_folder(trainer: Trainer) -> str:
 
 
 def directory(trainer: Trainer) -> Path:
-    """Where files go; on all processes, for Lightning tells them what rank zero says."""
+    """Where files go: rank zero's answer, on all processes."""
     return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
 
 
@@ -85,7 +85,7 @@ def save_posterior(posterior: GaussianPosterior, path: File) -> None:
 
 
 def replace_file(path: File, content: dict[str, Any]) -> None:
-    """Write `content` in the place of what is there: a process that is killed meanwhile leaves the old file whole."""
+    """Replace a file: a process that is killed meanwhile leaves the old one whole."""
     if not is_local(path):
         buffer = io.BytesIO()
         torch.save(content, buffer)

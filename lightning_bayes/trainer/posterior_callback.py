@@ -181,7 +181,7 @@ class PosteriorCallback(Callback):
             self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
 
     def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        """After a `fit` without a step: what a checkpoint has not brought."""
+        """After a `fit` without a step: what no checkpoint holds."""
 
     def _held_out_choice(
         self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str = ""
