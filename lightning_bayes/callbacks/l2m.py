@@ -33,7 +33,7 @@ from lightning_bayes.posterior.second_moment import check_optimizers, longest_me
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer import data
 from lightning_bayes.trainer.arguments import check_tuning
-from lightning_bayes.trainer.checkpoints import Stored, is_of_weights
+from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
@@ -296,22 +296,11 @@ class L2MCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        sharded = self._posterior is not None and self._posterior.is_sharded
-        held = {"posterior": None} if sharded else super().state_dict()
-        return {**held, "batches": asdict(self._batches)}
+        return {**super().state_dict(), "batches": asdict(self._batches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._batches, self._resumed = EffectiveBatchSize(**state_dict["batches"]), True
-
-    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
-        """A sharded posterior is a folder of its own, which all processes write."""
-        if not self.posterior.is_sharded:
-            super().store(trainer, checkpoints)
-        elif not is_dev_run(trainer):
-            self._posterior_path = self._choose_path(trainer, "")
-            if self._posterior_path is not None:
-                self.posterior.save(self._posterior_path)
 
     def _load_beside(self, trainer: Trainer) -> None:
         super()._load_beside(trainer)

@@ -289,7 +289,7 @@ class LaplaceCallback(PosteriorCallback):
                     for checkpoint in group:
                         self._put(trainer, checkpoint, posterior)
                     if elsewhere:
-                        self._save(trainer, posterior)
+                        self._file.write(trainer, posterior)
             except CheckpointError as error:
                 if elsewhere:
                     raise

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,19 +130,8 @@ def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:
     available = _memory(device)
     if needed > available:
         raise CurvatureError(
-            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has {available / 1e9:.3g} GB: "
-            "use structure='kron' or 'diag', or subset='last_layer'"
-        )
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a folder on this machine that what is fitted cannot be written to."""
-    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = "cannot be written to" if existing.is_dir() else "is a file"
-        raise RuntimeError(
-            f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
-            "default_root_dir= or logger="
+            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has "
+            f"{available / 1e9:.3g} GB: use structure='kron' or 'diag', or subset='last_layer'"
         )
 
 

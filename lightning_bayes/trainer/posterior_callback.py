@@ -6,7 +6,6 @@ posterior in checkpoints and in a file of its own. Subclasses say how the poster
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +20,8 @@ from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.arguments import check_module
 from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
-from lightning_bayes.trainer.dry_run import DryRun, check_writable
-from lightning_bayes.trainer.files import File, as_file, exists, posterior_file, save_posterior
+from lightning_bayes.trainer.dry_run import DryRun
+from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
@@ -60,7 +59,7 @@ class PosteriorCallback(Callback):
         self._module: LightningModule | None = None  # that was seen last
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
-        self._posterior_path: File | None = None
+        self._file = PosteriorFile(use.name, use.save)
         self._mailbox = Mailbox()
         self._has_trained = False  # in the `fit` that runs
         self._dry_run: DryRun | None = None  # until the first step is over
@@ -86,7 +85,7 @@ class PosteriorCallback(Callback):
     def posterior_path(self) -> File | None:
         """The posterior's own file, once it has been written."""
         self._receive()
-        return self._posterior_path
+        return self._file.path
 
     def predict(self, x: Any) -> Prediction:
         """The posterior's prediction in this callback's words; the same weight samples for every batch."""
@@ -125,7 +124,7 @@ class PosteriorCallback(Callback):
             self._posterior = self._stored = None
             self.load_state_dict(content["state"])
             path = content["posterior_path"]
-            self._posterior_path = None if path is None else as_file(path)
+            self._file.path = None if path is None else as_file(path)
             self._module = self._module or module_of(self)
 
     def _find_posterior(self) -> GaussianPosterior | None:
@@ -177,7 +176,7 @@ class PosteriorCallback(Callback):
             with on_device(trainer, pl_module):
                 self._fit_untrained(trainer, pl_module)
         if is_launched(trainer):
-            path = None if self._posterior_path is None else str(self._posterior_path)
+            path = None if self._file.path is None else str(self._file.path)
             self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
 
     def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
@@ -216,11 +215,8 @@ class PosteriorCallback(Callback):
 
     def _begin_dry_run(self, trainer: Trainer) -> None:
         self._dry_run = DryRun(self)
-        if is_dev_run(trainer):
-            return
-        path = self._choose_path(trainer, ".pt")
-        if isinstance(path, Path) and trainer.is_global_zero:
-            check_writable(path.parent)
+        if not is_dev_run(trainer):
+            self._file.check(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._dry_run is not None:
@@ -320,7 +316,7 @@ class PosteriorCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         if self._posterior is not None:
-            return {"posterior": self._posterior.state_dict()}
+            return {"posterior": None if self._posterior.is_sharded else self._posterior.state_dict()}
         return {"posterior": self._stored}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,21 +335,14 @@ class PosteriorCallback(Callback):
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""
         if not is_dev_run(trainer):
-            self._save(trainer, self.posterior)
-            self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
+            self._file.write(trainer, self.posterior)
+            if not self.posterior.is_sharded:  # whose parts no checkpoint holds
+                self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
         for checkpoint in checkpoints:
             if checkpoint.in_memory:
                 self._put(trainer, checkpoint, self.posterior)
-
-    def _save(self, trainer: Trainer, posterior: GaussianPosterior) -> None:
-        self._posterior_path = self._choose_path(trainer, ".pt")
-        if self._posterior_path is not None and trainer.is_global_zero:
-            save_posterior(posterior, self._posterior_path)
-
-    def _choose_path(self, trainer: Trainer, suffix: str) -> File | None:
-        return posterior_file(trainer, f"{self.name}_posterior{suffix}", self.use.save, self._posterior_path)
 
     def _survey(self, trainer: Trainer) -> list[Stored]:
         return survey(trainer, trainer.lightning_module, self.state_key, self.name)
