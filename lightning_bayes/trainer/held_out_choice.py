@@ -20,11 +20,12 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.auto import Choice, auto, survey
+from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, validation_pass
 from lightning_bayes.trainer.module import ModuleError
+from lightning_bayes.trainer.private import is_dev_run
 
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
@@ -64,7 +65,7 @@ class HeldOutScores:
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
-    if trainer is None or trainer.val_dataloaders is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if trainer is None or trainer.val_dataloaders is None or is_dev_run(trainer):
         return None
     return validation_pass(trainer, module)
 
@@ -86,7 +87,7 @@ def tune_and_calibrate(
             rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
     except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:
         rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return auto(posterior, None, scoring) if tune == "auto" else posterior, None
+    return without_held_out_data(posterior) if tune == "auto" else posterior, None
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
