@@ -34,7 +34,7 @@ from lightning_bayes.network import inputs
 from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.linear_model import LinearModel
+from lightning_bayes.posterior.linear_model import LinearModel, Optimum
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal
 
 logger = logging.getLogger("lightning_bayes")
@@ -79,7 +79,7 @@ def refine(
             likelihoods = _expected(refined, batches, samples, seed)
         optimum = LinearModel(posterior, batches, likelihoods).minimum(passes, tolerance, start=refined.mean)
         before = refined
-        refined = _around(posterior, batches, optimum.theta, likelihoods)
+        refined = _around(posterior, batches, optimum, likelihoods)
         if number and _is_same(before, refined, tolerance**0.5):
             break
     if optimum.residual > tolerance:
@@ -129,13 +129,13 @@ def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
 def _around(
     posterior: LaplacePosterior,
     batches: list[tuple[Any, Tensor]],
-    mean: Tensor,
+    optimum: Optimum,
     likelihoods: list[Likelihood] | None,
 ) -> LaplacePosterior:
     """With curvature at the linearised outputs of these weights."""
     from lightning_bayes.predictive.functions import linearised_outputs
 
-    shift = mean - posterior.mean
+    shift = optimum.theta - posterior.mean
     numbers = iter(range(len(batches)))
 
     def likelihood_at(x: Any, f: Tensor) -> Likelihood:
@@ -154,8 +154,10 @@ def _around(
         posterior.subset,
         likelihood_at=likelihood_at,
     )
-    curvature = replace(curvature, gradient=None)
-    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+    curvature = replace(curvature, log_likelihood=optimum.log_likelihood, squared_error=None, gradient=None)
+    return replace(posterior, curvature=curvature, mean=optimum.theta, shift=shift).with_prior(
+        posterior.prior_precision
+    )
 
 
 def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:
