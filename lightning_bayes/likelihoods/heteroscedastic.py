@@ -47,7 +47,7 @@ class HeteroscedasticGaussian(Likelihood):
     """
 
     name = "HeteroscedasticGaussian"
-    is_convex: ClassVar[bool] = False
+    is_convex = False
     has_diagonal_fisher = True
     # No link to approximate: every word means the exact integral.
     links = ("exact", "pairwise", "probit", "bridge", "mc")
