@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
-from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from lightning_bayes.predictive import Reconstruction, decode
 from recipes.papers.lae.common import PAPER, Data, Settings
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
