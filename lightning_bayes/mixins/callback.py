@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_bayes.mixins.options import PREDICTIVES, Settings
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights
+from lightning_bayes.mixins.options import PREDICTIVES
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -19,19 +20,21 @@ from lightning_bayes.trainer.strategy import refuse_sharded
 class VariationalCallback(PosteriorCallback):
     """Scores and predicts with the module's present posterior; it keeps nothing, since the module's weights do."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, q: GaussianWeights) -> None:
+        options = q.options
         super().__init__(
-            settings.name,
-            settings.likelihood,
-            PREDICTIVES[settings.predictive],
-            settings.link,
-            settings.samples,
-            settings.network,
-            settings.ood,
-            settings.plots,
-            settings.seed,
-            settings.predict_step,
+            options.name,
+            options.likelihood,
+            PREDICTIVES[options.predictive],
+            options.link,
+            options.samples,
+            options.network,
+            options.ood,
+            options.plots,
+            options.seed,
+            options.predict_step,
         )
+        self._q = q
 
     def _find_posterior(self) -> GaussianPosterior | None:
         if self._module is None:
@@ -61,7 +64,7 @@ class VariationalCallback(PosteriorCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        pl_module._variational_begin(trainer)  # type: ignore[operator]
+        self._q.begin(trainer)
 
 
 def _same_place(a: GaussianPosterior, b: GaussianPosterior) -> bool:
