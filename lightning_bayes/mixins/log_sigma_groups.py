@@ -1,7 +1,7 @@
 """Param groups for log σ, split off from those of any optimizer.
 
 Adam's step `Δθ = η m/(√v + ε)` (Variational Laplace paper, eq. (32)) does not change when the gradient is scaled, so
-that a learning-rate multiplier has to be a param group of its own: `η_σ = multiplier · η`, where η is the learning rate
+a learning-rate multiplier has to be a param group of its own: `η_σ = multiplier · η`, where η is the learning rate
 of the group that the parameter came from, at every step and on every schedule. The sum of these rates bounds how far
 log σ can have moved.
 """
@@ -126,6 +126,7 @@ def keep_ratio(optimizer: Optimizer) -> None:
     rate that is set by hand would otherwise be the same number for both."""
     for index, parent, m in _LINKS.get(optimizer, ()):
         group, lr = optimizer.param_groups[index], m * optimizer.param_groups[parent]["lr"]
+        group[MULTIPLIER] = m
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)  # compiled and captured optimizers hold on to the tensor
         else:

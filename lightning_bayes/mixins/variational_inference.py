@@ -53,18 +53,18 @@ class VariationalInferenceMixin(VariationalMixin):
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Yours at sampled weights, with the KL divergence added to its loss."""
         q, n = self._variational, self._variational.options.train_samples
-        θ = [*q.trainable(), *q.log_sigma.parameters()]
+        θ, log_σ = [*q.trainable(), *q.log_sigma.parameters()], dict(q.pairs().values())
         gradients: Gradients = {}
         nll: Any = 0.0
         for sample in range(n):
             q.draws += 1
-            with sampled_weights(q) as moves, kept_buffers(self, keep=sample > 0):
+            with sampled_weights(q, log_σ) as moves, kept_buffers(self, keep=sample > 0):
                 step = run_step(q, super().training_step, batch, batch_idx)
                 if not isinstance(step, Step):
                     return step
                 g = scaled_gradients(q, step.loss, θ)
             nll = nll + step.loss.detach() / n
-            g |= _through_moves(g, moves, dict(q.pairs().values()))
+            g |= _through_moves(g, moves, log_σ)
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
         kl, loss = q.add_kl(nll, gradients)
         q.log(step.size, nll, kl)
@@ -92,11 +92,10 @@ def _through_moves(g: Gradients, moves: Gradients, log_σ: Mapping[nn.Parameter,
 
 
 @contextmanager
-def sampled_weights(q: GaussianWeights) -> Iterator[Gradients]:
+def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Gradients]:
     """The module at sampled weights, and the move `σ ε` of each; with the local reparameterisation, the outputs of
     layers are sampled instead of the weights that have no move."""
-    log_σ, generator = dict(q.pairs().values()), new_generator(q)
-    local: set[nn.Parameter] = set()
+    generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)
     moves = _draw_moves({μ: l for μ, l in log_σ.items() if μ not in local}, generator)

@@ -15,6 +15,8 @@ A training step passes through four files, in this order and never back:
 2. `watched_step.py`: the user's own step, the one call of the network in it, and the check of its loss;
 3. `squared_gradient.py`: the squared-gradient term and its gradient, exactly or by a second pass at moved weights;
 4. `gaussian_weights.py`: the KL divergence, the loss with all gradients, and what is logged.
+
+They build on what all methods share: likelihoods, and a network at other weights (`network/at_weights.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def moves_of(module: Any, draw_number: int) -> dict[str, Tensor]:
     """`σ ε` of every weight at a draw, by the module's own generator."""
     module._variational.draws = draw_number
     names = {p: name for name, p in module.named_parameters()}
-    with sampled_weights(module._variational) as moves:
+    with sampled_weights(module._variational, dict(module.weights_and_log_sigma().values())) as moves:
         found = {names[μ]: move for μ, move in moves.items()}
     module._variational.draws = 0
     return found
@@ -82,7 +82,7 @@ def test_a_loss_scale_is_divided_out_of_the_gradient() -> None:
     θ = list(module.net.parameters())
     loss = module.nll(module(images(5)), targets("classification", 5))
     expected = torch.autograd.grad(loss, θ, retain_graph=True)
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    module.trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
     found = scaled_gradients(module._variational, loss, θ)
     assert scales
     for p, g in zip(θ, expected, strict=True):
@@ -280,7 +280,7 @@ def test_a_weight_that_layers_share_is_sampled_itself() -> None:
     """Two layers with noise of their own would be two weights."""
     module = vi("tied", local_reparameterization=True)
     shared, alone = module.net.first.weight, module.net.first.bias
-    with sampled_weights(module._variational) as moves:
+    with sampled_weights(module._variational, dict(module.weights_and_log_sigma().values())) as moves:
         assert shared in moves
         assert alone not in moves
         module(images(2))

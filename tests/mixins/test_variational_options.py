@@ -1,6 +1,7 @@
 """log σ, the prior, the number of examples, and everything that can be said in `variational`."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,38 @@ class Bare(L.LightningModule):
 
 class BareVL(VariationalLaplaceMixin, Bare):
     pass
+
+
+PUBLIC = {"log_sigma", "posterior", "weights_and_log_sigma"}
+
+
+@pytest.mark.parametrize(("kind", "public"), [(VL, {*PUBLIC, "vl_loss"}), (VI, PUBLIC)])
+def test_the_users_namespace_has_one_private_name_more(kind: type, public: set[str]) -> None:
+    """Besides Lightning's own, such as the hooks and the hyperparameters."""
+    plain, module = Lit(), kind(variational={})
+    assert not plain.hparams
+    assert set(dir(module)) - set(dir(plain)) == {*public, "_variational"}
+
+
+def test_the_multiplier_adds_no_private_name() -> None:
+    plain, module = VL(variational={}), CliVL(variational={})
+    assert set(dir(module)) - set(dir(plain)) == {"log_sigma_multiplier"}
+
+
+@pytest.mark.parametrize("kind", [VL, VI])
+def test_a_copy_is_a_module_of_its_own(kind: type) -> None:
+    module = kind(variational=options())
+    copy = deepcopy(module)
+    with torch.no_grad():
+        for p in copy.parameters():
+            p.add_(1.0)
+    assert copy._variational.module is copy
+    assert copy.log_sigma is copy._variational.log_sigma
+    torch.testing.assert_close(copy.posterior.mean, module.posterior.mean + 1)
+    before = module.net[1].weight.detach().clone()
+    copy.training_step((images(4).float(), targets("classification", 4)), 0)
+    assert (module._variational.draws, copy._variational.draws) == (0, 1)
+    assert torch.equal(module.net[1].weight, before)
 
 
 def test_a_parameter_may_have_any_name() -> None:
