@@ -2,9 +2,15 @@
 
 from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from lightning_bayes.mixins import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes.mixins import (
+    LogSigmaMultiplierMixin,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+    replace_activations,
+)
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_l2m, fit_laplace
 from lightning_bayes.predictive import DeepEnsemble, Prediction
+from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
     "Bernoulli",
@@ -21,5 +27,8 @@ __all__ = [
     "Prediction",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
+    "evaluate",
+    "fit_l2m",
     "fit_laplace",
+    "replace_activations",
 ]

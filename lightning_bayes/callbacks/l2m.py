@@ -26,7 +26,7 @@ from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
-from lightning_bayes.posterior.sharded import ShardedPosterior
+from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer.arguments import check_tuning
 from lightning_bayes.trainer.checkpoints import Stored
 from lightning_bayes.trainer.data import (
@@ -44,6 +44,7 @@ from lightning_bayes.trainer.files import posterior_file
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.private import class_name, is_dev_run
 from lightning_bayes.trainer.strategy import forward_context
 
 _SAME_SCALE = 0.01  # relative, of two scales of a loss
@@ -123,12 +124,12 @@ class L2MCallback(PosteriorCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._resumed = False
-        for kind in type(trainer.strategy).__mro__:
-            if kind.__name__ in _UNREADABLE:
-                raise RuntimeError(
-                    f"L2MCallback cannot read the optimizer's state under {kind.__name__}: use strategy='ddp', or "
-                    "ModelParallelStrategy (FSDP2) for a network that needs sharding"
-                )
+        kind = class_name(trainer.strategy, _UNREADABLE)
+        if kind is not None:
+            raise RuntimeError(
+                f"L2MCallback cannot read the optimizer's state under {kind}: use strategy='ddp', or "
+                "ModelParallelStrategy (FSDP2) for a network that needs sharding"
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -220,7 +221,7 @@ class L2MCallback(PosteriorCallback):
     def _load_beside(self, trainer: Trainer) -> None:
         super()._load_beside(trainer)
         posterior = self._find_posterior()
-        if trainer.ckpt_path and isinstance(posterior, LaplacePosterior) and not is_of_weights(posterior):
+        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
             raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
 
     def _finish(self, trainer: Trainer, module: LightningModule) -> None:
@@ -228,8 +229,7 @@ class L2MCallback(PosteriorCallback):
         numbers: dict[str, float] = {}
         if self._counts:
             numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
-        if isinstance(posterior, LaplacePosterior):
-            numbers.update(describe(posterior))
+        numbers.update(describe(posterior))
         self.report(trainer, f"second-moment posterior over {posterior.subset.size} weights", numbers)
         self.store(trainer)
 
@@ -240,7 +240,7 @@ class L2MCallback(PosteriorCallback):
 
     def _by_evidence(self, trainer: Trainer) -> bool:
         """Whether the prior is tuned on the training data; a run of a batch or two is not for that."""
-        return self.tune in ("marglik", "mackay") and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return self.tune in ("marglik", "mackay") and not is_dev_run(trainer)
 
     def _count(self, trainer: Trainer, loader: Any) -> int:
         """The `N` examples that training draws from."""
@@ -260,15 +260,14 @@ class L2MCallback(PosteriorCallback):
         self._batches.count_step(trainer.global_step, parts, self._decay)
 
     def _check_sharded(self) -> None:
-        problem = "needs the whole network on every process, but its weights are sharded"
         if self.predictive == "glm":
-            raise RuntimeError(f"predictive='glm' {problem}: use predictive='bnn' or 'map'")
+            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
         if self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {problem}: give prior_precision= or weight decay")
+            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
-    def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior | ShardedPosterior:
+    def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
         """Read the optimizers of a running or finished `fit`, around the module's present weights."""
         self._module = module
         self._count_step(trainer, module)  # another callback may ask before it is this one's turn
@@ -293,9 +292,9 @@ class L2MCallback(PosteriorCallback):
                 loss_scale=self.loss_scale or self._batches.loss_scale or None,
                 n_outputs=self._batches.n_targets or 1,
             )
-        if isinstance(posterior, LaplacePosterior):
+        if not posterior.is_sharded:
             posterior = self._tuned(trainer, module, posterior)
-        self._posterior = posterior  # type: ignore[assignment]
+        self._posterior = posterior
         return posterior
 
     def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
@@ -312,7 +311,7 @@ class L2MCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        sharded = isinstance(self._posterior, ShardedPosterior)
+        sharded = self._posterior is not None and self._posterior.is_sharded
         held = {"posterior": None} if sharded else super().state_dict()
         return {**held, "batches": asdict(self._batches)}
 
@@ -322,9 +321,9 @@ class L2MCallback(PosteriorCallback):
 
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """A sharded posterior is a folder of its own, which all processes write."""
-        if not isinstance(self._posterior, ShardedPosterior):
+        if not self.posterior.is_sharded:
             super().store(trainer, checkpoints)
-        elif not trainer.fast_dev_run:
+        elif not is_dev_run(trainer):
             self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
             if self._posterior_path is not None:
-                self._posterior.save(self._posterior_path)
+                self.posterior.save(self._posterior_path)

@@ -38,6 +38,7 @@ from lightning_bayes.trainer.epoch import Epoch
 from lightning_bayes.trainer.files import run_folder
 from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
 
 _OPEN = (
@@ -161,7 +162,7 @@ class LaplaceCallback(PosteriorCallback):
         if isinstance(self.data, str):
             owner_of(trainer, pl_module, self.data)
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
-        if self.weights == "best" and not has_best and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.weights == "best" and not has_best and not is_dev_run(trainer):
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -201,7 +202,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
-        checkpoints = [] if trainer.fast_dev_run else self._survey(trainer)  # type: ignore[attr-defined]
+        checkpoints = [] if is_dev_run(trainer) else self._survey(trainer)
         best = next((each for each in checkpoints if each.role == "best"), None)
         elsewhere = self.weights == "best" and best is not None and not best.in_memory
         if only_missing:

@@ -42,6 +42,7 @@ from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_indexed, single
 from lightning_bayes.trainer.module import network_of, split_batch
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe
+from lightning_bayes.trainer.private import callbacks_of
 from lightning_bayes.trainer.strategy import forward_context, refuse_sharded
 
 
@@ -159,7 +160,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
                 f"{type(pl_module).__name__} optimizes manually, so that there is no telling when its weights may be "
                 "those of a sample: OnlineLaplaceCallback needs automatic optimization"
             )
-        if sum(isinstance(callback, OnlineLaplaceCallback) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        if sum(isinstance(callback, OnlineLaplaceCallback) for callback in callbacks_of(trainer)) > 1:
             raise ValueError("a network trains at samples of one posterior: give the Trainer one OnlineLaplaceCallback")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

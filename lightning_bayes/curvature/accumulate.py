@@ -110,6 +110,11 @@ class BlockAccumulator(Accumulator):
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
 
+    def add_diagonal(self, diagonal: Tensor) -> None:
+        """The whole diagonal of a batch, where the blocks are diagonals.  # [P]"""
+        for _, layout, block in self._all():
+            block.sums[0] += layout.gather(diagonal)
+
     @property
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]

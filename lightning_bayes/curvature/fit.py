@@ -19,7 +19,7 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, make_accumulator
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Accumulator, BlockAccumulator, make_accumulator
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.output_columns import CURVATURES, output_columns
@@ -34,6 +34,7 @@ from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset, check_subset, resolve_subset
 from lightning_bayes.structures import Structure
 
+HESSIANS = ("auto", "exact", "approx", "mixed")
 logger = logging.getLogger("lightning_bayes")
 
 
@@ -67,6 +68,7 @@ def fit_curvature(
     samples: int = 1,
     seed: int = 0,
     weight_sharing: str = "expand",
+    hessian: str = "exact",
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
@@ -84,13 +86,15 @@ def fit_curvature(
         samples: labels drawn per example for "fisher_mc".
         seed: of those labels; each example has its own random numbers, whatever batch it comes in.
         weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
+        hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
+            pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             the first batch.
     """
-    check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes)
+    check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes, hessian)
     likelihood = resolve(likelihood)
     network = check_network(unwrap(network))
     check_loader(loader)
@@ -107,10 +111,15 @@ def fit_curvature(
             first = next(iter(chosen.parameters(network).values()))
             dtype = torch.promote_types(first.dtype, torch.float32)
             accumulator = make_accumulator(structure, plan, weight_sharing, dtype, first.device)
+            sharing = processes or Processes()
+            if hessian != "exact":
+                from lightning_bayes.curvature.backprop.diagonal_sum import DiagonalSum  # which builds on this module
+
+                assert isinstance(accumulator, BlockAccumulator)
+                describe([(name, f"{hessian} diagonal") for name in chosen.names])
+                return DiagonalSum(network, plan, accumulator, likelihood, hessian, sharing)
             describe(accumulator.blocks())
-            return CurvatureSum(
-                network, plan, accumulator, likelihood, curvature, samples, seed, processes or Processes()
-            )
+            return CurvatureSum(network, plan, accumulator, likelihood, curvature, samples, seed, sharing)
 
         if probe is not None:
             total = begin(inputs.to_device(probe, _device(network)))
@@ -132,10 +141,17 @@ def check_options(
     weight_sharing: Any = "expand",
     progress: Any = False,
     processes: Any = None,
+    hessian: Any = "exact",
 ) -> None:
     """Refuse what is known to be wrong without a network or data."""
     word("structure", structure, tuple(STRUCTURES))
     word("curvature", curvature, tuple(CURVATURES))
+    word("hessian", hessian, HESSIANS)
+    if hessian != "exact" and (structure, curvature) != ("diag", "ggn"):
+        raise ValueError(
+            f"hessian={hessian!r} is a diagonal of the GGN and needs structure='diag' and curvature='ggn', got "
+            f"structure={structure!r} and curvature={curvature!r}"
+        )
     word("weight_sharing", weight_sharing, tuple(SHARINGS))
     check_subset(subset)
     count("samples", samples)

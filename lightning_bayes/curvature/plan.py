@@ -156,7 +156,7 @@ class Plan:
 
 
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
-    """Trace `network`, which must be borrowed (see `preserve`), on a few examples of `x`."""
+    """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
     size = inputs.batch_size(x)
     few = inputs.take(network, x, [n % size for n in range(max(3, min(size, PROBE)))])

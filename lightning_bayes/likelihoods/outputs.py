@@ -25,6 +25,10 @@ class LikelihoodError(ValueError):
     """Outputs, targets or settings that do not fit the likelihood; the message names the culprit and the way out."""
 
 
+class UnknownLikelihoodError(LikelihoodError):
+    """A name that no likelihood of this program has."""
+
+
 def widen(t: Tensor) -> Tensor:
     """`t` in at least float32: float16 and bfloat16 are too coarse for sums and tails."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -74,11 +74,10 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
     if _has_kink(module):
         return instead_of(module)
-    for parent in list(module.modules()):
-        # Not named_children, which shows a layer that is used twice only once.
-        for name, child in list(parent._modules.items()):
-            if child is not None and _has_kink(child):
-                setattr(parent, name, instead_of(child))
+    paths = [(*path.rpartition("."), child) for path, child in module.named_modules(remove_duplicate=False)]
+    places = [(module.get_submodule(parent), name, child) for parent, _, name, child in paths if _has_kink(child)]
+    for parent, name, child in places:
+        setattr(parent, name, instead_of(child))
     return module
 
 

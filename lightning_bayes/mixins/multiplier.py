@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_bayes.arguments import positive
 from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, by_pattern
 from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, REACH, add_missing, keep_ratio, split
+from lightning_bayes.trainer.private import is_dev_run
 
 if TYPE_CHECKING:
     _Base = LightningModule
@@ -129,7 +130,7 @@ def _schedulers_of(optimizer: Optimizer, trainer: Trainer) -> list[Any]:
 
 def _warn_of_plan(trainer: Trainer) -> None:
     """When training starts: too few steps, even if all had the highest learning rate that is known."""
-    steps = math.inf if trainer.fast_dev_run else trainer.estimated_stepping_batches  # type: ignore[attr-defined]
+    steps = math.inf if is_dev_run(trainer) else trainer.estimated_stepping_batches
     if not 1 <= steps < math.inf:
         return
     for optimizer in trainer.optimizers:
@@ -146,7 +147,7 @@ def _warn_of_plan(trainer: Trainer) -> None:
 
 def _warn_of_reach(trainer: Trainer) -> None:
     """When training ends: by the learning rates that its steps have had."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if is_dev_run(trainer):
         return
     for optimizer in trainer.optimizers:
         groups = [group for group in _bounded_groups(optimizer) if REACH in group]

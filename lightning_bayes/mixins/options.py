@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
+from lightning_bayes.likelihoods import Categorical, Likelihood, UnknownLikelihoodError, resolve
 from lightning_bayes.trainer.arguments import check_use
 from lightning_bayes.trainer.predict_step import PREDICT_STEPS
 
@@ -15,9 +15,6 @@ CURVATURES = ("fisher", "empirical", "hessian")
 METHODS = ("auto", "exact", "finite_difference")
 LOSSES = ("returned", "likelihood")
 PREDICTIVES = {"mean": "map", "map": "map", "bnn": "bnn", "glm": "glm"}
-_LIKELIHOODS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
-}
 
 
 class OptionError(ValueError):
@@ -117,11 +114,7 @@ def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
     options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
-        name = type(likelihood).__name__
-        known = _LIKELIHOODS.get(name) is type(likelihood)
-        values = {f.name: getattr(likelihood, f.name) for f in fields(likelihood)} if known else {}  # type: ignore[arg-type]
-        own = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
-        options["likelihood"] = {"name": name if known else own, **values}
+        options["likelihood"] = likelihood.to_state()
     return options
 
 
@@ -129,11 +122,10 @@ def _likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
     """A likelihood, the one that a word means, or the one that `plain` described."""
     if not isinstance(given, Mapping):
         return resolve(given)
-    arguments = dict(given)
-    name = arguments.pop("name", None)
-    if name not in _LIKELIHOODS:
+    try:
+        return Likelihood.from_state(given)
+    except UnknownLikelihoodError:
+        name = given.get("name")
         raise OptionError(
             f"the likelihood {name!r} cannot be made from a file: pass variational={{'likelihood': …}} again"
-        )
-    likelihood: Likelihood = _LIKELIHOODS[name](**arguments)
-    return likelihood
+        ) from None

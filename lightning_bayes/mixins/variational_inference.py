@@ -27,6 +27,7 @@ from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import kept_buffers
+from lightning_bayes.trainer.private import gradient_scale
 
 
 class VariationalInferenceMixin(VariationalMixin):
@@ -132,7 +133,7 @@ def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.
 
 def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:
     """With the loss scale of 16-bit mixed precision, without which small gradients vanish."""
-    scaler = None if q.trainer is None else getattr(q.trainer.precision_plugin, "scaler", None)
-    scale = 1.0 if scaler is None else float(scaler.get_scale())
+    trainer = q.trainer
+    scale = 1.0 if trainer is None else gradient_scale(trainer)
     gradients = torch.autograd.grad(loss * scale, θ, allow_unused=True)
     return {p: g / scale if scale != 1 else g for p, g in zip(θ, gradients, strict=True) if g is not None}

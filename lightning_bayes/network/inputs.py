@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import explained
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.slow_path import is_out_of_memory
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:
@@ -144,6 +145,7 @@ def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
                     alone = call(network, _select(x, flags, few))
                     if torch.allclose(alone, f[few], rtol=close, atol=close * float(f.abs().max()), equal_nan=True):
                         return flags
-                except Exception:
-                    continue
+                except Exception as error:  # a network may refuse inputs that do not fit with an error of any type
+                    if is_out_of_memory(error):
+                        raise
     return fits

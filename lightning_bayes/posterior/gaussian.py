@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ class PosteriorError(RuntimeError):
 class GaussianPosterior:
     """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`; all other weights are as the network has them."""
 
+    is_sharded: ClassVar[bool] = False  # whether its vectors are this process's shards of the whole ones
+
     network: nn.Module = field(repr=False)
     subset: Subset = field(repr=False)
     likelihood: Likelihood
@@ -71,8 +73,7 @@ class GaussianPosterior:
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
         check_theta(theta, self.mean)
-        d = theta - self.mean
-        distance = (d * self.precision.matmul(d)).sum(-1)
+        distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
     def functional(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:

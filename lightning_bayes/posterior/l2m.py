@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Gaussian, Likelihood, resolve
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -58,7 +58,7 @@ def fit_l2m(
     prior_precision: float | Tensor | Sequence[float] | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
-) -> LaplacePosterior | ShardedPosterior:
+) -> LaplacePosterior:
     """The posterior around the network's present weights; no pass over data, and nothing of the optimizer changes.
 
     Args:
@@ -131,7 +131,7 @@ def fisher_factor(n_data: int, batch_size: float) -> float:
 
 def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
-    if not isinstance(likelihood, Gaussian):
+    if likelihood.noise_std is None:
         return 1 / n_outputs
     σ = torch.as_tensor(likelihood.noise_std, dtype=torch.float64)
     if σ.numel() > 1:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import keywords, positive, word
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.curvature.fit import log_likelihood
-from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError
+from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
-from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure
+from lightning_bayes.structures import Structure
 
 DAMPINGS = (None, "glm", "ritter")
 EVIDENCES = ("weights", "optimum")
@@ -98,7 +98,7 @@ class LaplacePosterior(GaussianPosterior):
             )
         n = self.curvature.n_outputs
         least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
-        least = least + n * ρ.log() if isinstance(self.likelihood, Gaussian) else least
+        least = least if self.likelihood.noise_std is None else least + n * ρ.log()
         return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
     def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
@@ -111,7 +111,7 @@ class LaplacePosterior(GaussianPosterior):
         """The same fit with another noise of its Gaussian likelihood."""
         with torch.inference_mode(False), torch.no_grad():
             ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
-            likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())  # type: ignore[attr-defined]
+            likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())
             known = self.curvature.squared_error
             curvature = replace(
                 self.curvature,
@@ -157,7 +157,9 @@ class LaplacePosterior(GaussianPosterior):
         H = H if self.temperature == 1 else H.scale(1 / self.temperature)
         if self.damping is None:
             return H.add_prior(per_parameter(δ, self.subset))
-        return _damped(H, δ, self.damping, self.n_data)
+        if δ.ndim:
+            raise PosteriorError("damping takes one prior precision for all layers")
+        return H.add_damping(δ, split=self.n_data**0.5 if self.damping == "ritter" else 1.0)
 
     def _scaled_curvature(self, ρ: Tensor) -> Structure:
         """`H` at noise `ρσ`."""
@@ -166,7 +168,7 @@ class LaplacePosterior(GaussianPosterior):
     def _log_likelihood(self, ρ: Tensor) -> Tensor:
         """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
         fitted = self.curvature.log_likelihood
-        if not isinstance(self.likelihood, Gaussian):
+        if self.likelihood.noise_std is None:
             return fitted
         ρ = ρ.cpu().double()
         return fitted + 0.5 * self.squared_error * (1 - ρ**-2) - self.curvature.n_outputs * ρ.log()
@@ -180,7 +182,7 @@ class LaplacePosterior(GaussianPosterior):
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         if error is not None:
             return error.clamp(min=n * eps**2)
-        log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()  # type: ignore[attr-defined]
+        log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()
         error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
         return error.clamp(min=n * eps)
 
@@ -188,7 +190,7 @@ class LaplacePosterior(GaussianPosterior):
         """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""
         if noise_std is None:
             return torch.ones_like(self.mean[0])
-        if not isinstance(self.likelihood, Gaussian):
+        if self.likelihood.noise_std is None:
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
@@ -232,6 +234,7 @@ def fit_laplace(
     *,
     temperature: float = 1.0,
     damping: str | None = None,
+    hessian: str = "exact",
     **options: Any,
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`.
@@ -249,12 +252,15 @@ def fit_laplace(
         temperature: of the likelihood, `P = H/T + δ`.
         damping: in place of the exact sum with the prior, `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
+        hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
+            number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, OPTIONS)
     check_laplace(structure, prior_precision, temperature, damping)
     network = unwrap(network)
-    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, progress=progress, **options)
+    options.update(hessian=hessian, progress=progress)
+    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, **options)
     return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)
 
 
@@ -283,20 +289,3 @@ def from_curvature(
             damping=damping,
         )
     return bare.with_prior(prior_precision)  # type: ignore[arg-type]
-
-
-def _damped(H: Structure, δ: Tensor, damping: str, n: int) -> Structure:
-    if δ.ndim:
-        raise PosteriorError("damping takes one prior precision for all layers")
-    assert isinstance(H, BlockDiagonal)
-    root = δ.sqrt()
-    split = n**0.5 if damping == "ritter" else 1.0
-    blocks: list[Structure] = []
-    for block in H.blocks:
-        if isinstance(block, Kronecker):
-            left = Factor(block.left.vectors, block.left.values / split)
-            right = Factor(block.right.vectors, block.right.values * split)
-            blocks.append(Kronecker(left, right, block.shift).damped(root, root))
-        else:
-            blocks.append(block.add_prior(δ))
-    return BlockDiagonal(tuple(blocks), H.layouts, H.names)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, keywords, positive, word
-from lightning_bayes.likelihoods import Gaussian
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
@@ -176,9 +175,8 @@ def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
     """`σ` of a Gaussian likelihood."""
-    if not isinstance(posterior.likelihood, Gaussian):
-        return None
-    return torch.as_tensor(posterior.likelihood.noise_std, dtype=posterior.mean.dtype, device=posterior.device)
+    σ = posterior.likelihood.noise_std
+    return None if σ is None else torch.as_tensor(σ, dtype=posterior.mean.dtype, device=posterior.device)
 
 
 def _start(posterior: LaplacePosterior, per_layer: bool) -> Tensor:

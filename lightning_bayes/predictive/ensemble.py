@@ -223,7 +223,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
 
 def _kind(likelihood: Likelihood) -> tuple[Any, ...]:
     """What members must agree in. Noise is not among it: each member may have tuned its own."""
-    return type(likelihood), getattr(likelihood, "ignore_index", None)
+    return type(likelihood), likelihood.ignore_index
 
 
 def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
@@ -78,7 +78,7 @@ def calibrate(
 ) -> Posterior:
     scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
     check_loader(loader)
-    if issubclass(posterior.likelihood.predictive, ClassPredictive):
+    if posterior.likelihood.has_probs:
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
         return posterior.with_calibration(scoring.calibration(chosen, T))
@@ -170,13 +170,13 @@ def best_temperature(nll: Tensor) -> float:
 def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
     if not targets:
         raise DataError("the held-out data are empty: choosing on them needs at least one batch")
-    if issubclass(likelihood.predictive, ClassPredictive):
+    if likelihood.has_probs:
         labels = torch.cat([y.flatten() for y in targets])
-        labels = labels[labels != getattr(likelihood, "ignore_index", None)]
+        labels = labels if likelihood.ignore_index is None else labels[labels != likelihood.ignore_index]
         if not len(labels):
             raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
         if len(labels.unique()) < 2:
-            kind = "label" if issubclass(likelihood.predictive, LabelPredictive) else "class"
+            kind = "class" if likelihood.chooses_one_class else "label"
             raise DataError(
                 f"the held-out data have one {kind} only ({labels[:1].tolist()}), which cannot tell whether "
                 "probabilities are right: hold out data of all classes"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
@@ -56,7 +56,7 @@ class OutputLaw:
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
         """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws
         of the network itself have no closed form."""
-        sampled = self.draws is not None and issubclass(likelihood.predictive, ClassPredictive)
+        sampled = self.draws is not None and likelihood.has_probs
         if not self.linear or (link is None and sampled):
             return "mc"
         return likelihood.choose_link(link)

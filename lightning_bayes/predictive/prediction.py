@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods.base import ClassPredictive, Predictive
+from lightning_bayes.likelihoods import ClassPredictive, Predictive
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
 
 WEIGHTS = ("both", "last", "best")
@@ -46,7 +47,7 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
 
     `key` is that of the callback's state in them, and `name` that of its file beside one.
     """
-    _finish_writing(trainer)
+    finish_writing(trainer)
     current = module.state_dict()  # on all processes, because metrics may gather theirs
     stored: list[Stored] = []
     for path, role in _roles(trainer).items() if trainer.is_global_zero else ():
@@ -66,9 +67,11 @@ def _roles(trainer: Trainer) -> dict[str, str]:
     """What every checkpoint is: the best of a callback (for `ckpt_path="best"`), its last, or another, which may hold
     the last weights: what was saved last, and what the Trainer has resumed from."""
     roles: dict[str, str] = {}
-    for name, role in (("best_model_path", "best"), ("last_model_path", "last"), ("_last_checkpoint_saved", "other")):
+    for name, role in (("best_model_path", "best"), ("last_model_path", "last")):
         for callback in trainer.checkpoint_callbacks:
             _add(roles, getattr(callback, name, ""), role)
+    for callback in trainer.checkpoint_callbacks:
+        _add(roles, last_saved_path(callback), "other")
     _add(roles, trainer.ckpt_path, "other")
     return roles
 
@@ -185,17 +188,10 @@ def _saves_weights_only(callback: Any) -> bool:
     return getattr(callback, "save_weights_only", False)
 
 
-def _finish_writing(trainer: Trainer) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
-    plugin: Any = trainer.strategy.checkpoint_io
-    if getattr(plugin, "_executor", None) is not None:
-        plugin.teardown()
-
-
 def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
     """Where checkpoints are kept, there is one to resume from at the end of training; on all processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
-    steps = [getattr(each, "_last_global_step_saved", None) for each in callbacks if not _saves_weights_only(each)]
+    steps = [last_saved_step(callback) for callback in callbacks if not _saves_weights_only(callback)]
     if not callbacks or trainer.global_step in steps:
         return
     path = os.path.join(folder, f"{name}_interrupted.ckpt")

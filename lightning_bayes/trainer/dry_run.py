@@ -27,6 +27,7 @@ from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, pres
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
+from lightning_bayes.trainer.private import gradient_scale, is_compiled
 from lightning_bayes.trainer.strategy import forward_context
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class DryRun:
                 callback.likelihood.check(self._f, y)
                 some = slice(EXAMPLES)
                 callback.try_fit(network, inputs.take(network, x, some), y[some])
-        if module.automatic_optimization and not _is_compiled(module):
+        if module.automatic_optimization and not is_compiled(module):
             self._watch = Watch(modules, size, None if self._f is None else self._f.shape)
         self._x, self._y, self._rng = x, y, torch.get_rng_state()
 
@@ -80,8 +81,7 @@ class DryRun:
         if y is None or not module.automatic_optimization or is_variational(module):  # whose mixin compares itself
             return None
         # Lightning has divided by the batches to accumulate, and 16-bit precision has scaled.
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = trainer.accumulate_grad_batches / (1.0 if scaler is None else float(scaler.get_scale()))
+        scale = trainer.accumulate_grad_batches / gradient_scale(trainer)
         seen = [] if watch is None else watch.outputs
         with torch.autocast(module.device.type, enabled=False):
             if seen and f is None:
@@ -203,13 +203,6 @@ def _silence() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether hooks would be compiled too, or not be called."""
-    return getattr(module, "_compiler_ctx", None) is not None or any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
-    )
 
 
 def _memory(device: torch.device) -> float:

@@ -25,6 +25,7 @@ from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, validation_pass
 from lightning_bayes.trainer.module import ModuleError
+from lightning_bayes.trainer.private import is_dev_run
 
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
@@ -64,7 +65,7 @@ class HeldOutScores:
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
-    if trainer is None or trainer.val_dataloaders is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if trainer is None or trainer.val_dataloaders is None or is_dev_run(trainer):
         return None
     return validation_pass(trainer, module)
 

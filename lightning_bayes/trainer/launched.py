@@ -49,11 +49,6 @@ def _remove(path: str) -> None:
         os.remove(path)
 
 
-def is_launched(trainer: Trainer) -> bool:
-    launcher = trainer.strategy.launcher
-    return any(kind.__name__ == "_MultiProcessingLauncher" for kind in type(launcher).__mro__)
-
-
 def module_of(callback: Callback) -> LightningModule | None:
     """The module of the Trainer that has this callback. No hook runs in the parent of launched processes, so that
     nothing has told the callback of either."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
@@ -71,14 +71,9 @@ def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor
 def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
     """The gradient; for log-probabilities, which a loss may read without normalising them, that of their logits."""
     f, g = widen(f), widen(g)
-    if not chooses_one_class(likelihood) or f.logsumexp(1).abs().max() > 1e-3:
+    if not likelihood.chooses_one_class or f.logsumexp(1).abs().max() > 1e-3:
         return g
     return g - f.softmax(1) * g.sum(1, keepdim=True)
-
-
-def chooses_one_class(likelihood: Likelihood) -> bool:
-    """Whether outputs are logits of the classes of one label."""
-    return issubclass(likelihood.predictive, ClassPredictive) and not issubclass(likelihood.predictive, LabelPredictive)
 
 
 def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, scale: float) -> LossFit | None:
@@ -87,8 +82,7 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
         return None
     value, B = float(loss.detach()) * scale, len(y)
     total = -float(likelihood.log_likelihood(f, y))
-    ignored = getattr(likelihood, "ignore_index", None)
-    observed = y.numel() if ignored is None else y.numel() - int(y.eq(ignored).sum())
+    observed = likelihood.n_targets(y)
     candidates = [
         (s * B / over, s * part / over)
         for s in likelihood.loss_scales
@@ -103,7 +97,7 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
 
 def explain(likelihood: Likelihood, f: Tensor | None) -> str:
     """What is usually the cause of a loss that is not the likelihood's."""
-    if f is not None and chooses_one_class(likelihood) and bool((f >= 0).all()):
+    if f is not None and likelihood.chooses_one_class and bool((f >= 0).all()):
         ones = widen(f).sum(1)
         if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
             return "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"

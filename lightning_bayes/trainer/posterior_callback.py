@@ -29,12 +29,13 @@ from lightning_bayes.trainer.data import validation_pass
 from lightning_bayes.trainer.dry_run import DryRun, check_writable
 from lightning_bayes.trainer.files import File, as_file, exists, posterior_file, save_posterior
 from lightning_bayes.trainer.held_out_choice import tune_and_calibrate, validation_data
-from lightning_bayes.trainer.launched import Mailbox, is_launched, module_of
+from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
 from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.predict_step import PREDICT_STEPS, PredictStep
+from lightning_bayes.trainer.private import is_dev_run, is_launched, load_validation
 from lightning_bayes.trainer.scoring import ScoringCallback, scoring_callbacks
-from lightning_bayes.trainer.strategy import load_validation, on_device, run_last
+from lightning_bayes.trainer.strategy import on_device, run_last
 
 
 class PosteriorCallback(ScoringCallback):
@@ -192,7 +193,7 @@ class PosteriorCallback(ScoringCallback):
 
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_dev_run(trainer):
             return
         self._save(trainer, self.posterior)
         self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
@@ -251,7 +252,7 @@ class PosteriorCallback(ScoringCallback):
         return posterior
 
     def _log(self, trainer: Trainer | None, numbers: dict[str, float]) -> None:
-        if trainer is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer is not None and not is_dev_run(trainer):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
                 logger.save()
@@ -288,7 +289,7 @@ class PosteriorCallback(ScoringCallback):
 
     def _begin_dry_run(self, trainer: Trainer) -> None:
         self._dry_run = DryRun(self)
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_dev_run(trainer):
             return
         path = posterior_file(trainer, f"{self.name}_posterior.pt", self.save, self._posterior_path)
         if isinstance(path, Path) and trainer.is_global_zero:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.private import is_default_predict_step
 
 PREDICT_STEPS = ("replace", "keep", "both")
 USER = "user"  # key of the module's own output beside the predictions
@@ -35,8 +36,7 @@ class PredictStep:
     @property
     def replaces_own(self) -> bool:
         """Whether a `predict_step` of the user's own is not run."""
-        written = getattr(self._own, "__qualname__", "") != "LightningModule.predict_step"
-        return written and not self._both
+        return not self._both and not is_default_predict_step(self._own)
 
     def install(self) -> None:
         def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:

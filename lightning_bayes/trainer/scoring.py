@@ -23,6 +23,7 @@ from lightning_bayes.trainer.arguments import check_module
 from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
 from lightning_bayes.trainer.files import directory
 from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.private import callbacks_of
 from lightning_bayes.trainer.strategy import forward_context
 
 
@@ -179,7 +180,7 @@ class ScoringCallback(Callback):
 
 
 def scoring_callbacks(trainer: Trainer) -> list[Any]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, ScoringCallback)]  # type: ignore[attr-defined]
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ScoringCallback)]
 
 
 def _unpadded(loaders: Any, batch_idx: int, dataloader_idx: int) -> int | None:

@@ -24,9 +24,9 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(("structure", "subset"), CASES)
-def test_density_is_that_of_the_multivariate_normal(structure: str, subset: str) -> None:
-    posterior = fitted(structure, subset)
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_density_of_a_subnetwork_is_that_of_the_multivariate_normal(structure: str) -> None:
+    posterior = fitted(structure, "mask")
     reference = MultivariateNormal(posterior.mean, precision_matrix=posterior.precision.to_dense())
     θ = posterior.mean + torch.randn(2, 3, len(posterior.mean), generator=seeded(), dtype=torch.float64)
     torch.testing.assert_close(posterior.log_prob(θ), reference.log_prob(θ), **TIGHT)
@@ -42,27 +42,6 @@ def test_samples_are_the_symmetric_root_times_noise(structure: str, subset: str)
     λ, Q = torch.linalg.eigh(posterior.precision.to_dense())
     root = Q @ torch.diag(λ**-0.5) @ Q.mT
     torch.testing.assert_close(posterior.sample(5, seeded(3)), posterior.mean + ε @ root, **TIGHT)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_samples_have_the_covariance(structure: str) -> None:
-    posterior = fitted(structure)
-    n = 40_000
-    draws = posterior.sample(n, seeded())
-    Σ = torch.linalg.inv(posterior.precision.to_dense())
-    σ = Σ.diagonal().sqrt()
-    assert ((draws.mean(0) - posterior.mean) / σ).abs().max() < 5 / n**0.5
-    # A correlation has a standard error of at most √2/√n.
-    assert ((draws.mT.cov() - Σ) / torch.outer(σ, σ)).abs().max() < 5 * 2**0.5 / n**0.5
-
-
-def test_generator_decides_and_the_global_state_is_left() -> None:
-    posterior = fitted("kron")
-    state = torch.get_rng_state()
-    first, again, other = posterior.sample(3, seeded(1)), posterior.sample(3, seeded(1)), posterior.sample(3, seeded(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_a_generator_draws_follow_the_global_seed_and_differ() -> None:

@@ -26,16 +26,15 @@ from lightning_bayes.curvature.accumulate import make_accumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Layout, Probe, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
-from lightning_bayes.curvature.fit import CurvatureSum
+from lightning_bayes.curvature.fit import HESSIANS, CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
-from lightning_bayes.curvature.output_columns import INDEPENDENT
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset
 
-MODES = ("auto", "exact", "approx", "mixed")
+MODES = HESSIANS
 THRESHOLD = 256  # features per example up to which "mixed" carries the whole matrix
 
 
@@ -114,7 +113,7 @@ class BatchDiagonal:
         f, ops = run(network, self.subset, x)
         self.likelihood.check(f, y)
         walk = Walk(ops, f, layout.of(ops) if threshold > 0 else {}, threshold, parameters)
-        by_root = walk.output_is_whole and type(self.likelihood) not in INDEPENDENT
+        by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
         del f  # it would keep the whole graph
         (walk.from_root if by_root else walk.from_diagonal)(Λ)

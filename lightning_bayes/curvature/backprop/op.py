@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_bayes.curvature.gradients import quiet
 from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 
 class RuleError(CurvatureError):
@@ -58,8 +59,11 @@ class Op:
         try:
             with quiet():
                 found = _grad(outputs, leaves, columns, is_grads_batched=True)
-        except RuntimeError:  # an operation that cannot be batched
-            pass
+        except RuntimeError as error:
+            if not is_missing_rule(error):
+                raise
+            reason = f"PyTorch cannot batch a backward pass through {self.name}{self.where} ({first_line(error)})"
+            log_slow_path(reason, "columns are taken one at a time")
         if found is None or not _is_right(found, outputs, leaves, columns):
             each = [_grad(outputs, leaves, [c[k] for c in columns]) for k in range(K)]
             found = [None if gs[0] is None else torch.stack(gs) for gs in zip(*each, strict=True)]

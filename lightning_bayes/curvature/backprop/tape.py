@@ -9,28 +9,29 @@ The network computes what it always does. Where it overwrites a tensor in place,
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
 
 
 class Tape(TorchFunctionMode):
-    """Records every operation that depends on `parameters`, which must be all that have gradients."""
+    """Records every operation that depends on `parameters`, which must be all that have gradients, and in which of the
+    modules that are `running` it was."""
 
-    def __init__(self, parameters: Iterable[Tensor], network: nn.Module | None = None) -> None:
+    def __init__(self, parameters: Iterable[Tensor], running: Sequence[str] = ()) -> None:
         super().__init__()
         self._ops: list[Op] = []
         self._known = {id(p): p for p in parameters}  # held, because an id means something only while its owner lives
         self._overwritten: dict[int, tuple[Tensor, str]] = {}  # through another tensor on the same memory, by whom
-        # With the network, each operation is told in which module it was.
-        self._modules = None if network is None else {id(m): name for name, m in network.named_modules()}
+        self._running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,17 +142,25 @@ class Tape(TorchFunctionMode):
                 self._known[id(copy)] = copy
 
     def _where(self) -> str:
-        """The innermost module on the stack, by name."""
-        if self._modules is None:
-            return ""
-        frame = sys._getframe(1)
-        while frame is not None:
-            name = self._modules.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                kind = type(frame.f_locals["self"]).__name__
-                return f" in {name} ({kind})" if name else f" in {kind}"
-            frame = frame.f_back  # type: ignore[assignment]
-        return ""
+        return self._running[-1] if self._running else ""
+
+
+@contextmanager
+def running_modules(network: nn.Module) -> Iterator[list[str]]:
+    """Those whose `forward` has begun and not ended, the innermost last, as " in <name> (<class>)"."""
+    kinds = {module: type(module).__name__ for module in network.modules()}
+    places = {m: f" in {name} ({kinds[m]})" if name else f" in {kinds[m]}" for name, m in network.named_modules()}
+    running: list[str] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(places.get(module, running[-1] if running else ""))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    # Hooks of all modules there are: nothing is written onto the user's.
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
+        yield running
 
 
 def _name(func: Any) -> str:

@@ -6,6 +6,7 @@ somewhere else in it (time first, positions merged into the batch), or all examp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError
-from lightning_bayes.curvature.backprop.tape import Tape
+from lightning_bayes.curvature.backprop.tape import Tape, running_modules
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.network import inputs
 from lightning_bayes.network.subset import Subset
@@ -47,10 +48,10 @@ class Layout:
         }
 
 
-def run(network: nn.Module, subset: Subset, x: Any, locate: bool = False) -> tuple[Tensor, list[Op]]:
-    """The output and the operations behind it; `network` must be borrowed (see `preserve`)."""
+def run(network: nn.Module, subset: Subset, x: Any, running: Sequence[str] = ()) -> tuple[Tensor, list[Op]]:
+    """The output and the operations behind it; `network` must be borrowed (see `network.borrowed`)."""
     B = inputs.batch_size(x)
-    with torch.enable_grad(), Tape(subset.parameters(network).values(), network if locate else None) as tape:
+    with torch.enable_grad(), Tape(subset.parameters(network).values(), running) as tape:
         f = inputs.call(network, x)
     check_output(f, B)
     return f, tape.ops_to(f)
@@ -74,7 +75,8 @@ class Probe:
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     """By two and by three examples of `x`."""
     size = inputs.batch_size(x)
-    f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), locate=True)
+    with running_modules(network) as running:
+        f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), running)
     f_three, three = run(network, subset, inputs.take(network, x, [n % size for n in range(3)]))
     check_examples_apart(network, f, f_three)
     names = tuple(op.name for op in two)

@@ -1,13 +1,14 @@
 """Variational Laplace against MAP and variational inference: tables 1 and 2 and figures 1 and 2 of the paper (Unlu and
 Aitchison, "Variational Laplace for Bayesian neural networks").
 
-    python recipes/variational_laplace.py                     # minutes: a narrow network on some of FashionMNIST
-    python recipes/variational_laplace.py --paper             # the paper's: PreActResNet-18, 200 epochs; wants a GPU
-    python recipes/variational_laplace.py --dataset CIFAR10 --width 16 --n-train 10000 --epochs 20
+    python -m recipes.papers.variational_laplace.tables            # minutes: a narrow network on some of FashionMNIST
+    python -m recipes.papers.variational_laplace.tables --paper    # PreActResNet-18, 200 epochs; wants a GPU
+    python -m recipes.papers.variational_laplace.tables --dataset CIFAR10 --width 16 --n-train 10000 --epochs 20
 
 All methods share one network, one prior (He's scale, tempered by β), one optimizer and one test: MAP; VI, tested by
 the network at the mean and by 10 weight samples; and VL, tested at the mean. Batch-norm has no prior and no posterior.
-Tables are printed; pictures and numbers (`results.csv`, `elbo.csv`) go to outputs/variational_laplace/<dataset>/.
+Tables are printed; pictures and numbers (`results.csv`, `elbo.csv`) go to
+outputs/papers/variational_laplace/<dataset>/.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from image_data import DEFAULT_FOLDER, PLACES, VARIABLE, Images, read_images
-from preact_resnet import NORMS, PreActResNet
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
-from variational_laplace_paper import PAPER, PAPER_SECONDS, figure_1, figure_2
 
 from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin, metrics
+from recipes.papers.image_data import DEFAULT_FOLDER, PLACES, VARIABLE, Images, read_images
+from recipes.papers.variational_laplace.figures import PAPER, PAPER_SECONDS, figure_1, figure_2
+from recipes.papers.variational_laplace.preact_resnet import NORMS, PreActResNet
 
 SAMPLES = 10
 SCORES = ("nll", "acc", "ece")
@@ -311,7 +312,7 @@ def main() -> None:
     parser.add_argument("--dataset", nargs="+", choices=list(PLACES), default=["FashionMNIST"])
     parser.add_argument("--paper", action="store_true", help="the paper's network, data and epochs")
     parser.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help=f"torchvision's folder, or set {VARIABLE}")
-    parser.add_argument("--output", type=Path, default=Path("outputs/variational_laplace"))
+    parser.add_argument("--output", type=Path, default=Path("outputs/papers/variational_laplace"))
     lists = ("betas", "multipliers", "early_stopping_betas")
     for each in fields(Settings):
         kind = float if each.name in ("lr", *lists) else int

@@ -1,0 +1,100 @@
+"""Every way to a posterior, on the same tiny network and data: the rows of the contract."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from helpers.training import TASKS, LitNet, loader, trainer
+
+from lightning_bayes import (
+    DeepEnsemble,
+    GaussianPosterior,
+    OnlineLaplaceCallback,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+    fit_l2m,
+    fit_laplace,
+)
+
+N = 11
+STRUCTURES, SUBSETS = ("full", "diag", "kron"), ("all", "last_layer")
+
+
+class VariationalLaplaceNet(VariationalLaplaceMixin, LitNet):
+    decay = 0.0
+
+
+class VariationalInferenceNet(VariationalInferenceMixin, LitNet):
+    decay = 0.0
+
+
+def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int = 0) -> GaussianPosterior:
+    net = LitNet(task, seed).net
+    return fit_laplace(net, loader(task), TASKS[task], structure, subset, prior_precision=2.0)
+
+
+def l2m(task: str) -> GaussianPosterior:
+    module = LitNet(task)
+    optimizer: Any = module.configure_optimizers()
+    for batch in loader(task):
+        optimizer.zero_grad()
+        module.nll(*batch).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    posterior = fit_l2m(module.net, optimizer, TASKS[task], n_data=N, batch_size=N / 3, loss_scale=1.0)
+    assert isinstance(posterior, GaussianPosterior)
+    return posterior
+
+
+def online(task: str) -> GaussianPosterior:
+    callback = OnlineLaplaceCallback(TASKS[task], network="net", prior_precision=2.0)
+    _train(LitNet(task), callback)
+    return callback.posterior
+
+
+def variational(kind: Any, task: str) -> GaussianPosterior:
+    module = kind(task, variational={"likelihood": TASKS[task], "network": "net"})
+    _train(module)
+    posterior: GaussianPosterior = module.posterior
+    return posterior
+
+
+def _train(module: Any, *callbacks: Any) -> None:
+    with TemporaryDirectory() as folder:
+        trainer(Path(folder), *callbacks, max_epochs=1, precision="64-true").fit(module, loader(module.task))
+    module.zero_grad()
+
+
+def ensemble(task: str) -> DeepEnsemble:
+    return DeepEnsemble([laplace(task), laplace(task, "diag", seed=1)], weights=[1.0, 3.0])
+
+
+MAKERS: dict[str, Callable[[str], Any]] = {
+    **{
+        f"laplace, {structure}, {subset}": lambda task, a=structure, b=subset: laplace(task, a, b)
+        for structure, subset in product(STRUCTURES, SUBSETS)
+    },
+    "l2m": l2m,
+    "online": online,
+    "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
+    "variational inference": lambda task: variational(VariationalInferenceNet, task),
+    "ensemble": ensemble,
+}
+GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]
+OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith("variational")]
+
+
+@cache
+def made(kind: str, task: str) -> Any:
+    """One for all tests: none may change it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MAKERS[kind](task)
+
+
+def members(posterior: Any) -> tuple[GaussianPosterior, ...]:
+    return tuple(posterior.posteriors) if isinstance(posterior, DeepEnsemble) else (posterior,)

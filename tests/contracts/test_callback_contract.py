@@ -1,0 +1,235 @@
+"""Every callback goes the same way: fit, test, predict, save, load, resume.
+
+It logs the same keys, answers with `Prediction`s, and has the same posterior again after a checkpoint, after its own
+file, and after a run that was interrupted half way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tensors import TIGHT, real, seeded
+from helpers.training import FEATURES, OUTPUTS, TASKS, LitNet, dataset, loader, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
+
+from lightning_bayes import (
+    GaussianPosterior,
+    L2MCallback,
+    LaplaceCallback,
+    OnlineLaplaceCallback,
+    Prediction,
+    evaluate,
+)
+from lightning_bayes.trainer import PosteriorCallback
+
+EPOCHS, N, TESTED = 4, 11, 7
+SCORES = {"classification": {"nll", "acc", "ece", "brier"}, "regression": {"nll", "rmse", "coverage"}}
+X = real(TESTED, FEATURES, seed=3)
+
+# That so little data is hardly a choice; and Lightning's own, that a folder holds checkpoints, and that a new Trainer
+# writes them elsewhere.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+
+def plain(task: str) -> LitNet:
+    return LitNet(task)
+
+
+def variational(kind: Any) -> Callable[[str], LitNet]:
+    return lambda task: kind(task, variational={"likelihood": TASKS[task]})
+
+
+# A module, and the callback on its Trainer; a variational module brings its own.
+METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallback] | None]] = {
+    "laplace": (plain, lambda task: LaplaceCallback(TASKS[task], progress=False)),
+    "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
+    "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
+    "vl": (variational(VariationalLaplaceNet), None),
+    "vi": (variational(VariationalInferenceNet), None),
+}
+ROWS = [(method, task) for method in METHODS for task in SCORES]
+
+
+@dataclass
+class Run:
+    """A module, its Trainer and its callback, before and after a fit."""
+
+    module: LitNet
+    trainer: Any
+    own: PosteriorCallback | None
+
+    @property
+    def callback(self) -> PosteriorCallback:
+        """The one that scores; that of a variational module is known once the Trainer has run."""
+        (found,) = [each for each in self.trainer.callbacks if isinstance(each, PosteriorCallback)]
+        return found
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        return self.callback.posterior if self.own is not None else self.module.posterior  # type: ignore[return-value]
+
+    @property
+    def last(self) -> str:
+        return self.trainer.checkpoint_callback.last_model_path
+
+    def fit(self, path: str | None = None) -> "Run":
+        task = self.module.task
+        self.trainer.fit(self.module, loader(task, N), loader(task, TESTED, seed=5), ckpt_path=path)
+        return self
+
+    def test(self, path: str | None = None) -> dict[str, float]:
+        (logged,) = self.trainer.test(self.module, held_out(self.module.task), ckpt_path=path, verbose=False)
+        return logged
+
+    def predict(self, path: str | None = None) -> Any:
+        return self.trainer.predict(self.module, held_out(self.module.task), ckpt_path=path)
+
+
+def held_out(task: str) -> Any:
+    return loader(task, TESTED, seed=3)
+
+
+def new(folder: Path, method: str, task: str, epochs: int = EPOCHS) -> Run:
+    make_module, make_callback = METHODS[method]
+    own = None if make_callback is None else make_callback(task)
+    torch.manual_seed(0)
+    callbacks = [ModelCheckpoint(folder, save_last=True), *([] if own is None else [own])]
+    arguments: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True, "max_epochs": epochs}
+    return Run(make_module(task), trainer(folder, *callbacks, **arguments), own)
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=" ".join)
+def fitted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run without interruption: what it logged and predicted right after the fit, before anything was loaded."""
+    method, task = request.param
+    run = new(tmp_path_factory.mktemp("whole"), method, task).fit()
+    return run, run.test(), run.predict()
+
+
+def values(prediction: Prediction) -> dict[str, Any]:
+    return {f.name: getattr(prediction, f.name) for f in fields(prediction) if getattr(prediction, f.name) is not None}
+
+
+def same_predictions(found: list[Prediction], expected: list[Prediction]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        assert values(one).keys() == values(two).keys()
+        for name, value in values(two).items():
+            torch.testing.assert_close(values(one)[name], value, **TIGHT)
+
+
+def same_posterior(found: GaussianPosterior, expected: GaussianPosterior) -> None:
+    assert type(found) is type(expected)
+    assert found.n_data == expected.n_data == N
+    torch.testing.assert_close(found.mean, expected.mean, **TIGHT)
+    torch.testing.assert_close(found.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
+    assert found.calibrations == expected.calibrations
+
+
+def test_the_posterior_is_that_of_the_trained_weights(fitted: Any) -> None:
+    run, _, _ = fitted
+    posterior = run.posterior
+    assert isinstance(posterior, GaussianPosterior)
+    assert posterior.n_data == N
+    posterior.check_weights()
+    weights = [p for name, p in run.module.named_parameters() if name in posterior.subset.names]
+    assert torch.equal(posterior.mean, torch.cat([p.detach().flatten() for p in weights]))
+
+
+def test_the_same_keys_are_logged(fitted: Any) -> None:
+    run, logged, _ = fitted
+    scores = SCORES[run.module.task]
+    both = ("map", run.callback.name)
+    assert logged.keys() == {"test_loss", *(f"test_{score}_{who}" for score in scores for who in both)}
+
+
+def test_the_numbers_are_those_of_the_posterior_and_of_the_network(fitted: Any) -> None:
+    run, logged, _ = fitted
+    callback = run.callback
+    words = {"link": callback.link, "samples": callback.samples, "seed": callback.seed}
+    expected = evaluate(run.posterior, held_out(run.module.task), predictive=callback.predictive, **words)
+    for score, value in expected.items():
+        assert logged[f"test_{score}_{callback.name}"] == pytest.approx(value, rel=1e-6)
+    x, y = dataset(run.module.task, TESTED, seed=3).tensors
+    likelihood, f = run.posterior.likelihood, run.module(x).detach()
+    nll = -likelihood.log_likelihood_per_example(f, y).mean() / (1 if run.module.task == "classification" else OUTPUTS)
+    assert logged["test_nll_map"] == pytest.approx(float(nll), rel=1e-6)
+
+
+def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
+    run, _, predictions = fitted
+    assert [type(each) for each in predictions] == [Prediction, Prediction]
+    assert [len(each) for each in predictions] == [4, 3]
+    callback = run.callback
+    for batch, prediction in zip(held_out(run.module.task), predictions, strict=True):
+        x = batch[0]
+        mean = prediction.mean if run.module.task == "regression" else prediction.probs
+        assert mean.shape == (len(x), OUTPUTS)
+        assert mean.dtype == torch.float64
+        expected = run.posterior.predict(x, callback.predictive, callback.link, callback.samples, seeded(callback.seed))
+        same_predictions([prediction], [expected])
+
+
+def test_a_checkpoint_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
+    run, logged, predictions = fitted
+    again = new(tmp_path, run.callback.name, run.module.task)
+    assert again.test(run.last) == pytest.approx(logged, rel=1e-9)
+    same_predictions(again.predict(run.last), predictions)
+    assert again.posterior.network is not run.posterior.network
+    same_posterior(again.posterior, run.posterior)
+
+
+def test_a_file_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
+    """The one that the callback has written, or, of a module that is its own posterior, the one it is asked for."""
+    run, _, _ = fitted
+    path = run.callback.posterior_path
+    assert (path is None) == (run.own is None)
+    if path is None:
+        path = tmp_path / "posterior.pt"
+        run.posterior.save(path)
+    network = METHODS[run.callback.name][0](run.module.task).double()
+    network.load_state_dict(torch.load(run.last, weights_only=True)["state_dict"])
+    found = GaussianPosterior.load(path, network)
+    same_posterior(found, run.posterior)
+    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (found, run.posterior))
+    same_predictions([one], [two])
+
+
+def test_a_resumed_run_ends_in_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
+    whole, logged, predictions = fitted
+    method, task = whole.callback.name, whole.module.task
+    half = new(tmp_path / "half", method, task, EPOCHS // 2).fit()
+    assert not torch.allclose(half.posterior.mean, whole.posterior.mean)
+    resumed = new(tmp_path / "rest", method, task).fit(half.last)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    same_posterior(resumed.posterior, whole.posterior)
+    assert resumed.test() == pytest.approx(logged, rel=1e-9)
+    same_predictions(resumed.predict(), predictions)
+
+
+@pytest.mark.parametrize("method", ["laplace", "l2m"])
+def test_what_only_watches_does_not_change_training(method: str, tmp_path: Path) -> None:
+    watched = new(tmp_path, method, "classification").fit()
+    module = plain("classification")
+    trainer(tmp_path, max_epochs=EPOCHS, precision="64-true").fit(module, loader(n=N))
+    for name, weight in module.state_dict().items():
+        assert torch.equal(watched.module.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_before_a_fit_it_says_how_to_get_a_posterior(method: str, tmp_path: Path) -> None:
+    run = new(tmp_path, method, "classification")
+    if run.own is None:
+        assert f"test_nll_{method}" in run.test()  # a variational module always has one
+        return
+    with pytest.raises(RuntimeError, match="has no posterior yet: run trainer"):
+        _ = run.own.posterior
+    with pytest.warns(UserWarning, match="nothing is scored"):
+        assert run.test().keys() == {"test_loss"}

@@ -1,0 +1,362 @@
+"""Every posterior keeps the same promises, whatever method it comes from.
+
+A mean and a covariance, draws and a density, the Gaussian over outputs, predictions by every predictive and link, files
+and states that hold all of it, and a network that no call changes.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracles import at_weights, jacobian
+from helpers.tensors import TIGHT, real, seeded
+from helpers.training import FEATURES, OUTPUTS, TASKS, dataset, loader
+from helpers.untouched import untouched
+from posterior_kinds import GAUSSIANS, MAKERS, OF_LAPLACE, N, made, members
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
+
+from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, Prediction, evaluate
+from lightning_bayes.posterior import PosteriorError
+
+B = 5
+X = real(B, FEATURES, seed=7)
+
+every_posterior = pytest.mark.parametrize("kind", MAKERS)
+every_gaussian = pytest.mark.parametrize("kind", GAUSSIANS)
+every_task = pytest.mark.parametrize("task", TASKS)
+both_kinds_of_targets = pytest.mark.parametrize("task", ["classification", "regression"])
+
+
+def covariance(posterior: GaussianPosterior) -> Tensor:
+    return torch.linalg.inv(posterior.precision.to_dense())
+
+
+def flat_weights(posterior: GaussianPosterior) -> Tensor:
+    chosen = [p for name, p in posterior.network.named_parameters() if name in posterior.subset.names]
+    return torch.cat([p.detach().flatten() for p in chosen])
+
+
+def tensors(prediction: Prediction) -> dict[str, Tensor]:
+    values = {f.name: getattr(prediction, f.name) for f in fields(prediction)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@every_gaussian
+@both_kinds_of_targets
+def test_the_mean_is_the_networks_weights_and_the_data_are_counted(kind: str, task: str) -> None:
+    posterior = made(kind, task)
+    assert isinstance(posterior, GaussianPosterior)
+    assert isinstance(posterior.network, nn.Sequential)
+    P = 15 if kind.endswith("last_layer") else 31
+    assert posterior.mean.shape == (P,)
+    assert posterior.mean.dtype == torch.float64
+    assert torch.equal(posterior.mean, flat_weights(posterior))
+    assert posterior.precision.to_dense().shape == (P, P)
+    assert posterior.n_data == N
+    assert type(posterior.likelihood) is type(TASKS[task])
+
+
+@every_gaussian
+def test_the_density_is_that_of_the_multivariate_normal(kind: str) -> None:
+    posterior = made(kind, "classification")
+    reference = MultivariateNormal(posterior.mean, covariance(posterior))
+    θ = reference.sample((2, 3))
+    torch.testing.assert_close(posterior.log_prob(θ), reference.log_prob(θ), **TIGHT)
+    torch.testing.assert_close(posterior.log_prob(posterior.mean), reference.log_prob(posterior.mean), **TIGHT)
+
+
+@every_gaussian
+def test_draws_have_the_mean_and_the_covariance(kind: str) -> None:
+    """Whitened, they are standard normal: five standard errors of each first and second moment."""
+    posterior, n = made(kind, "classification"), 10_000
+    θ = posterior.sample(n, seeded())  # [n, P]
+    assert θ.shape == (n, len(posterior.mean))
+    z = (θ - posterior.mean) @ torch.linalg.cholesky(posterior.precision.to_dense())
+    assert z.mean(0).abs().max() < 5 / n**0.5
+    moments = z.mT @ z / n
+    assert (moments - torch.eye(len(moments))).abs().max() < 5 * (2 / n) ** 0.5
+
+
+@every_gaussian
+def test_the_generator_decides_what_is_drawn(kind: str) -> None:
+    posterior = made(kind, "regression")
+    with untouched(posterior.network):
+        first, again, other = (posterior.sample(3, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).any()
+    with torch.random.fork_rng(devices=[]):
+        assert posterior.sample().shape == (1, len(posterior.mean))
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@every_gaussian
+def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> None:
+    """`f(x; θ*)` and `J P⁻¹ Jᵀ`."""
+    posterior = made(kind, "classification")
+    J, Σ = jacobian(posterior.network, X, posterior.subset.names), covariance(posterior)
+    mean, of_outputs = posterior.functional(X)
+    torch.testing.assert_close(mean, posterior.network(X).detach(), **TIGHT)
+    torch.testing.assert_close(of_outputs, J @ Σ @ J.mT, **TIGHT)
+    _, joint = posterior.functional(X, joint=True)
+    torch.testing.assert_close(joint, J.flatten(0, 1) @ Σ @ J.flatten(0, 1).mT, **TIGHT)
+
+
+@every_posterior
+@every_task
+@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
+def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
+    posterior = made(kind, task)
+    for link in (None, *TASKS[task].links) if predictive == "glm" else (None,):
+        found, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
+        assert type(found) is Prediction
+        assert len(found) == B
+        values = tensors(found)
+        per_output = {"epistemic", "aleatoric"} | ({"mean", "variance"} if task == "regression" else {"probs"})
+        assert values.keys() == {*per_output, "entropy"}
+        for name, value in values.items():
+            assert value.shape == ((B,) if name == "entropy" and task == "classification" else (B, OUTPUTS)), name
+            assert value.dtype == torch.float64
+            assert value.isfinite().all(), name
+            assert not value.requires_grad
+            assert torch.equal(value, tensors(again)[name])  # the generator decides
+            assert torch.equal(value, tensors(found.to("cpu"))[name])  # where it is already
+        assert (values["aleatoric"] >= 0).all()
+        assert (values["epistemic"] >= 0).all()
+        if task == "regression":
+            torch.testing.assert_close(found.variance, found.epistemic + found.aleatoric, **TIGHT)
+        elif task == "classification":
+            torch.testing.assert_close(found.probs.sum(1), torch.ones(B).double(), **TIGHT)
+            assert (found.probs >= 0).all()
+        else:
+            assert ((found.probs >= 0) & (found.probs <= 1)).all()
+
+
+@every_gaussian
+@every_task
+def test_predictions_are_those_of_the_network_at_its_weights_and_at_draws(kind: str, task: str) -> None:
+    """By hand: the mean of what the network itself says, and the spread of it."""
+    posterior, likelihood = made(kind, task), TASKS[task]
+    point = posterior.predict(X, "map")
+    outputs = posterior.network(X).detach()
+    expected = {"classification": outputs.softmax(1), "binary": outputs.sigmoid(), "regression": outputs}[task]
+    torch.testing.assert_close(point.mean if task == "regression" else point.probs, expected, **TIGHT)
+    if task == "regression":
+        assert (point.epistemic == 0).all()
+
+    generator = seeded(2)
+    weights = [posterior.sample(1, generator)[0] for _ in range(9)]
+    moments = [likelihood.conditional(at_weights(posterior.network, θ, posterior.subset.names, X)) for θ in weights]
+    mean = torch.stack([mean for mean, _ in moments])
+    variance = torch.stack([variance.expand(B, OUTPUTS) for _, variance in moments])
+    sampled = posterior.predict(X, "bnn", samples=9, generator=seeded(2))
+    torch.testing.assert_close(sampled.mean if task == "regression" else sampled.probs, mean.mean(0), **TIGHT)
+    torch.testing.assert_close(sampled.epistemic, mean.var(0, correction=0), **TIGHT)
+    torch.testing.assert_close(sampled.aleatoric, variance.mean(0), **TIGHT)
+
+
+@every_gaussian
+def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
+    """`f(x; θ*)`, `diag(J P⁻¹ Jᵀ)`, and the noise."""
+    posterior = made(kind, "regression")
+    J = jacobian(posterior.network, X, posterior.subset.names)
+    found = posterior.predict(X)
+    torch.testing.assert_close(found.mean, posterior.network(X).detach(), **TIGHT)
+    torch.testing.assert_close(found.epistemic, torch.einsum("bcp,pq,bcq->bc", J, covariance(posterior), J), **TIGHT)
+    torch.testing.assert_close(found.aleatoric, torch.full((B, OUTPUTS), 0.36, dtype=torch.float64), **TIGHT)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
+    posterior = made("ensemble", task)
+    w = torch.tensor([0.25, 0.75]).double()
+    generator = seeded()
+    each = [member.predict(X, generator=generator) for member in posterior.posteriors]
+    found = posterior.predict(X, generator=seeded())
+    means = torch.stack([p.mean if task == "regression" else p.probs for p in each])
+    mean = torch.einsum("m,mbc->bc", w, means)
+    torch.testing.assert_close(found.mean if task == "regression" else found.probs, mean, **TIGHT)
+    within = torch.einsum("m,mbc->bc", w, torch.stack([p.epistemic for p in each]))
+    between = torch.einsum("m,mbc->bc", w, (means - mean).square())
+    torch.testing.assert_close(found.epistemic, within + between, **TIGHT)
+
+
+@every_posterior
+@both_kinds_of_targets
+def test_scores_have_the_same_keys(kind: str, task: str) -> None:
+    scores = evaluate(made(kind, task), loader(task), samples=5)
+    keys = {"nll", "rmse", "coverage"} if task == "regression" else {"nll", "acc", "ece", "brier"}
+    assert scores.keys() == keys
+    x, y = dataset(task).tensors
+    predicted = made(kind, task).predict(x)
+    if task == "classification":
+        assert scores["nll"] == pytest.approx(float(-predicted.probs.gather(1, y[:, None]).log().mean()))
+    elif task == "regression":
+        assert scores["rmse"] == pytest.approx(float((predicted.mean - y).square().mean().sqrt()))
+
+
+# -- files and states --------------------------------------------------------------------------------------------------
+
+
+def reloaded(posterior: Any, how: str, folder: Path) -> Any:
+    """The same posterior on copies of its networks."""
+    networks = [copy.deepcopy(member.network) for member in members(posterior)]
+    if how == "state":
+        (state,), (network,) = [member.state_dict() for member in members(posterior)], networks
+        return GaussianPosterior.from_state_dict(network, state)
+    paths = [folder / f"{number}.pt" for number, _ in enumerate(networks)]
+    for member, path in zip(members(posterior), paths, strict=True):
+        member.save(path)
+        assert isinstance(torch.load(path, weights_only=True), dict)
+    if isinstance(posterior, DeepEnsemble):
+        return DeepEnsemble.load(paths, networks, weights=posterior.weights)
+    return GaussianPosterior.load(paths[0], networks[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "task"),
+    [
+        *[(kind, "file", task) for kind in MAKERS for task in ("classification", "regression")],
+        *[(kind, "state", "regression") for kind in GAUSSIANS],
+    ],
+)
+def test_what_comes_back_is_the_same_posterior(kind: str, how: str, task: str, tmp_path: Path) -> None:
+    posterior = made(kind, task)
+    found = reloaded(posterior, how, tmp_path)
+    assert type(found) is type(posterior)
+    for predictive in ("glm", "bnn", "map"):
+        one, two = (p.predict(X, predictive, samples=5, generator=seeded()) for p in (found, posterior))
+        for name, value in tensors(two).items():
+            torch.testing.assert_close(tensors(one)[name], value, **TIGHT)
+    for one, two in zip(members(found), members(posterior), strict=True):
+        assert one.network is not two.network
+        assert one.n_data == two.n_data
+        assert repr(one.likelihood) == repr(two.likelihood)
+        torch.testing.assert_close(one.sample(3, seeded()), two.sample(3, seeded()), **TIGHT)
+        torch.testing.assert_close(one.log_prob(two.mean + 0.1), two.log_prob(two.mean + 0.1), **TIGHT)
+
+
+@every_gaussian
+def test_a_network_with_other_weights_is_refused(kind: str) -> None:
+    posterior = made(kind, "classification")
+    other = copy.deepcopy(posterior.network)
+    with torch.no_grad():
+        other[2].bias[0] += 1e-3
+    found = GaussianPosterior.from_state_dict(other, posterior.state_dict())
+    with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):
+        found.predict(X)
+
+
+@every_gaussian
+def test_it_is_where_its_network_is(kind: str) -> None:
+    posterior = made(kind, "classification")
+    assert posterior.device == torch.device("cpu")
+    with untouched(posterior.network):
+        posterior.network.to("cpu")
+    assert not posterior.is_elsewhere()
+
+
+# -- evidence and calibration ------------------------------------------------------------------------------------------
+
+
+@every_gaussian
+def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
+    posterior = made(kind, "classification")
+    if kind in OF_LAPLACE:
+        assert isinstance(posterior, LaplacePosterior)
+        wider = posterior.with_prior(0.5)
+        δ = posterior.prior_precision.expand(len(posterior.mean))
+        moved = posterior.precision.to_dense() - torch.diag(δ) + 0.5 * torch.eye(len(δ))
+        torch.testing.assert_close(wider.precision.to_dense(), moved, **TIGHT)
+        return
+    assert not isinstance(posterior, LaplacePosterior)
+    for call in (posterior.log_marginal_likelihood, lambda: posterior.with_prior(1.0), posterior.tune_prior):
+        with pytest.raises(PosteriorError, match="fit_laplace gives a LaplacePosterior that does"):
+            call()
+
+
+@every_gaussian
+@both_kinds_of_targets
+def test_calibration_is_kept_and_changes_predictions_alone(kind: str, task: str) -> None:
+    posterior = made(kind, task)
+    with untouched(posterior.network):
+        calibrated = posterior.calibrate(loader(task, seed=4))
+    assert type(calibrated) is type(posterior)
+    assert torch.equal(calibrated.sample(2, seeded()), posterior.sample(2, seeded()))
+    before, after, without = posterior.predict(X), calibrated.predict(X), calibrated.predict(X, calibrated=False)
+    assert not torch.allclose(before.entropy, after.entropy)
+    again = GaussianPosterior.from_state_dict(posterior.network, calibrated.state_dict())
+    torch.testing.assert_close(again.predict(X).entropy, after.entropy, **TIGHT)
+    torch.testing.assert_close(without.entropy, before.entropy, **TIGHT)
+
+
+# -- the network is borrowed -------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "glm": lambda p: p.predict(X),
+    "glm, mc": lambda p: p.predict(X, link="mc", samples=3),
+    "bnn": lambda p: p.predict(X, "bnn", samples=3),
+    "map": lambda p: p.predict(X, "map"),
+    "evaluate": lambda p: evaluate(p, loader(), samples=3),
+    "functional": lambda p: p.functional(X),
+    "calibrate": lambda p: p.calibrate(loader(), samples=3),
+}
+OF_ENSEMBLES = ("glm", "glm, mc", "bnn", "map", "evaluate")
+
+
+def uses(kind: str) -> list[Callable[[Any], Any]]:
+    return [use for name, use in USES.items() if kind != "ensemble" or name in OF_ENSEMBLES]
+
+
+@every_posterior
+def test_no_call_changes_the_network_or_a_random_state(kind: str) -> None:
+    posterior = made(kind, "classification")
+    networks = [member.network for member in members(posterior)]
+    for network in networks:
+        network.train()
+        network[1].eval()
+        network[0].bias.requires_grad_(False)
+        network[2].weight.grad = real(3, 4)
+    try:
+        with untouched(*networks):
+            for use in uses(kind):
+                use(posterior)
+    finally:
+        for network in networks:
+            network[0].bias.requires_grad_(True)
+            network.zero_grad()
+
+
+class Broken(Exception):
+    pass
+
+
+@every_posterior
+def test_a_call_that_fails_half_way_changes_nothing_either(kind: str) -> None:
+    posterior = made(kind, "classification")
+    networks = [member.network for member in members(posterior)]
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    for network in networks:
+        network.train()
+        network[2].weight.grad = real(3, 4)
+    handle = networks[-1][2].register_forward_pre_hook(fail)
+    try:
+        for use in uses(kind):
+            with pytest.raises(Broken), untouched(*networks):
+                use(posterior)
+    finally:
+        handle.remove()
+        for network in networks:
+            network.zero_grad()

@@ -1,0 +1,82 @@
+"""A quiet Trainer, and a user's module that every method can train, with its data."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from helpers.networks import made, mlp
+from helpers.tensors import real
+from lightning_bayes import Bernoulli, Categorical, Gaussian
+from lightning_bayes.likelihoods import Likelihood
+
+FEATURES, OUTPUTS, NOISE = 3, 3, 0.6
+TASKS: dict[str, Likelihood] = {
+    "classification": Categorical(),
+    "binary": Bernoulli(),
+    "regression": Gaussian(NOISE),
+}
+
+
+def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        "callbacks": list(callbacks),
+    }
+    return L.Trainer(**{**quiet, **arguments})
+
+
+class LitNet(L.LightningModule):
+    """Its loss is the mean negative log-likelihood; three outputs, biases, and AdamW."""
+
+    decay = 0.1
+
+    def __init__(self, task: str = "classification", seed: int = 0) -> None:
+        super().__init__()
+        self.task = task
+        self.net = made(lambda: mlp(FEATURES, 4, OUTPUTS), seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.nll(*batch)
+
+    def nll(self, x: Tensor, y: Tensor) -> Tensor:
+        f = self(x)
+        if self.task == "classification":
+            return F.cross_entropy(f, y)
+        if self.task == "binary":
+            return F.binary_cross_entropy_with_logits(f, y, reduction="none").sum(1).mean()
+        return -torch.distributions.Normal(f, NOISE).log_prob(y).sum(1).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.nll(*batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.nll(*batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.02, weight_decay=self.decay)
+
+
+def dataset(task: str = "classification", n: int = 11, seed: int = 1) -> TensorDataset:
+    f = real(n, OUTPUTS, seed=seed + 1000)
+    targets = {"classification": f.argmax(1), "binary": (f > 0).double(), "regression": f}
+    return TensorDataset(real(n, FEATURES, seed=seed), targets[task])
+
+
+def loader(task: str = "classification", n: int = 11, batch_size: int = 4, seed: int = 1) -> DataLoader[Any]:
+    """Uneven batches, always in the same order."""
+    return DataLoader(dataset(task, n, seed), batch_size)
