@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
-from lightning_bayes.mixins.options import PREDICTIVES
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -21,19 +20,7 @@ class VariationalCallback(PosteriorCallback):
     """Scores and predicts with the module's present posterior; it keeps nothing, since the module's weights do."""
 
     def __init__(self, q: GaussianWeights) -> None:
-        options = q.options
-        super().__init__(
-            options.name,
-            options.likelihood,
-            PREDICTIVES[options.predictive],
-            options.link,
-            options.samples,
-            options.network,
-            options.ood,
-            options.plots,
-            options.seed,
-            options.predict_step,
-        )
+        super().__init__(q.options)
         self._q = q
 
     def _find_posterior(self) -> GaussianPosterior | None:
@@ -42,7 +29,7 @@ class VariationalCallback(PosteriorCallback):
         now, before = self._module.posterior, self._posterior
         assert isinstance(now, GaussianPosterior)
         if before is not None and _same_place(before, now):
-            now = replace(now, _plans=before._plans)  # which do not depend on the weights' values
+            now = replace(now, plans=before.plans)  # which do not depend on the weights' values
         self._posterior = now
         return now
 

@@ -25,7 +25,7 @@ from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_we
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.gaussian import fingerprint
+from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.module import network_of

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
 from lightning_bayes.likelihoods import Categorical, Likelihood, UnknownLikelihoodError, resolve
-from lightning_bayes.trainer.arguments import check_use
-from lightning_bayes.trainer.predict_step import PREDICT_STEPS
+from lightning_bayes.trainer.options import UseOptions
 
 CURVATURES = ("fisher", "empirical", "hessian")
 METHODS = ("auto", "exact", "finite_difference")
@@ -21,14 +20,11 @@ class OptionError(ValueError):
     """An unknown key or word in `variational`."""
 
 
-@dataclass(frozen=True)
-class VariationalOptions:
-    """The keys of `variational={…}`, with their defaults; every word is checked.
+@dataclass(frozen=True, kw_only=True)
+class VariationalOptions(UseOptions):
+    """The keys of `variational={…}`, with their defaults; it checks itself when it is made.
 
     Args:
-        name: suffix of the logged numbers, "vl" or "vi" by default.
-        predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples;
-            default of variational inference) or "glm" (the linearised network; default of Variational Laplace).
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         beta: tempers the posterior: weight of the KL divergence.
         prior_std: of the weights: a number, "he" (√(2/fan-in)), "weight_decay" (the optimizer's, which is then set to
@@ -43,6 +39,9 @@ class VariationalOptions:
         method: how Variational Laplace computes its step: "auto", "exact" or "finite_difference".
         train_samples: weight samples per training step of variational inference.
         local_reparameterization: sample the outputs of linear and convolutional layers instead of their weights.
+        name: suffix of the logged numbers, "vl" or "vi" by default.
+        predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples;
+            default of variational inference) or "glm" (the linearised network; default of Variational Laplace).
         link: how "glm" integrates over a classifier's outputs: "probit", "pairwise", "bridge" or "mc".
         samples: drawn where a prediction draws.
         ood: dataloaders after the first hold out-of-distribution data.
@@ -50,40 +49,30 @@ class VariationalOptions:
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
     """
 
-    name: str
-    predictive: str
     likelihood: Likelihood = field(default_factory=Categorical)
+    samples: int = 10
     beta: float = 1.0
     prior_std: float | str | Mapping[str, float | str] = 1.0
     n_data: int | None = None
-    network: str | None = None
     deterministic: tuple[str, ...] = ()
     loss: str = "returned"
-    seed: int = 0
     curvature: str = "fisher"
     method: str = "auto"
     train_samples: int = 1
     local_reparameterization: bool = False
-    link: str | None = None
-    samples: int = 10
-    ood: bool = False
-    plots: bool = False
-    predict_step: str = "replace"
+    error: InitVar[type[Exception]] = OptionError
 
-    def __post_init__(self) -> None:
-        word("predictive", self.predictive, tuple(PREDICTIVES), OptionError)
-        word("loss", self.loss, LOSSES, OptionError)
-        word("predict_step", self.predict_step, PREDICT_STEPS, OptionError)
-        word("curvature", self.curvature, CURVATURES, OptionError)
-        word("method", self.method, METHODS, OptionError)
+    def __post_init__(self, error: type[Exception]) -> None:
+        super().__post_init__(error)
+        word("loss", self.loss, LOSSES, error)
+        word("curvature", self.curvature, CURVATURES, error)
+        word("method", self.method, METHODS, error)
         if self.curvature == "hessian" and self.method == "finite_difference":
-            raise OptionError("curvature='hessian' has no finite-difference form: use method='exact'")
-        positive("beta", self.beta, OptionError)
-        count("train_samples", self.train_samples, error=OptionError)
-        count("n_data", 1 if self.n_data is None else self.n_data, error=OptionError)
-        flag("local_reparameterization", self.local_reparameterization, OptionError)
-        use = (self.link, self.samples, self.network, self.ood, self.plots, self.seed)
-        check_use(self.name, self.likelihood, *use, error=OptionError)
+            raise error("curvature='hessian' has no finite-difference form: use method='exact'")
+        positive("beta", self.beta, error)
+        count("train_samples", self.train_samples, error=error)
+        count("n_data", 1 if self.n_data is None else self.n_data, error=error)
+        flag("local_reparameterization", self.local_reparameterization, error)
 
 
 def options_from(
@@ -94,7 +83,7 @@ def options_from(
     if given is not None and not isinstance(given, Mapping):
         raise OptionError(f"variational must be a dictionary of options, got {shown(given)}")
     options: dict[str, Any] = plain_values(given or {})
-    known = [f.name for f in fields(VariationalOptions) if f.name not in unused]
+    known = [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)]
     for key in options:
         if key not in known:
             raise OptionError(f"variational has no key {key!r}: use {', '.join(map(repr, known))}")
@@ -106,7 +95,8 @@ def options_from(
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"deterministic must be a list of name patterns, got {shown(patterns)}")
     options["deterministic"] = tuple(patterns)
-    return VariationalOptions(**{"name": name, "predictive": predictive, **options})
+    predictive = word("predictive", options.pop("predictive", predictive), tuple(PREDICTIVES), OptionError)
+    return VariationalOptions(**{"name": name, "predictive": PREDICTIVES[predictive], **options})
 
 
 def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:

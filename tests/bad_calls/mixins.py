@@ -1,25 +1,17 @@
 """The options of variational modules, the multiplier, and the functions beside them."""
 
 import math
-from typing import Any
+from dataclasses import fields
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bad_calls.callbacks import FLAG, POSITIVE, counts, flags
-from bad_calls.cases import Of, Table, mlp
+from bad_calls.cases import LitNet as Lit
+from bad_calls.cases import Of, Table
 from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
-
-
-class Lit(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
@@ -34,7 +26,7 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table = Table(
         f"{kind.__name__}(variational)",
         lambda t, **given: kind(variational=given),
-        [key for key in VariationalOptions.__annotations__ if key not in unused],
+        [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)],
     )
     table("likelihood", "softmax", "use one of 'classification', 'binary', 'regression'")
     table("likelihood", {"name": "Poisson"}, "'Poisson' cannot be made from a file")
