@@ -1,20 +1,23 @@
 """`VariationalMixin`: the public names and Lightning hooks that both variational mixins give to a module.
 
-What they do is in `GaussianWeights`, the module's one private attribute `_variational`.
+What they do is in `GaussianWeights`, the module's one private attribute `_variational`. `VariationalCallback`, which
+`configure_callbacks` adds, scores the module's posterior and predicts with it, as all callbacks do with theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lightning_bayes.mixins.callback import VariationalCallback
 from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights
 from lightning_bayes.mixins.log_sigma import LogSigma
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.trainer import PosteriorCallback
+from lightning_bayes.trainer.strategy import refuse_sharded
 
 if TYPE_CHECKING:
     _Base = LightningModule
@@ -58,3 +61,45 @@ class VariationalMixin(_Base):
         super().on_load_checkpoint(checkpoint)
         self._variational.load_state_dict(checkpoint.get(_KEY, {}))
         self._variational.add_missing_log_sigma(checkpoint["state_dict"])
+
+
+class VariationalCallback(PosteriorCallback):
+    """Uses the posterior that the module has now; it stores nothing, since the module's weights do."""
+
+    def __init__(self, q: GaussianWeights) -> None:
+        super().__init__(q.options)
+        self._q = q
+
+    def _find_posterior(self) -> GaussianPosterior | None:
+        if self._module is None:
+            return None
+        now, before = self._module.posterior, self._posterior
+        assert isinstance(now, GaussianPosterior)
+        if before is not None and _same_place(before, now):
+            now = replace(now, plans=before.plans)  # which do not depend on the weights' values
+        self._posterior = now
+        return now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        refuse_sharded(trainer, "a variational module")
+
+    def _check_module(self, module: LightningModule) -> None:
+        pass
+
+    def _begin_dry_run(self, trainer: Trainer) -> None:
+        """The mixin looks at every step itself, and the callback stores nothing."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._q.begin(trainer)
+
+
+def _same_place(a: GaussianPosterior, b: GaussianPosterior) -> bool:
+    return a.network is b.network and a.subset.names == b.subset.names and a.device == b.device
