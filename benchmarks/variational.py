@@ -41,7 +41,7 @@ CONTENDERS = {
 
 
 def preact_resnet(width: int) -> nn.Module:
-    from recipes.preact_resnet import PreActResNet
+    from recipes.papers.variational_laplace.preact_resnet import PreActResNet
 
     return PreActResNet(3, CLASSES, width)
 

@@ -127,6 +127,14 @@ def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
             raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")
 
 
+def register(kinds: dict[str, type], name: str, kind: type) -> None:
+    """Make a class known by a name that no other class has; one that is defined again takes its own place."""
+    known = kinds.get(name, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(f"the name {name!r} belongs to {known.__qualname__}: give {kind.__qualname__} another one")
+    kinds[name] = kind
+
+
 def plain_values(value: Any) -> Any:
     """Mappings as dictionaries and sequences as lists, down to what is neither; tuples stay tuples.
 

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.practice import gaussians, methods, report, results, setups, stages, tasks, training
+from benchmarks.practice.datasets import VARIABLE, MissingDataError
 from benchmarks.practice.setups import SetUp
-from recipes.datasets import VARIABLE, MissingDataError
 
 STAGES = ("train", "gaussians", "methods", "table")
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from benchmarks.practice import datasets
 from benchmarks.practice.setups import BUNDLED_CLASSES, BUNDLED_REGRESSION, IMAGES, SetUp
-from recipes import datasets
 
 N_IMAGES, N_TRAIN, N_VALIDATION, N_TEST, N_OOD = 5000, 4500, 500, 1000, 500
 ELSEWHERE = {"MNIST": ("FashionMNIST", "KMNIST"), "FashionMNIST": ("MNIST", "KMNIST"), "CIFAR10": ("SVHN",)}

@@ -1,12 +1,11 @@
 """Vector–Jacobian products: of many columns to every layer's output at once, and per example where no rule applies.
 
-Both run vectorised where PyTorch has batching rules for every operator of the network, and fall back, once per network,
-to a loop where it has not (custom functions, fused recurrent kernels).
+Both run vectorised where PyTorch has batching rules for every operator of the network. Where it has none (custom
+functions, fused recurrent kernels), they fall back to a loop, once per fit.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 
+from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import inputs
 from lightning_bayes.network.at_weights import call_with
-
-logger = logging.getLogger("lightning_bayes")
+from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
 CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
@@ -32,9 +31,7 @@ class LayerGradients:
 
     def __init__(self) -> None:
         self._batched = True
-        self._checked: set[tuple[int, torch.Size]] = (
-            set()
-        )  # columns and outputs for which batching gave the right thing
+        self._checked: set[tuple[int, torch.Size]] = set()  # columns and outputs for which batching was right
         self._buffers: list[Tensor] = []
 
     def __call__(self, f: Tensor, calls: list[Call], columns: Tensor, plain: bool = False) -> list[Tensor]:
@@ -45,27 +42,30 @@ class LayerGradients:
             try:
                 with quiet():
                     grads = _grad(f, calls, columns, is_grads_batched=True)
-                if plain or self._is_right(f, calls, columns, grads):
+                wrong = [] if plain else self._wrong(f, calls, columns, grads)
+                if not wrong:
                     return grads
-            except RuntimeError:
-                pass
+                reason = f"PyTorch's batching rules give wrong gradients at {', '.join(wrong)}"
+            except RuntimeError as error:
+                if not is_missing_rule(error):
+                    raise
+                reason = f"PyTorch cannot batch a backward pass{describe_functions(f)} ({first_line(error)})"
+            log_slow_path(reason, "columns are taken one at a time")
             self._batched = False
         if len(columns) == 1:
             return [g.unsqueeze(0) for g in _grad(f, calls, columns[0])]
         return self._looped(f, calls, columns)
 
-    def _is_right(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> bool:
-        """Whether a random combination of the columns has the same combination of their gradients; once for each shape,
-        because an operator's batching rule may confuse columns with examples where there are as many."""
+    def _wrong(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> list[str]:
+        """The layers with wrong gradients; checked once for each shape, because an operator's batching rule may confuse
+        columns with examples where there are as many."""
         if (len(columns), f.shape) in self._checked:
-            return True
-        r = random_numbers(len(columns), like=columns)
-        combined = {str(i): torch.tensordot(r, g, dims=1) for i, g in enumerate(grads)}
-        true = {str(i): g for i, g in enumerate(_grad(f, calls, torch.tensordot(r, columns, dims=1)))}
-        if not all(agree(combined, true).values()):
-            return False
-        self._checked.add((len(columns), f.shape))
-        return True
+            return []
+        edges: list[Any] = [call.edge for call in calls]
+        wrong = [calls[i].name for i in disagreeing(grads, [f], edges, [columns])]
+        if not wrong:
+            self._checked.add((len(columns), f.shape))
+        return wrong
 
     def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
         """An example's columns lie together, as its own gradient needs them, and in memory that the next call reuses:
@@ -112,13 +112,13 @@ class ParameterGradients:
                     gradients = self._vmapped(parameters, x, columns)
                 if self._is_right(parameters, x, columns, gradients):
                     return gradients
-                logger.info(
-                    "%s: PyTorch's vmap gives wrong gradients in this network; they are taken one example at a time, "
-                    "which is slow",
-                    ", ".join(parameters),
-                )
-            except (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError):
-                pass
+                reason = "PyTorch's vmap gives wrong gradients in this network"
+            except (RuntimeError, TypeError, AttributeError, AssertionError) as error:
+                if not is_missing_rule(error):
+                    raise
+                functions = describe_functions(inputs.call(self._network, x))
+                reason = f"PyTorch's vmap cannot run this network{functions} ({first_line(error)})"
+            log_slow_path(f"{', '.join(parameters)}: {reason}", "gradients are taken one example at a time")
             self._vectorised = False
         return self._looped(parameters, x, columns)
 
@@ -130,9 +130,10 @@ class ParameterGradients:
         f = inputs.call(self._network, x)
         cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
         true = torch.autograd.grad(f, list(parameters.values()), cotangent, allow_unused=True)
-        each = zip(parameters.items(), true, strict=True)
         sums = {name: torch.tensordot(r.to(g.dtype), g, dims=2) for name, g in gradients.items()}
-        return all(agree(sums, {n: (torch.zeros_like(p) if g is None else g).flatten() for (n, p), g in each}).values())
+        pairs = zip(parameters.items(), true, strict=True)
+        exact = {name: (torch.zeros_like(p) if g is None else g).flatten() for (name, p), g in pairs}
+        return all(agree(sums, exact).values())
 
     def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in parameters.items()}
@@ -176,6 +177,21 @@ class NetworkCall(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         return inputs.bare_call(self.network, x)
+
+
+def disagreeing(
+    gradients: Sequence[Tensor | None], outputs: list[Tensor], inputs: list[Any], columns: list[Tensor]
+) -> list[int]:
+    """The inputs at which a random combination of the columns has not that combination of their gradients: some of
+    PyTorch's batching rules are wrong."""
+    r = random_numbers(len(columns[0]), like=columns[0])
+    combined = [torch.tensordot(r.to(c), c, dims=1) for c in columns]
+    true = torch.autograd.grad(outputs, inputs, combined, retain_graph=True, allow_unused=True)
+    sums, exact = {}, {}
+    for i, (g, t) in enumerate(zip(gradients, true, strict=True)):
+        if g is not None and t is not None:
+            sums[str(i)], exact[str(i)] = torch.tensordot(r.to(g), g, dims=1), t
+    return [int(i) for i, close in agree(sums, exact).items() if not close]
 
 
 @contextmanager

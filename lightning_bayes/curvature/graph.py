@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -54,6 +55,12 @@ def parameter_uses(nodes: Counter[Node]) -> Counter[int]:
     2
     """
     return Counter({id(node.variable): n for node, n in nodes.items() if node.name() == _LEAF})  # type: ignore[attr-defined]
+
+
+def describe_functions(f: Tensor) -> str:
+    """The author's own functions behind `f`; PyTorch's errors do not name them, as they name its own operators."""
+    names = {node.name().removesuffix("Backward"): None for node in uses(f) if isinstance(node, BackwardCFunction)}
+    return f" with {', '.join(names)}" if names else ""
 
 
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods import Bernoulli, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.noise import uniforms
 
 CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
-INDEPENDENT = (Bernoulli, Gaussian, HeteroscedasticGaussian)  # whose Λ is diagonal; a class made of one may differ
 
 
 def output_columns(
@@ -47,7 +46,7 @@ def output_columns(
 
 def _of_ggn(likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Iterator[Tensor]:
     """The whole root of a diagonal `Λ` would have the square of an image's size, and is never built."""
-    if type(likelihood) in INDEPENDENT:
+    if likelihood.has_diagonal_fisher:
         return _of_diagonal(likelihood.fisher_diagonal(f, y), size)
     return root_columns(likelihood.fisher_root(f, y), size)
 

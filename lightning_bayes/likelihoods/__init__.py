@@ -10,11 +10,16 @@
 
 from lightning_bayes.arguments import shown
 
-from .base import ClassPredictive, LabelPredictive, Likelihood, LikelihoodError, Predictive
-from .bernoulli import Bernoulli
 from .categorical import Categorical
+
+# isort: split
+# Messages list the words in the order of these imports.
+from .base import Likelihood
+from .bernoulli import Bernoulli
 from .gaussian import Gaussian
 from .heteroscedastic import HeteroscedasticGaussian
+from .outputs import LikelihoodError, UnknownLikelihoodError
+from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 __all__ = [
     "Bernoulli",
@@ -26,10 +31,9 @@ __all__ = [
     "Likelihood",
     "LikelihoodError",
     "Predictive",
+    "UnknownLikelihoodError",
     "resolve",
 ]
-
-_WORDS: dict[str, type[Likelihood]] = {"classification": Categorical, "binary": Bernoulli, "regression": Gaussian}
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
@@ -40,9 +44,9 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
-    if isinstance(likelihood, str) and likelihood in _WORDS:
-        return _WORDS[likelihood]()
-    words = ", ".join(repr(word) for word in _WORDS)
+    if isinstance(likelihood, str) and likelihood in Likelihood.WORDS:
+        return Likelihood.WORDS[likelihood]()
+    words = ", ".join(repr(word) for word in Likelihood.WORDS)
     raise LikelihoodError(
         f"likelihood={shown(likelihood)} is not known; use one of {words}, or a Likelihood such as "
         "Gaussian(noise_std=0.3)."

@@ -6,32 +6,29 @@ For a batch of outputs `f` (layouts in `outputs.py`) and targets `y`, a likeliho
 - a root `S` of the output Fisher `Λ = E_y[r rᵀ] = SSᵀ`, `y` drawn from the model. It equals the output Hessian
   `−∂² log p / ∂f²` where `f` is the natural parameter (Categorical, Bernoulli, Gaussian), and is PSD always;
 - how to draw `y` from the model;
-- the mean and variance of `y` given `f`, which is all a predictive needs: integrating out `f`, by the law of total
-  variance,
-
-      E[y] = E_f[E[y | f]],    Var[y] = Var_f(E[y | f]) + E_f[Var(y | f)] = epistemic + aleatoric.
-
-  For a class label, read as a one-hot vector, `E[y | f] = p` and `Var(y | f) = p(1 − p)`, so that this is the
-  decomposition `diag Cov[p] + E[p(1 − p)] = E[p](1 − E[p])` of Kwon et al. (2020), "Uncertainty quantification using
-  Bayesian neural networks in classification", on the diagonal.
+- the mean and variance of `y` given `f`, which is all a predictive needs (see `predictive`).
 
 A likelihood of your own needs four methods: `log_likelihood_per_example`, `fisher_root`, `sample` and `conditional`.
+With a `name` of its own it can be saved, and with a `word` it can be asked for as `likelihood=word`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count
+from lightning_bayes.arguments import count, register
 
 from .outputs import (
     LikelihoodError,
+    UnknownLikelihoodError,
     check_floating,
     check_generator,
     check_output,
@@ -40,75 +37,7 @@ from .outputs import (
     sum_per_example,
     widen,
 )
-
-
-@dataclass(frozen=True)
-class Predictive:
-    """The predictive distribution of real targets, `f` integrated out; all tensors have the shape of `y`."""
-
-    mean: Tensor  # E[y]
-    epistemic: Tensor  # Var_f(E[y | f]): what more data would remove
-    aleatoric: Tensor  # E_f[Var(y | f)]: noise
-
-    def tempered(self, T: float) -> Predictive:
-        """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
-        return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
-
-    @property
-    def variance(self) -> Tensor:
-        """The variance of `y`, noise included."""
-        return self.epistemic + self.aleatoric
-
-    @property
-    def entropy(self) -> Tensor:
-        """`½ log 2πe·Var[y]` of every output: the differential entropy of the Gaussian with this variance."""
-        return 0.5 * torch.log(2 * math.pi * math.e * self.variance)
-
-
-@dataclass(frozen=True)
-class ClassPredictive(Predictive):
-    """The predictive distribution of one class label out of `C`: `probs`, epistemic and aleatoric are `[B, C, …]`."""
-
-    @property
-    def probs(self) -> Tensor:
-        """The predictive probabilities."""
-        return self.mean
-
-    def tempered(self, T: float) -> ClassPredictive:
-        """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic share of the variance stays."""
-        return self._with_probs((log_probability(self.probs) / T).softmax(1))
-
-    def _with_probs(self, probs: Tensor) -> ClassPredictive:
-        scale = probs * (1 - probs) / (self.epistemic + self.aleatoric).clamp_min(torch.finfo(probs.dtype).tiny)
-        return replace(self, mean=probs, epistemic=scale * self.epistemic, aleatoric=scale * self.aleatoric)
-
-    @property
-    def entropy(self) -> Tensor:
-        """The predictive entropy `−Σ_c p_c log p_c` with `0 log 0 = 0`, of shape `[B, *positions]`."""
-        return torch.special.entr(self.probs).sum(1)
-
-
-@dataclass(frozen=True)
-class LabelPredictive(ClassPredictive):
-    """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
-
-    def tempered(self, T: float) -> ClassPredictive:
-        return self._with_probs((log_odds(self.probs) / T).sigmoid())
-
-    @property
-    def entropy(self) -> Tensor:
-        """The binary entropy of every label, in the shape of `probs`; sum over labels for that of the whole vector."""
-        return torch.special.entr(self.probs) + torch.special.entr(1 - self.probs)
-
-
-def log_probability(p: Tensor) -> Tensor:
-    """Finite also where a probability has underflowed to zero."""
-    return p.clamp_min(torch.finfo(p.dtype).tiny).log()
-
-
-def log_odds(p: Tensor) -> Tensor:
-    """Finite also where a probability has been rounded to zero or one."""
-    return p.logit(torch.finfo(p.dtype).eps)
+from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 
 class Likelihood(ABC):
@@ -118,9 +47,57 @@ class Likelihood(ABC):
     what is free, so a target that would broadcast is refused everywhere.
     """
 
+    name: ClassVar[str | None] = None  # under which files know it; a subclass needs one of its own
+    word: ClassVar[str | None] = None  # by which `likelihood=` means it, with its default settings
     predictive: ClassVar[type[Predictive]] = Predictive
     links: ClassVar[tuple[str, ...]] = ("mc",)  # the ways to integrate over f; the first is the default
     calibrated_link: ClassVar[str | None] = None  # the default where a temperature is found; None: the first
+    has_diagonal_fisher: ClassVar[bool] = False  # then `fisher_diagonal` is all of Λ, and the root is never built
+    ignore_index: int | None = None  # the target that marks positions without one
+    noise_std: float | Tensor | None = None  # σ, where `log p` has `½ ‖(y − f)/σ‖²` and σ can be tuned
+
+    NAMES: ClassVar[dict[str, type[Likelihood]]] = {}
+    WORDS: ClassVar[dict[str, type[Likelihood]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = cls.__dict__
+        if own.get("name") is not None:
+            register(Likelihood.NAMES, own["name"], cls)
+        if own.get("word") is not None:
+            register(Likelihood.WORDS, own["word"], cls)
+        if "fisher_root" in own and "has_diagonal_fisher" not in own:
+            cls.has_diagonal_fisher = False  # that of the parent says nothing of a new root
+
+    @property
+    def has_probs(self) -> bool:
+        """Whether predictions are probabilities, of classes or of yes/no labels."""
+        return issubclass(self.predictive, ClassPredictive)
+
+    @property
+    def chooses_one_class(self) -> bool:
+        """Whether outputs are logits of the classes of one label."""
+        return self.has_probs and not issubclass(self.predictive, LabelPredictive)
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that make this likelihood again, as tensors, numbers and strings: a dataclass's fields."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)} if is_dataclass(self) else {}
+
+    def to_state(self) -> dict[str, Any]:
+        """Its name and settings; of a class without a `name` of its own, only what it is called."""
+        kind = type(self)
+        if kind.__dict__.get("name") is None:
+            return {"name": f"{kind.__module__}.{kind.__qualname__}"}
+        return {"name": kind.name, **self.settings()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Likelihood:
+        """The likelihood that `to_state` described."""
+        settings = dict(state)
+        name = settings.pop("name", None)
+        if name not in Likelihood.NAMES:
+            raise UnknownLikelihoodError(f"no likelihood named {name!r} is known: import the file that defines it.")
+        return Likelihood.NAMES[name](**settings)
 
     @abstractmethod
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
@@ -141,7 +118,7 @@ class Likelihood(ABC):
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1) of the shape of `f`.
 
-        Every example depends on its own numbers alone, so batches may be split anyhow. Positions that `y` marks as
+        Every example depends on its own numbers alone, so batches may be split in any way. Positions that `y` marks as
         having no target keep that mark.
         """
 
@@ -166,13 +143,16 @@ class Likelihood(ABC):
         return self.log_likelihood_per_example(f, y).sum()
 
     def least_nll(self, n_outputs: int) -> float:
-        """A bound that `−log p(y | f)` cannot fall below, whatever the `n_outputs` outputs are; `-inf` where there is
-        none."""
+        """A bound that `−log p(y | f)` cannot fall below for any values of `n_outputs` outputs; `-inf` without one."""
         return -math.inf
 
     def n_targets(self, y: Tensor) -> int:
         """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
         return y.numel()
+
+    def with_noise(self, noise_std: float | Tensor) -> Likelihood:
+        """This likelihood with another noise."""
+        raise LikelihoodError(f"{type(self).__name__} has no noise_std to change.")
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor | None:
         """`Σₙ ‖(yₙ − fₙ)/σ‖²` in float64, for a likelihood whose noise `σ` can be tuned; `None` for all others."""
@@ -249,8 +229,17 @@ class Likelihood(ABC):
     def _decompose(
         self, probs: Tensor, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
     ) -> Predictive:
-        """Closed-form `probs` with the sampled decomposition, or with NaN in its place for `samples=0`."""
+        """Closed-form `probs` with the sampled decomposition, or with NaN instead of it for `samples=0`."""
         if samples == 0:
             unknown = torch.full_like(probs, math.nan)
             return self.predictive(probs, unknown, unknown)
         return replace(self.from_samples(draw_gaussian(mean, covariance, samples, generator)), mean=probs)
+
+
+def _plain(value: Any) -> Any:
+    """For a file: no graph, and no number type of another library."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, Integral) else value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .base import LabelPredictive, Likelihood, Predictive, log_odds
+from .base import Likelihood
 from .outputs import (
     LikelihoodError,
     check_floating,
@@ -32,6 +32,7 @@ from .outputs import (
     sum_per_example,
     widen,
 )
+from .predictive import LabelPredictive, Predictive, log_odds
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Bernoulli(Likelihood):
     tensor(-4.1589)
     """
 
+    name, word = "Bernoulli", "binary"
     predictive = LabelPredictive
+    has_diagonal_fisher = True
     links = ("probit", "pairwise", "mc")
 
     def check(self, f: Tensor, y: Tensor) -> None:

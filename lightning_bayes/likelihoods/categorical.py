@@ -43,7 +43,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import integer
 
-from .base import ClassPredictive, Likelihood, Predictive, log_probability
+from .base import Likelihood
 from .outputs import (
     LikelihoodError,
     check_floating,
@@ -55,6 +55,7 @@ from .outputs import (
     sum_per_example,
     widen,
 )
+from .predictive import ClassPredictive, Predictive, log_probability
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Categorical(Likelihood):
 
     ignore_index: int = -100
 
+    name, word = "Categorical", "classification"
     predictive = ClassPredictive
     links = ("probit", "pairwise", "bridge", "mc")
     calibrated_link = "pairwise"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .base import Likelihood, Predictive
+from .base import Likelihood
 from .outputs import (
     LikelihoodError,
     check_finite_targets,
@@ -29,6 +29,7 @@ from .outputs import (
     vector,
     widen,
 )
+from .predictive import Predictive
 
 
 @dataclass(frozen=True, eq=False)  # a tensor field has no single truth value to compare by
@@ -43,6 +44,8 @@ class Gaussian(Likelihood):
 
     noise_std: float | Tensor = 1.0
 
+    name, word = "Gaussian", "regression"
+    has_diagonal_fisher = True
     # No link to approximate: every word means the exact integral.
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Likelihood, Predictive
+from .base import Likelihood
 from .outputs import (
     LikelihoodError,
     check_finite_targets,
@@ -33,6 +33,7 @@ from .outputs import (
     sum_per_example,
     widen,
 )
+from .predictive import Predictive
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class HeteroscedasticGaussian(Likelihood):
     tensor([[1.]])
     """
 
+    name = "HeteroscedasticGaussian"
+    has_diagonal_fisher = True
     # No link to approximate: every word means the exact integral.
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 

@@ -25,6 +25,10 @@ class LikelihoodError(ValueError):
     """Outputs, targets or settings that do not fit the likelihood; the message names the culprit and the way out."""
 
 
+class UnknownLikelihoodError(LikelihoodError):
+    """A name that no likelihood of this program has."""
+
+
 def widen(t: Tensor) -> Tensor:
     """`t` in at least float32: float16 and bfloat16 are too coarse for sums and tails."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
@@ -101,12 +105,12 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+        numbers = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}") from None
-    if found.ndim > 1 or not found.numel() or found.is_complex() or found.dtype == torch.bool:
+    if numbers.ndim > 1 or not numbers.numel() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}")
-    return found
+    return numbers
 
 
 def check_output(name: str, f: Tensor) -> None:

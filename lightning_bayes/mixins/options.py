@@ -7,17 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, resolve
-from lightning_bayes.trainer.arguments import check_use
-from lightning_bayes.trainer.predict_step import PREDICT_STEPS
+from lightning_bayes.likelihoods import Categorical, Likelihood, UnknownLikelihoodError, resolve
+from lightning_bayes.trainer.options import UseOptions
 
 CURVATURES = ("fisher", "empirical", "hessian")
 METHODS = ("auto", "exact", "finite_difference")
 LOSSES = ("returned", "likelihood")
 PREDICTIVES = {"mean": "map", "map": "map", "bnn": "bnn", "glm": "glm"}
-_LIKELIHOODS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
-}
 
 
 class OptionError(ValueError):
@@ -99,7 +95,6 @@ class Settings:
     def __post_init__(self) -> None:
         word("predictive", self.predictive, tuple(PREDICTIVES), OptionError)
         word("loss", self.loss, LOSSES, OptionError)
-        word("predict_step", self.predict_step, PREDICT_STEPS, OptionError)
         word("curvature", self.curvature, CURVATURES, OptionError)
         word("method", self.method, METHODS, OptionError)
         if self.curvature == "hessian" and self.method == "finite_difference":
@@ -108,8 +103,23 @@ class Settings:
         count("train_samples", self.train_samples, error=OptionError)
         count("n_data", 1 if self.n_data is None else self.n_data, error=OptionError)
         flag("local_reparameterization", self.local_reparameterization, OptionError)
-        use = (self.link, self.samples, self.network, self.ood, self.plots, self.seed)
-        check_use(self.name, self.likelihood, *use, error=OptionError)
+        self.use()  # which checks itself
+
+    def use(self) -> UseOptions:
+        """What the callback is told."""
+        return UseOptions(
+            name=self.name,
+            likelihood=self.likelihood,
+            predictive=PREDICTIVES[self.predictive],
+            link=self.link,
+            samples=self.samples,
+            network=self.network,
+            ood=self.ood,
+            plots=self.plots,
+            seed=self.seed,
+            predict_step=self.predict_step,
+            error=OptionError,
+        )
 
 
 def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:
@@ -138,11 +148,7 @@ def plain(given: VariationalOptions | None) -> dict[str, Any]:
     options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
-        name = type(likelihood).__name__
-        known = _LIKELIHOODS.get(name) is type(likelihood)
-        values = {f.name: getattr(likelihood, f.name) for f in fields(likelihood)} if known else {}  # type: ignore[arg-type]
-        own = f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"
-        options["likelihood"] = {"name": name if known else own, **values}
+        options["likelihood"] = likelihood.to_state()
     return options
 
 
@@ -150,11 +156,10 @@ def likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
     """A likelihood, the one that a word means, or the one that `plain` described."""
     if not isinstance(given, Mapping):
         return resolve(given)
-    arguments = dict(given)
-    name = arguments.pop("name", None)
-    if name not in _LIKELIHOODS:
+    try:
+        return Likelihood.from_state(given)
+    except UnknownLikelihoodError:
+        name = given.get("name")
         raise OptionError(
             f"the likelihood {name!r} cannot be made from a file: pass variational={{'likelihood': …}} again"
-        )
-    found: Likelihood = _LIKELIHOODS[name](**arguments)
-    return found
+        ) from None

@@ -1,4 +1,4 @@
-"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own would be a riddle."""
+"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own is hard to read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_bayes.arguments import instance, shown, text
-from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError
+from lightning_bayes.network.errors import PLAIN, CurvatureError, DataError, NetworkError
 
-# What torch and Python raise of themselves; subclasses, such as out of memory, mean something of their own.
-_PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 _CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 _LONGEST = 120  # characters of torch's own message within ours
 
@@ -68,8 +66,8 @@ def explained(network: nn.Module, x: Any) -> Iterator[None]:
     """An error while `network` runs on `x` says what was run on what."""
     try:
         yield
-    except _PLAIN as error:
-        if type(error) not in _PLAIN:
+    except PLAIN as error:
+        if type(error) not in PLAIN:
             raise
         raise NetworkError(_explanation(network, x, error)) from error
 

@@ -1,5 +1,8 @@
 """What can go wrong between a user's network and data and its curvature: one exception per kind of mistake."""
 
+# What torch and Python raise of themselves; subclasses, such as out of memory, mean something of their own.
+PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
+
 
 class CurvatureError(RuntimeError):
     """The network or its curvature cannot be handled; the message names the layer and a way out."""

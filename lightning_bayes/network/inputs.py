@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import explained
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.slow_path import is_out_of_memory
 
 
 def split_pair(batch: Any) -> tuple[Any, Any]:
@@ -68,6 +69,12 @@ def batch_size(x: Any) -> int:
 def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
     """The given examples of `x`; parts that all examples share are passed on as they are."""
     return _select(x, batched(network, x), examples)
+
+
+def few(network: nn.Module, x: Any, count: int) -> Any:
+    """The first examples of `x`, over again where there are fewer than `count`."""
+    size = batch_size(x)
+    return take(network, x, [n % size for n in range(count)])
 
 
 def batch_dims(network: nn.Module, x: Any) -> Any:
@@ -144,6 +151,7 @@ def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
                     alone = call(network, _select(x, flags, few))
                     if torch.allclose(alone, f[few], rtol=close, atol=close * float(f.abs().max()), equal_nan=True):
                         return flags
-                except Exception:
-                    continue
+                except Exception as error:  # a network may refuse inputs that do not fit with an error of any type
+                    if is_out_of_memory(error):
+                        raise
     return fits

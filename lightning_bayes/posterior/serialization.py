@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from lightning_bayes.likelihoods import Likelihood, UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -19,15 +19,12 @@ from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+from lightning_bayes.structures import Structure
 
 FORMAT = 2
 READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
 _COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint", "type")
 _OF_LAPLACE = ("curvature", "kind", "n_outputs", "log_likelihood", "prior_precision", "temperature", "damping")
-_LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
-    kind.__name__: kind for kind in (Categorical, Bernoulli, Gaussian, HeteroscedasticGaussian)
-}
 
 
 def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
@@ -38,18 +35,18 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "names": list(subset.names),
         "shapes": [list(shape) for shape in subset.shapes],
         "mask": subset.mask,
-        "likelihood": _likelihood_state(posterior.likelihood),
+        "likelihood": posterior.likelihood.to_state(),
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
         "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
     }
     if not isinstance(posterior, LaplacePosterior):
-        return {**state, "precision": _structure_state(posterior.precision)}
+        return {**state, "precision": posterior.precision.to_state()}
     curvature = posterior.curvature
     return {
         **state,
-        "curvature": _structure_state(curvature.structure),
+        "curvature": curvature.structure.to_state(),
         "kind": curvature.kind,
         "n_outputs": curvature.n_outputs,
         "log_likelihood": curvature.log_likelihood,
@@ -68,13 +65,17 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         raise PosteriorError(
             f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
         )
+    if state.get("type") == "ShardedPosterior":
+        from lightning_bayes.posterior.sharded import ShardedPosterior
+
+        return ShardedPosterior.from_state_dict(check_network(unwrap(network)), state, likelihood)
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
-    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files have not
+    state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files do not have
     _check_keys(state)
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
-    _check_network(network, subset)
+    check_parameters(network, subset)
     matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
     structure = _read_structure(state[matrix])
     _check_numbers(state, subset, structure, matrix)
@@ -83,7 +84,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     common = {
         "network": network,
         "subset": subset,
-        "likelihood": likelihood or _likelihood_from(state["likelihood"], device),
+        "likelihood": likelihood or likelihood_from(state["likelihood"], device),
         "mean": mean,
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
@@ -98,7 +99,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         kind=state["kind"],
         n_data=state["n_data"],
         n_outputs=state["n_outputs"],
-        log_likelihood=state["log_likelihood"],
+        log_likelihood=_known(state["log_likelihood"]),
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
     )
@@ -122,7 +123,7 @@ def _check_keys(state: dict[str, Any]) -> None:
 
 def _read_structure(state: Any) -> Structure:
     try:
-        return _structure_from(state)
+        return Structure.from_state(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PosteriorError(
             f"the state of the posterior is not complete: its matrix cannot be read ({error!r}); save it again"
@@ -144,66 +145,25 @@ def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, 
             )
 
 
-def _check_network(network: nn.Module, subset: Subset) -> None:
-    have = {name: p.shape for name, p in network.named_parameters()}
+def check_parameters(network: nn.Module, subset: Subset) -> None:
+    shapes = {name: p.shape for name, p in network.named_parameters()}
     for name, shape in zip(subset.names, subset.shapes, strict=True):
-        if have.get(name) != shape:
-            found = "no such parameter" if name not in have else f"shape {tuple(have[name])}"
+        if shapes.get(name) != shape:
+            other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
             raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {found}"
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
             )
 
 
-def _likelihood_state(likelihood: Likelihood) -> dict[str, Any]:
-    state: dict[str, Any] = {"name": type(likelihood).__name__}
-    if _LIKELIHOODS.get(state["name"]) is not type(likelihood):
-        return {"name": f"{type(likelihood).__module__}.{type(likelihood).__qualname__}"}
-    if isinstance(likelihood, Gaussian):
-        σ = likelihood.noise_std
-        state["noise_std"] = σ.detach() if isinstance(σ, Tensor) else float(σ)
-    if isinstance(likelihood, Categorical):
-        state["ignore_index"] = likelihood.ignore_index
-    return state
-
-
-def _likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
-    arguments = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in state.items() if name != "name"}
-    if state["name"] not in _LIKELIHOODS:
+def likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
+    try:
+        return Likelihood.from_state(inputs.to_device(state, device))
+    except UnknownLikelihoodError:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
-        )
-    return _LIKELIHOODS[state["name"]](**arguments)
+        ) from None
 
 
-def _structure_state(structure: Structure) -> dict[str, Any]:
-    if isinstance(structure, Diagonal):
-        return {"type": "Diagonal", "values": structure.values}
-    if isinstance(structure, Dense):
-        return {"type": "Dense", "matrix": structure.matrix, "factor": structure.factor, "shift": structure.shift}
-    if isinstance(structure, Kronecker):
-        left, right = structure.left, structure.right
-        factors = {"left": [left.vectors, left.values], "right": [right.vectors, right.values]}
-        return {"type": "Kronecker", **factors, "shift": structure.shift}
-    assert isinstance(structure, BlockDiagonal)
-    return {
-        "type": "BlockDiagonal",
-        "blocks": [_structure_state(block) for block in structure.blocks],
-        "layouts": [[[p.start, p.shape, p.order] for p in layout.pieces] for layout in structure.layouts],
-        "names": list(structure.names),
-    }
-
-
-def _structure_from(state: dict[str, Any]) -> Structure:
-    if state["type"] == "Diagonal":
-        return Diagonal(state["values"])
-    if state["type"] == "Dense":
-        return Dense(state["matrix"], state.get("factor", 1.0), state.get("shift", 0.0))
-    if state["type"] == "Kronecker":
-        return Kronecker(Factor(*state["left"]), Factor(*state["right"]), state["shift"])
-    layouts = tuple(
-        Layout(
-            tuple(Piece(start, tuple(shape), None if order is None else tuple(order)) for start, shape, order in pieces)
-        )
-        for pieces in state["layouts"]
-    )
-    return BlockDiagonal(tuple(map(_structure_from, state["blocks"])), layouts, tuple(state["names"]))
+def _known(log_likelihood: Tensor | None) -> Tensor | None:
+    """Older files have NaN where it is not known."""
+    return None if log_likelihood is None or bool(log_likelihood.isnan()) else log_likelihood

@@ -1,115 +1,118 @@
-"""`ShardedPosterior`: a diagonal posterior of which every process holds the part that belongs to its own weights.
+"""`ShardedPosterior`: a diagonal Laplace posterior of which each process holds the part of its own weights.
+
+    q(θ) = N(θ*, diag(H + δ)⁻¹),    θ*, H and δ in shards
 
 Under FSDP2 (`ModelParallelStrategy`) weights and optimizer state are sharded over processes. A diagonal posterior is
-elementwise, so that it can be built, evaluated and sampled shard by shard, and no process ever holds the whole. A draw
-is numbered by the weight's place in the whole network: it is the same on any number of processes.
+elementwise, so it is built, evaluated and sampled shard by shard, and no process ever holds the whole. What needs the
+whole network on every process (the linearised network, the evidence, held-out choices) is refused with a sentence.
 """
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.likelihoods.outputs import check_generator, standard_normal
-from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.at_weights import at_weights
-from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.noise import uniforms
-from lightning_bayes.network.shards import local, reshard
+from lightning_bayes.network import Processes, Subset
+from lightning_bayes.network.shards import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.posterior.gaussian import PosteriorError, check_theta
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
+from lightning_bayes.posterior.serialization import FORMAT, check_parameters, likelihood_from
+from lightning_bayes.posterior.sharded_files import VECTORS, read, write
+from lightning_bayes.structures import Diagonal
+from lightning_bayes.structures.sharded import ParameterShard, ShardedDiagonal
 
 if TYPE_CHECKING:
-    from lightning_bayes.posterior.laplace import LaplacePosterior
     from lightning_bayes.predictive import Prediction
 
+NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
 
-_VECTORS = ("curvature", "prior_precision", "mean")
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise PosteriorError(
+            f"{what} {NEEDS_WHOLE}: use predictive='bnn' or 'map', or gather(network) for an ordinary posterior"
+        )
+
+    return refuse
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedPosterior:
-    """`N(mean, diag(curvature + δ)⁻¹)`; the vectors are this process's shards. Methods are called on all processes."""
+class ShardedPosterior(LaplacePosterior):
+    """A `LaplacePosterior` whose vectors are this process's shards, `[p]`. Its methods are called on all processes."""
 
-    network: nn.Module = field(repr=False)
-    subset: Subset = field(repr=False)  # of the whole network
-    likelihood: Likelihood
-    mean: Tensor = field(repr=False)  # [p]
-    curvature: Tensor = field(repr=False)  # [p]
-    prior_precision: Tensor  # [] or [p]
-    n_data: int
+    is_sharded: ClassVar[bool] = True
+    precision: ShardedDiagonal = field(repr=False)
+
+    functional_for, log_marginal_likelihood = _refused("functional"), _refused("the evidence")
+    with_noise, with_log_likelihood = _refused("with_noise"), _refused("with_log_likelihood")
+    tune_prior, calibrate = _refused("tune_prior"), _refused("calibrate")
+    encode, reconstruct = _refused("encode"), _refused("reconstruct")
 
     @staticmethod
     def from_curvature(network: nn.Module, curvature: Curvature, prior_precision: Any) -> ShardedPosterior:
-        """Around the network's present weights, with this process's shard of the curvature."""
-        values = curvature.structure.diagonal()
-        parameters = curvature.subset.parameters(network)
-        mean = ShardedPosterior._flat({name: local(p) for name, p in parameters.items()})
+        """Around the network's present weights, with this process's shard of a diagonal curvature."""
+        reshard(network)
+        parameters, starts = curvature.subset.parameters(network), curvature.subset.starts
+        shards = tuple(ParameterShard.of(p, starts[name]) for name, p in parameters.items())
+        structure = ShardedDiagonal(curvature.structure.diagonal(), shards)
+        mean = _flat(parameters.values())
         bare = ShardedPosterior(
-            network, curvature.subset, curvature.likelihood, mean, values, mean.new_ones(()), curvature.n_data
+            network=network,
+            subset=curvature.subset,
+            likelihood=curvature.likelihood,
+            mean=mean,
+            precision=structure,
+            n_data=curvature.n_data,
+            fingerprint=mean.new_empty(0, 2),  # the weights themselves are compared with the mean
+            curvature=replace(curvature, structure=structure),
+            prior_precision=mean.new_ones(()),
         )
         return bare.with_prior(prior_precision)
-
-    @property
-    def precision(self) -> Tensor:
-        """# [p]"""
-        return self.curvature + self.prior_precision
-
-    @property
-    def device(self) -> torch.device:
-        return self.mean.device
-
-    def is_elsewhere(self) -> bool:
-        return next(iter(self._shards().values())).device != self.device
 
     def with_prior(self, prior_precision: float | Tensor) -> ShardedPosterior:
         """The same curvature with another prior: one number, one per layer, or this process's shard of one per
         parameter."""
+        with torch.inference_mode(False), torch.no_grad():
+            δ = self._own_prior(prior_precision)
+            H = replace(self.precision, values=self.curvature.structure.diagonal())
+            return replace(self, prior_precision=δ, precision=H.add_prior(δ))
+
+    def _own_prior(self, prior_precision: float | Tensor) -> Tensor:
+        """# [] or [p]"""
         δ = torch.as_tensor(prior_precision, dtype=self.mean.dtype, device=self.device)
-        if δ.shape != self.mean.shape:
-            δ = as_precision(prior_precision, self.subset, self.mean)
-            if δ.shape == (len(self.subset.layers),):
-                layers = [self.subset.layers.index(layer_of(name)) for name in self.subset.names]
-                δ = torch.cat([δ[i].expand(p.numel()) for i, p in zip(layers, self._shards().values(), strict=True)])
-            elif δ.ndim:
-                raise PosteriorError(
-                    "a posterior that is sharded over processes takes one prior precision for all layers, one for each "
-                    "layer, or one for each weight of the process's own shard"
-                )
-        elif not (δ > 0).all():
-            raise PriorError(f"a prior precision must be positive, got {δ.min().item():g}")
-        return replace(self, prior_precision=δ.detach().clone())
+        if δ.shape == self.mean.shape:
+            if not (δ > 0).all():
+                raise PriorError(f"a prior precision must be positive, got {δ.min().item():g}")
+            return δ.detach().clone()
+        δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
+        if δ.ndim and len(δ) != len(self.subset.layers):
+            raise PosteriorError(
+                "a posterior that is sharded over processes takes one prior precision for all layers, one for each "
+                "layer, or one for each weight of the process's own shard"
+            )
+        if δ.ndim:
+            sizes = torch.tensor([shard.size for shard in self.precision.shards], device=self.device)
+            δ = δ[self._layers].repeat_interleave(sizes)
+        return δ
 
-    def sample(self, n: int = 1, seed: int = 0) -> Tensor:
-        """This process's shard of `n` weight vectors, the same vectors on any number of processes.  # [n, p]"""
-        return torch.stack([self._draw(seed, i) for i in range(n)])
+    def effective_parameters_per_layer(self) -> Tensor:
+        γ = self.precision.sums(1 - self.prior_precision * self.precision.inverse_diagonal())  # of each parameter
+        return γ.new_zeros(len(self.subset.layers)).index_add_(0, self._layers, γ)
 
-    def log_prob(self, theta: Tensor) -> Tensor:
-        """`log N(θ; mean, precision⁻¹)` of whole vectors, of which each process passes its shards.  # [..., p] ->
-        [...]"""
-        check_theta(theta, self.mean)
-        P, shards = self.precision, self._shards()
-        terms = 0.5 * (P.log() - P * (theta - self.mean).square() - math.log(2 * math.pi))
-        parameters = self.subset.parameters(self.network).values()
-        parts = terms.double().split([shard.numel() for shard in shards.values()], dim=-1)
-        # What several processes hold counts once.
-        total = torch.stack([part.sum(-1) / _copies(p) for part, p in zip(parts, parameters, strict=True)]).sum(0)
-        if _several():
-            dist.all_reduce(total)
-        return total
+    @property
+    def _layers(self) -> Tensor:
+        """The layer of each parameter."""
+        layers = [self.subset.layers.index(layer_of(name)) for name in self.subset.names]
+        return torch.tensor(layers, device=self.device)
 
     def predict(
         self,
@@ -121,198 +124,92 @@ class ShardedPosterior:
         calibrated: bool = True,
     ) -> Prediction:
         """The predictive distribution at this process's own `x`, through weight samples ("bnn") or at the mean
-        ("map"). All processes must call it, each with a batch. A sharded posterior has no calibration to leave out."""
-        from lightning_bayes.predictive import Prediction
+        ("map"). All processes must call it, each with a batch. The arguments are those of `GaussianPosterior`."""
+        if predictive == "glm":
+            _refused("predictive='glm'")()
+        return super().predict(x, predictive, link, samples, generator, calibrated)
 
-        if predictive not in ("bnn", "map"):
-            raise PosteriorError(
-                f"predictive={predictive!r} needs the whole network on every process, but its weights are sharded: use "
-                "predictive='bnn' or 'map', or gather(network) for an ordinary posterior"
-            )
-        count("samples", samples)
-        check_generator(generator)
-        self.likelihood.choose_link(link)
-        self.check_weights()
-        seed = generator.initial_seed() if generator is not None else 0
-        with torch.inference_mode(False), borrowed(self.network, ()), torch.no_grad():
-            x = inputs.to_device(x, self.device)
-            if predictive == "map":
-                return Prediction.from_predictive(self.likelihood.point(self._outputs(x)))
-            draws = []
-            for i in range(samples):
-                with self.at(self._draw(seed, i)):
-                    draws.append(self._outputs(x))
-            return Prediction.from_predictive(self.likelihood.from_samples(torch.stack(draws)))
-
-    @contextmanager
-    def at(self, theta: Tensor) -> Iterator[None]:
-        """The network with other weights, this process's shard of them; its own come back whatever happens."""
-        shards = self._shards()
-        parts = (theta - self._flat(shards)).split([shard.numel() for shard in shards.values()])
-        parameters = self.subset.parameters(self.network).values()
-        moves = {
-            p: part.reshape(shard.shape) for p, shard, part in zip(parameters, shards.values(), parts, strict=True)
-        }
-        with at_weights(self.network, moves):
-            yield
+    def _has_same_weights(self) -> bool:
+        """Whether all processes have the shards of the mean: where only one raised, the others would wait for ever."""
+        reshard(self.network)
+        weights = _flat(self.subset.parameters(self.network).values())
+        changed = torch.tensor(int(not torch.equal(weights, self.mean)), device=self.device)
+        Processes.current().sum_([changed])
+        return not changed
 
     def gather(self, network: nn.Module) -> LaplacePosterior:
         """The ordinary posterior, for a `network` that holds the whole weights."""
-        from lightning_bayes.posterior.laplace import from_curvature
-        from lightning_bayes.structures import Diagonal
-
-        H, δ, θ = (self._gathered(t) for t in (self.curvature, self.prior_precision, self.mean))
+        H, δ, θ = (self.gathered(t) for t in (self.curvature.structure.diagonal(), self.prior_precision, self.mean))
         if not torch.equal(self.subset.flatten(network).to(θ), θ):
             raise PosteriorError("the network's weights are not those of the posterior: load the matching weights")
-        whole = Curvature(
-            structure=Diagonal(H),
-            subset=self.subset,
-            likelihood=self.likelihood,
-            kind="second_moment",
-            n_data=self.n_data,
-            n_outputs=0,
-            log_likelihood=torch.tensor(math.nan, dtype=torch.float64),
-        )
-        return from_curvature(network, whole, δ)
+        return from_curvature(network, replace(self.curvature, structure=Diagonal(H)), δ)
 
-    def check_weights(self) -> None:
-        """Raise, on all processes, if one's shard of the weights is not the one the posterior was made of."""
-        same = torch.tensor(int(torch.equal(self._flat(self._shards()), self.mean)), device=self.device)
-        if _several():  # where only one raised, the others would wait for it for ever
-            dist.all_reduce(same, dist.ReduceOp.MIN)
-        if not same:
-            raise PosteriorError(
-                "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
-                "the posterior again"
-            )
+    def gathered(self, vector: Tensor) -> Tensor:
+        """The whole of a vector of shards, on every process.  # [p] -> [P]"""
+        if vector.ndim == 0:
+            return vector
+        return torch.cat([whole(t).reshape(-1) for t in self._by_parameter(vector).values()])
+
+    def _by_parameter(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector of shards as one tensor per parameter, distributed as the parameter is."""
+        reshard(self.network)
+        shards, parts = self.precision.shards, self.precision.split(vector)
+        return {
+            name: placed_like(part.reshape(shard.local_shape), p)
+            for (name, p), part, shard in zip(self.subset.parameters(self.network).items(), parts, shards, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each vector as one tensor per parameter, distributed as the parameter is; the rest plain."""
+        vectors = {
+            "curvature": self.curvature.structure.diagonal(),
+            "prior_precision": self.prior_precision.expand_as(self.mean),
+            "mean": self.mean,
+        }
+        return {
+            "format": FORMAT,
+            "type": type(self).__name__,
+            "likelihood": self.likelihood.to_state(),
+            "n_data": int(self.n_data),
+            **{name: self._by_parameter(vector) for name, vector in vectors.items()},
+        }
+
+    @staticmethod
+    def from_state_dict(
+        network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
+    ) -> ShardedPosterior:
+        """The posterior that `state_dict` described, for a network that is sharded in the same way."""
+        shapes = {name: t.shape for name, t in state["mean"].items()}
+        subset = Subset(tuple(shapes), tuple(shapes.values()))
+        check_parameters(network, subset)
+        device = next(network.parameters()).device
+        H, δ, mean = (_flat(state[vector].values()).to(device) for vector in VECTORS)
+        curvature = Curvature(
+            structure=Diagonal(H),
+            subset=subset,
+            likelihood=likelihood or likelihood_from(state["likelihood"], device),
+            kind="second_moment",
+            n_data=state["n_data"],
+            n_outputs=0,
+        )
+        return replace(ShardedPosterior.from_curvature(network, curvature, δ), mean=mean)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a folder of all processes' shards, which any number of processes can load; on all processes."""
-        import torch.distributed.checkpoint as checkpoint
-
-        state: dict[str, Any] = {"n_data": torch.tensor(self.n_data)}
-        for what in _VECTORS:
-            parts = self._distributed(getattr(self, what).expand_as(self.mean))
-            state.update({f"{what}.{name}": part for name, part in parts.items()})
-        with _quiet():
-            checkpoint.save(state, storage_writer=checkpoint.FileSystemWriter(str(path), overwrite=True))
+        write(self.state_dict(), path)
 
     @staticmethod
-    def load(path: str | PathLike[str], network: nn.Module, likelihood: str | Likelihood) -> ShardedPosterior:
+    def load(
+        path: str | PathLike[str], network: nn.Module, likelihood: str | Likelihood | None = None
+    ) -> ShardedPosterior:
         """The posterior in that folder, for a network that is sharded in whatever way; on all processes."""
-        import torch.distributed.checkpoint as checkpoint
-
-        reshard(network)
-        saved = checkpoint.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        tensors = {key: meta for key, meta in saved.items() if isinstance(meta, checkpoint.TensorStorageMetadata)}
-        shapes = {key.removeprefix("mean."): meta.size for key, meta in tensors.items() if key.startswith("mean.")}
-        parameters = {name: p for name, p in network.named_parameters() if shapes.get(name) == p.shape}
-        for name in shapes.keys() - parameters.keys():
-            raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shapes[name])}, this one "
-                "has no such parameter"
-            )
-        state: dict[str, Any] = {"n_data": torch.tensor(0)}
-        for what in _VECTORS:
-            for name, p in parameters.items():
-                dtype = tensors[f"{what}.{name}"].properties.dtype
-                state[f"{what}.{name}"] = torch.empty_like(p, dtype=dtype, requires_grad=False)
-        with _quiet():
-            checkpoint.load(state, checkpoint_id=str(path))
-        H, δ, θ = (
-            ShardedPosterior._flat({name: local(state[f"{what}.{name}"]) for name in parameters}) for what in _VECTORS
-        )
-        subset = Subset(tuple(parameters), tuple(p.shape for p in parameters.values()))
-        return ShardedPosterior(network, subset, resolve(likelihood), θ, H, δ, int(state["n_data"]))
-
-    @staticmethod
-    def _flat(shards: dict[str, Tensor]) -> Tensor:
-        flat = torch.cat([shard.reshape(-1) for shard in shards.values()])
-        return flat.to(torch.promote_types(flat.dtype, torch.float32))
-
-    def _distributed(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector of this process's shards as one tensor per parameter, placed as the parameter is."""
-        shards, found = self._shards(), {}
-        parameters = self.subset.parameters(self.network)
-        parts = vector.split([shard.numel() for shard in shards.values()])
-        for (name, p), shard, part in zip(parameters.items(), shards.values(), parts, strict=True):
-            whole = part.reshape(shard.shape).contiguous()
-            if hasattr(p, "to_local"):
-                from torch.distributed.tensor import DTensor
-
-                assert isinstance(p, DTensor)
-                stride = torch.empty(p.shape, device="meta").stride()  # the parameter's own may be channels-last
-                whole = DTensor.from_local(
-                    whole, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=stride
-                )
-            found[name] = whole
-        return found
-
-    def _gathered(self, vector: Tensor) -> Tensor:
-        if vector.ndim == 0:
-            return vector
-        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in self._distributed(vector).values()]
-        return torch.cat([t.reshape(-1) for t in whole])
-
-    def _outputs(self, x: Any) -> Tensor:
-        return inputs.call(self.network, x)
-
-    def _draw(self, seed: int, number: int) -> Tensor:
-        reshard(self.network)
-        parameters = self.subset.parameters(self.network)
-        noise = [self._noise(seed, number, self.subset.starts[name], p) for name, p in parameters.items()]
-        return self.mean + torch.cat(noise) * self.precision.rsqrt()
-
-    def _noise(self, seed: int, number: int, start: int, p: Tensor) -> Tensor:
-        """Numbers that belong to a weight's place in the whole network's flat vector."""
-        places = (start + _positions(p)).reshape(-1).to(self.device)
-        return standard_normal(uniforms(seed, number, places, torch.Size(), torch.float64)).to(self.mean)
-
-    def _shards(self) -> dict[str, Tensor]:
-        reshard(self.network)
-        return {name: local(p) for name, p in self.subset.parameters(self.network).items()}
+        state = read(path, network)
+        if likelihood is None and "likelihood" not in state:
+            raise PosteriorError(f"{path} is of an older version, which did not save the likelihood: pass likelihood=")
+        return ShardedPosterior.from_state_dict(network, state, None if likelihood is None else resolve(likelihood))
 
 
-def _positions(p: Tensor) -> Tensor:
-    """The flat positions, within the whole parameter, of this process's shard of it, in the shard's shape."""
-    rows = [torch.arange(size) for size in p.shape]
-    for mesh_dim, placement in enumerate(getattr(p, "placements", ())):
-        if hasattr(placement, "dim"):
-            rank, size = p.device_mesh.get_local_rank(mesh_dim), p.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
-            # Beside a tensor-parallel dimension to its right, a shard is a part of each of that one's shards.
-            before = getattr(placement, "split_factor", 1)
-            parts = [_chunk(_chunk(rows[placement.dim], i, before), rank, size) for i in range(before)]
-            rows[placement.dim] = torch.cat(parts)
-    place, stride = torch.zeros([1] * p.ndim, dtype=torch.long), 1
-    for d in reversed(range(p.ndim)):
-        place = place + stride * rows[d].view([-1 if other == d else 1 for other in range(p.ndim)])
-        stride *= p.shape[d]
-    return place
-
-
-def _chunk(rows: Tensor, rank: int, size: int) -> Tensor:
-    """The part that `rank` gets where `torch.chunk` cuts, and nothing where that makes fewer parts."""
-    width = -(-len(rows) // size)
-    return rows[rank * width : (rank + 1) * width]
-
-
-def _copies(p: Tensor) -> int:
-    """How many processes hold the same weights."""
-    world = dist.get_world_size() if _several() else 1
-    for mesh_dim, placement in enumerate(getattr(p, "placements", ())):
-        if hasattr(placement, "dim"):
-            world //= p.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
-    return world
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's notices that a process alone is a process alone, and that an older file is written over."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """This process's shards as one vector, in at least float32.  # [p]"""
+    flat = torch.cat([local(t).reshape(-1) for t in tensors])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag, word
-from lightning_bayes.likelihoods import ClassPredictive, Gaussian
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -62,20 +61,19 @@ def tune_auto(
     of: str = "probs",
     calibrate: bool = True,
 ) -> LaplacePosterior:
-    """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
+    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data. The
+    options are those of `posterior.calibrate`, and whether to `calibrate`."""
     flag("calibrate", calibrate)
     word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
     scoring.check(posterior.likelihood)
-    return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)
+    if loader is None:
+        return without_held_out_data(posterior)
+    return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()
 
 
-def auto(
-    posterior: LaplacePosterior, loader: Iterable[Any] | None, scoring: Scoring, calibrate: bool = True
-) -> LaplacePosterior:
-    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data."""
-    if loader is not None:
-        return survey(posterior, loader, scoring, tune=True, calibrate=calibrate).on()
+def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The posterior with the prior of the evidence, where that is known."""
     if not posterior.curvature.knows_likelihood:
         logger.warning("nothing was held out to tune on, and no pass made over the training data: the prior stays")
         return posterior
@@ -84,24 +82,24 @@ def auto(
 
 
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
-    """What `auto` takes from the training data alone."""
-    if isinstance(posterior.likelihood, Gaussian):
+    """The prior, and a regression's noise, that the training data alone choose."""
+    if posterior.likelihood.noise_std is not None:
         return marglik(at_training_noise(posterior), per_layer=False, noise=False)
-    classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
+    classes = posterior.likelihood.has_probs
     knows_optimum = posterior.curvature.gradient is not None and posterior.damping is None
     return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
 
 
 def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
     """The noise as large as the training error."""
-    σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)  # type: ignore[attr-defined]
+    σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
     return posterior.with_noise(σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ))
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
     """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
     factor, if `calibrate`."""
-    classes = issubclass(posterior.likelihood.predictive, ClassPredictive)
+    classes = posterior.likelihood.has_probs
     if not classes and (not tune or _has_noise(posterior)):
         posterior = by_evidence(posterior) if tune else posterior
         errors = squared_errors(posterior, [posterior.precision, None], loader, scoring)
@@ -214,7 +212,7 @@ class NoiseChoice(Choice):
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
     """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
-    scales = isinstance(posterior.likelihood, Gaussian) and posterior.noise_power == -2 and posterior.damping is None
+    scales = posterior.likelihood.noise_std is not None and posterior.noise_power == -2 and posterior.damping is None
     return scales and posterior.curvature.knows_likelihood
 
 
@@ -231,5 +229,5 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
 
 def _scaled(posterior: LaplacePosterior, factor: float) -> LaplacePosterior:
     """`H/(sσ²) + δ/s = (H/σ² + δ)/s`: noise and prior that make the predictive variance `s` times as large."""
-    σ, δ = torch.as_tensor(posterior.likelihood.noise_std), posterior.prior_precision  # type: ignore[attr-defined]
+    σ, δ = torch.as_tensor(posterior.likelihood.noise_std), posterior.prior_precision
     return posterior.with_noise(σ * factor**0.5).with_prior(δ / factor)

@@ -13,7 +13,9 @@ from lightning_bayes.arguments import count, flag
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.network.shards import local, reshard
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.predictive.linearised import Linearised
 
 
@@ -35,6 +37,8 @@ def sample_functions(
     count("n", n)
     check_generator(generator)
     flag("linearised", linearised)
+    if linearised and posterior.is_sharded:
+        raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
     draws = []
     with at_mean(posterior, x) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
@@ -53,12 +57,14 @@ def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
 
 
 def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
-    """A vector over the subset as one tensor per parameter, zero outside a subnetwork."""
+    """A vector over the subset as one tensor per parameter (or this process's shard of it), zero outside a
+    subnetwork."""
+    reshard(posterior.network)
     subset = posterior.subset
     if subset.mask is not None:
         whole = flat.new_zeros(subset.full_size)
         whole[subset.mask.to(flat.device)] = flat
         flat = whole
-    parts = flat.split([shape.numel() for shape in subset.shapes])
-    parameters = subset.parameters(posterior.network).values()
-    return {n: t.reshape(p.shape).to(p.dtype) for n, t, p in zip(subset.names, parts, parameters, strict=True)}
+    shards = {name: local(p) for name, p in subset.parameters(posterior.network).items()}
+    parts = flat.split([shard.numel() for shard in shards.values()])
+    return {name: part.view_as(t).to(t.dtype) for (name, t), part in zip(shards.items(), parts, strict=True)}

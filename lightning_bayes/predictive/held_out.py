@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
-from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_laws
+from lightning_bayes.predictive.output_law import PREDICTIVES, Integral, OutputLaw, output_laws
 from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
@@ -58,7 +58,7 @@ class Scoring:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
         link = self.link_of(likelihood, law)
         samples = self.samples if link == "mc" else 0
-        return law.integrate(likelihood, link, samples, torch.Generator().manual_seed(self.seed))
+        return law.integrate(Integral(likelihood, link, samples, torch.Generator().manual_seed(self.seed)))
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
@@ -78,7 +78,7 @@ def calibrate(
 ) -> Posterior:
     scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
     check_loader(loader)
-    if issubclass(posterior.likelihood.predictive, ClassPredictive):
+    if posterior.likelihood.has_probs:
         nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
         return posterior.with_calibration(scoring.calibration(chosen, T))
@@ -148,9 +148,8 @@ def held_out_laws(
             mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
-            known = iter(laws)
-            every = [OutputLaw(mean) if P is None else next(known) for P in precisions]
-            yield [law.double() for law in every], y
+            remaining = iter(laws)
+            yield [(OutputLaw(mean) if P is None else next(remaining)).double() for P in precisions], y
     _check_targets(posterior.likelihood, targets)
 
 
@@ -170,13 +169,13 @@ def best_temperature(nll: Tensor) -> float:
 def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
     if not targets:
         raise DataError("the held-out data are empty: choosing on them needs at least one batch")
-    if issubclass(likelihood.predictive, ClassPredictive):
+    if likelihood.has_probs:
         labels = torch.cat([y.flatten() for y in targets])
-        labels = labels[labels != getattr(likelihood, "ignore_index", None)]
+        labels = labels if likelihood.ignore_index is None else labels[labels != likelihood.ignore_index]
         if not len(labels):
             raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
         if len(labels.unique()) < 2:
-            kind = "label" if issubclass(likelihood.predictive, LabelPredictive) else "class"
+            kind = "class" if likelihood.chooses_one_class else "label"
             raise DataError(
                 f"the held-out data have one {kind} only ({labels[:1].tolist()}), which cannot tell whether "
                 "probabilities are right: hold out data of all classes"

@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from lightning_bayes.curvature.gradients import NetworkCall
-from lightning_bayes.network.at_weights import call_with
+from lightning_bayes.curvature.graph import describe_functions
+from lightning_bayes.network import inputs
+from lightning_bayes.network.at_weights import at_weights, call_with
 from lightning_bayes.network.checks import explained
+from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.posterior import PosteriorError
 
 
 class Linearised:
-    """The network, which must be borrowed (see `preserve`), linearised around `parameters`, at the inputs `x`."""
+    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`."""
 
     def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
         self._module = NetworkCall(network)
@@ -32,7 +36,12 @@ class Linearised:
         self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
 
     def at(self, moves: dict[str, Tensor]) -> Tensor:
-        """The network itself at the weights moved by `moves`."""
+        """The network itself at the weights moved by `moves`; where these are shards, the network gathers them."""
+        network = self._module.network
+        if is_sharded(network):
+            parameters = dict(network.named_parameters())
+            with at_weights(network, {parameters[name]: move for name, move in moves.items()}):
+                return inputs.call(network, self._x)
         moved = {name: p + moves[name.removeprefix("network.")] for name, p in self._parameters.items()}
         return self._call(moved)
 
@@ -44,8 +53,10 @@ class Linearised:
                 with _forward_mode(self._recurrent):
                     f, df = jvp(self._call, (self._parameters,), (directions,))  # type: ignore[misc]
                 return f + df
-            except RuntimeError:  # no forward mode; an error of the network's own comes again below
-                self._backward = self._double_backward()
+            except RuntimeError as error:
+                if not is_missing_rule(error):
+                    raise
+                self._backward = self._double_backward(first_line(error.__cause__ or error))
         f, u, names, pulled = self._backward
         if not names:
             return f
@@ -57,19 +68,23 @@ class Linearised:
             return call_with(self._module, parameters, (self._x,))
 
     @torch.enable_grad()
-    def _double_backward(self) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
+    def _double_backward(self, reason: str) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
         """`f`, `u`, and the graph of `uᵀJ` for the parameters that `f` depends on."""
         parameters = {name: p.clone().requires_grad_() for name, p in self._parameters.items()}
         f = self._call(parameters)
+        lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
+        log_slow_path(lack, "it is linearised by two backward passes")
         u = torch.zeros_like(f, requires_grad=True)
         try:
-            found = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
         except RuntimeError as error:
+            if not is_missing_rule(error):
+                raise
             raise PosteriorError(
                 "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
                 "that its linearisation cannot be sampled: use predictive='bnn'"
             ) from error
-        used = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         return f.detach(), u, list(used), list(used.values())
 
 

@@ -1,4 +1,4 @@
-"""What a predictive answers: tensors, on whatever device."""
+"""What a predictive answers: tensors, on any device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods.base import ClassPredictive, Predictive
+from lightning_bayes.likelihoods import ClassPredictive, Predictive
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class Prediction:
             "entropy": predictive.entropy,
         }
         if isinstance(predictive, ClassPredictive):
-            found = Prediction(**common, probs=predictive.probs)
+            prediction = Prediction(**common, probs=predictive.probs)
         else:
-            found = Prediction(**common, mean=predictive.mean, variance=predictive.variance)
-        return found.map(Tensor.detach)
+            prediction = Prediction(**common, mean=predictive.mean, variance=predictive.variance)
+        return prediction.map(Tensor.detach)
 
     @property
     def epistemic_score(self) -> Tensor:

@@ -6,15 +6,19 @@ from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.output_covariance import CovarianceForm
+from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
     "BlockDiagonal",
+    "CovarianceForm",
     "Dense",
     "Diagonal",
     "Factor",
     "Kronecker",
     "Layout",
     "Piece",
+    "ShardedDiagonal",
     "Structure",
     "StructureError",
 ]

@@ -2,15 +2,25 @@
 
 Structures are immutable values. Vectors are rows, so that a stack of them is `[..., P]`. A curvature `H` becomes a
 precision by `H.add_prior(δ)`; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
+
+A structure of your own needs the abstract methods, and a `name` if it is to be saved. All that it inherits is right for
+any matrix; a `layer_blocks` and `output_covariances` of its own make predictions faster.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+
+from lightning_bayes.arguments import register
+from lightning_bayes.network.subset import Subset
+from lightning_bayes.structures.layout import Layout
+from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
 Self = TypeVar("Self", bound="Structure")
 _WIDE = 1200  # columns up to which a decomposition in float64 costs little
@@ -63,6 +73,16 @@ def _is_graded(matrix: Tensor) -> bool:
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
+    name: ClassVar[str | None] = None  # under which files know it
+    is_exact: ClassVar[bool] = True  # whether the form itself leaves nothing out of the block it stands for
+
+    NAMES: ClassVar[dict[str, type[Structure]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("name") is not None:
+            register(Structure.NAMES, cls.__dict__["name"], cls)
+
     @property
     @abstractmethod
     def size(self) -> int:
@@ -105,6 +125,10 @@ class Structure(ABC):
         """`M + diag(δ)` for a scalar `δ`, or one `δ` per parameter `[P]` (a per-layer prior is one that is constant
         within each layer); exact, and differentiable in `δ`."""
 
+    def add_damping(self: Self, precision: Tensor, split: float = 1.0) -> Self:
+        """A Kronecker product damps its factors instead of adding the prior; `split` moves scale between them."""
+        return self.add_prior(precision)
+
     @abstractmethod
     def matmul(self, vectors: Tensor) -> Tensor:
         """`M v` for each row.  # [..., P] -> [..., P]"""
@@ -135,6 +159,50 @@ class Structure(ABC):
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         """`J M⁻¹ Jᵀ`: the covariance of `Jθ` for `θ ~ N(0, M⁻¹)`.  # [..., K, P] -> [..., K, K]"""
         return J @ self.solve(J).mT
+
+    @property
+    def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
+        """The blocks that it is made of, with their names; none for a matrix that is all of one kind."""
+        return ()
+
+    def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
+        """What finds the block of a layer by its layout in the concatenation of the subset's parameters; the answer is
+        None where `M` does not keep that layer apart from all others."""
+        return lambda layout: None
+
+    @classmethod
+    def output_covariances(
+        cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm
+    ) -> list[Tensor]:
+        """`J M⁻¹ Jᵀ` of one layer for several blocks `M` in one eigenbasis (several priors), from its inputs `a`
+        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`."""
+        rows = form.arrange(layer_jacobian(a, g))
+        return [form.quadratic(block, rows) for block in blocks]
+
+    def to_state(self) -> dict[str, Any]:
+        """Its name and parts; a subclass without a name of its own is stored as its parent."""
+        if self.name is None:
+            raise StructureError(f"{type(self).__name__} cannot be saved: give the class a name")
+        return {"type": self.name, **self.parts()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Structure:
+        """The structure that `to_state` described."""
+        parts = dict(state)
+        name = parts.pop("type")
+        if name not in Structure.NAMES:
+            raise StructureError(f"no structure named {name!r} is known: import the file that defines it")
+        return Structure.NAMES[name].from_parts(parts)
+
+    def parts(self) -> dict[str, Any]:
+        """What it is made of, as tensors, numbers, strings and lists of them: a dataclass's fields."""
+        if not is_dataclass(self):
+            raise NotImplementedError(f"{type(self).__name__} needs a method parts, which says what it is made of")
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_parts(cls: type[Self], parts: dict[str, Any]) -> Self:
+        return cls(**parts)
 
     def _check_same_form(self, other: Structure) -> None:
         same = isinstance(other, type(self)) or isinstance(self, type(other))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.base import Structure, StructureError
-from lightning_bayes.structures.layout import Layout
+from lightning_bayes.structures.layout import Layout, Piece
 
 T = TypeVar("T")
 
@@ -18,6 +19,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, eq=False)
 class BlockDiagonal(Structure):
     """`M` with one block for each entry of `blocks`; `layouts` say where they lie and `names` what they are."""
+
+    name: ClassVar[str] = "BlockDiagonal"
 
     blocks: tuple[Structure, ...]
     layouts: tuple[Layout, ...]
@@ -42,8 +45,8 @@ class BlockDiagonal(Structure):
         dense = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
         places = torch.arange(self.size, device=self.device)
         for block, layout in zip(self.blocks, self.layouts, strict=True):
-            here = layout.gather(places)
-            dense[here.unsqueeze(-1), here] = block.to_dense()
+            rows = layout.gather(places)
+            dense[rows.unsqueeze(-1), rows] = block.to_dense()
         return dense
 
     def diagonal(self) -> Tensor:
@@ -56,7 +59,7 @@ class BlockDiagonal(Structure):
         self._check_same_form(other)
         if self.layouts != other.layouts:
             raise StructureError("cannot add block-diagonal matrices whose blocks lie in different places")
-        return self._with(tuple(mine + theirs for mine, theirs in zip(self.blocks, other.blocks, strict=True)))
+        return self._with(tuple(first + second for first, second in zip(self.blocks, other.blocks, strict=True)))
 
     def scale(self, factor: float | Tensor) -> BlockDiagonal:
         return self._with(tuple(block.scale(factor) for block in self.blocks))
@@ -66,6 +69,9 @@ class BlockDiagonal(Structure):
         return self._with(
             tuple(self._each(lambda block, at: block.add_prior(at.gather(precision) if precision.ndim else precision)))
         )
+
+    def add_damping(self, precision: Tensor, split: float = 1.0) -> BlockDiagonal:
+        return self._with(tuple(self._each(lambda block, _: block.add_damping(precision, split))))
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return self._map(lambda block, v: block.matmul(v), vectors)
@@ -78,6 +84,25 @@ class BlockDiagonal(Structure):
 
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()
+
+    @property
+    def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
+        return tuple(zip(self.names, self.blocks, strict=True))
+
+    def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
+        return dict(zip(self.layouts, self.blocks, strict=True)).get
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "blocks": [block.to_state() for block in self.blocks],
+            "layouts": [[[p.start, p.shape, p.order] for p in layout.pieces] for layout in self.layouts],
+            "names": list(self.names),
+        }
+
+    @classmethod
+    def from_parts(cls, parts: dict[str, Any]) -> BlockDiagonal:
+        blocks = tuple(map(Structure.from_state, parts["blocks"]))
+        return cls(blocks, tuple(map(_layout_from, parts["layouts"])), tuple(parts["names"]))
 
     def _with(self, blocks: tuple[Structure, ...]) -> BlockDiagonal:
         return BlockDiagonal(blocks, self.layouts, self.names)
@@ -101,3 +126,9 @@ class BlockDiagonal(Structure):
         for part, layout in zip(parts, self.layouts, strict=True):
             layout.scatter(part, flat)
         return flat
+
+
+def _layout_from(pieces: list[Any]) -> Layout:
+    return Layout(
+        tuple(Piece(start, tuple(shape), None if order is None else tuple(order)) for start, shape, order in pieces)
+    )

@@ -12,8 +12,8 @@ factor in float64. Everything that needs an inverse or a determinant uses one of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,20 @@ from torch import Tensor
 from lightning_bayes.structures.base import Structure, StructureError, positive
 
 
-@dataclass(frozen=True, eq=False)
 class Dense(Structure):
-    """`M = factor · matrix + diag(shift)`."""
+    """`M = factor · matrix + diag(shift)`, with one `shift` or `[P]`."""
 
-    matrix: Tensor  # H [P, P]
-    factor: Tensor | float = 1.0
-    shift: Tensor | float = 0.0  # a number, or [P]
-    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)  # eigen of H, for all M made of it
+    name = "Dense"
+
+    def __init__(
+        self,
+        matrix: Tensor,  # H [P, P]
+        factor: Tensor | float = 1.0,
+        shift: Tensor | float = 0.0,
+        spectrum: Spectrum | None = None,  # of H, for all M that are made of it
+    ) -> None:
+        self.matrix, self.factor, self.shift = matrix, factor, shift
+        self._spectrum = spectrum or Spectrum(matrix)
 
     @property
     def size(self) -> int:
@@ -65,10 +71,10 @@ class Dense(Structure):
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
     def scale(self, factor: float | Tensor) -> Dense:
-        return replace(self, factor=self.factor * factor, shift=self.shift * factor)
+        return Dense(self.matrix, self.factor * factor, self.shift * factor, self._spectrum)
 
     def add_prior(self, precision: float | Tensor) -> Dense:
-        return replace(self, shift=self.shift + self._check_prior(precision))
+        return Dense(self.matrix, self.factor, self.shift + self._check_prior(precision), self._spectrum)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return vectors @ self.matrix * self.factor + vectors * self.shift
@@ -96,6 +102,9 @@ class Dense(Structure):
             return 2 * self._cholesky.diagonal().log().sum().to(self.dtype)
         return self._eigen[0].log().sum().to(self.dtype)
 
+    def parts(self) -> dict[str, Any]:
+        return {"matrix": self.matrix, "factor": self.factor, "shift": self.shift}
+
     @property
     def _has_many_shifts(self) -> bool:
         return isinstance(self.shift, Tensor) and self.shift.ndim > 0
@@ -107,8 +116,8 @@ class Dense(Structure):
     def _eigen(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of `M`, in float64, and eigenvectors.  # [P], [P, P]"""
         if self._has_many_shifts:
-            return self._decompose(self._matrix()) if self._is_in_graph else self._kept_eigen
-        λ, Q = self._of_matrix()
+            return _decompose(self._matrix(), self.dtype) if self._is_in_graph else self._kept_eigen
+        λ, Q = self._spectrum.eigen
         values = λ.clamp(min=0) * self.factor + self.shift
         if torch.as_tensor(self.shift).detach() == 0:
             # Without a prior, an eigenvalue within the rounding of zero is zero.
@@ -117,26 +126,11 @@ class Dense(Structure):
 
     def _matrix(self) -> Tensor:
         """`M` of the clamped `H`, in float64.  # [P, P]"""
-        λ, Q = self._of_matrix()
+        λ, Q = self._spectrum.eigen
         negative = int((λ < 0).sum())  # the first, as eigenvalues rise
         Q = Q[:, :negative].double()
         H = self.matrix.double() - (Q * λ[:negative]) @ Q.mT
         return H * self.factor + torch.diag(self._shifts(H))
-
-    # A decomposition is kept for the next call, unless it belongs to a graph: one made under no_grad would cut it.
-    # An inference tensor could not be used outside of inference mode, so none is kept either.
-    def _of_matrix(self) -> tuple[Tensor, Tensor]:
-        """The decomposition of `H`."""
-        if self.matrix.requires_grad:
-            return self._decompose(self.matrix)
-        if not self._kept:
-            with torch.inference_mode(False):
-                self._kept.append(self._decompose(self.matrix))
-        return self._kept[0]
-
-    def _decompose(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        λ, Q = torch.linalg.eigh(matrix.double())
-        return λ, Q.to(self.dtype)  # rotations are as exact as the vectors; what cancels is in the eigenvalues
 
     @property
     def _cholesky(self) -> Tensor:
@@ -149,7 +143,7 @@ class Dense(Structure):
     @cached_property
     def _kept_eigen(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            return self._decompose(self._matrix())
+            return _decompose(self._matrix(), self.dtype)
 
     @cached_property
     def _kept_cholesky(self) -> Tensor:
@@ -164,3 +158,29 @@ class Dense(Structure):
                 "every parameter before solving"
             )
         return cholesky
+
+
+class Spectrum:
+    """The eigenvalues and eigenvectors of a symmetric matrix.
+
+    They are kept for the next call, unless they belong to a graph: those made under no_grad would cut it. An inference
+    tensor could not be used outside of inference mode, so none is kept either.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    @property
+    def eigen(self) -> tuple[Tensor, Tensor]:
+        return _decompose(self._matrix, self._matrix.dtype) if self._matrix.requires_grad else self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            return _decompose(self._matrix, self._matrix.dtype)
+
+
+def _decompose(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Eigenvalues in float64: what cancels is in them. Rotations are as exact as the vectors they are used on."""
+    λ, Q = torch.linalg.eigh(matrix.double())
+    return λ, Q.to(dtype)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.base import Structure, positive
+from lightning_bayes.structures.layout import Layout
+from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(Structure):
     """`M = diag(values)`."""
+
+    name: ClassVar[str] = "Diagonal"
 
     values: Tensor  # [P]
 
@@ -65,6 +72,18 @@ class Diagonal(Structure):
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()
+
+    def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
+        values = self.values
+        if subset.mask is not None:  # weights outside a subnetwork are known exactly: infinite precision
+            values = values.new_full((subset.full_size,), torch.inf)
+            values[subset.mask.to(values.device)] = self.values
+        return lambda layout: Diagonal(layout.gather(values))
+
+    @classmethod
+    def output_covariances(cls, blocks: Sequence[Diagonal], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+        shape = g.shape[1], g.shape[4], a.shape[3]  # [G, O, I]
+        return rotated_covariances([block.values.reshape(shape).reciprocal() for block in blocks], a, g, form)
 
 
 class _Shifted(Diagonal):

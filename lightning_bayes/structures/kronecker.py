@@ -14,12 +14,15 @@ all arrays are `[g, O, I]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.structures.base import Structure, StructureError, eigh, positive
+from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,9 @@ class Factor:
 @dataclass(frozen=True, eq=False)
 class Kronecker(Structure):
     """`M = (Q_G ⊗ Q_A) diag(λ_G λ_Aᵀ + shift) (Q_G ⊗ Q_A)ᵀ`, one for each of `g` groups."""
+
+    name: ClassVar[str] = "Kronecker"
+    is_exact: ClassVar[bool] = False
 
     left: Factor  # G: [g, O]
     right: Factor  # A: [g, I]
@@ -125,12 +131,18 @@ class Kronecker(Structure):
         return Kronecker(self.left, self.right, self.shift + precision.flatten()[0])
 
     def damped(self, left: float | Tensor, right: float | Tensor) -> Kronecker:
-        """`(G + left·I) ⊗ (A + right·I)`: damping in place of the exact sum, which adds cross terms."""
+        """`(G + left·I) ⊗ (A + right·I)`: damping instead of the exact sum, which adds cross terms."""
         return Kronecker(
             Factor(self.left.vectors, self.left.values + left),
             Factor(self.right.vectors, self.right.values + right),
             self.shift,
         )
+
+    def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
+        """`(G/split + √δ) ⊗ (A·split + √δ)`."""
+        left = Factor(self.left.vectors, self.left.values / split)
+        right = Factor(self.right.vectors, self.right.values * split)
+        return Kronecker(left, right, self.shift).damped(precision.sqrt(), precision.sqrt())
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return self.rotate_back(self.rotate(vectors) * self.values)
@@ -143,6 +155,27 @@ class Kronecker(Structure):
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()
+
+    @classmethod
+    def output_covariances(
+        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm
+    ) -> list[Tensor]:
+        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
+        Q_A, Q_G = blocks[0].right.vectors, blocks[0].left.vectors
+        if Q_A is not None:
+            a = (a.flatten(1, 2) @ Q_A).reshape(a.shape)
+        if Q_G is not None:
+            rows = g.transpose(0, 1)  # [G, K, B, T, O]
+            g = (rows.flatten(1, 3) @ Q_G).reshape(rows.shape).transpose(0, 1)
+        return rotated_covariances([block.values.reciprocal() for block in blocks], a, g, form)
+
+    def parts(self) -> dict[str, Any]:
+        factors = {"left": self.left, "right": self.right}
+        return {**{side: [f.vectors, f.values] for side, f in factors.items()}, "shift": self.shift}
+
+    @classmethod
+    def from_parts(cls, parts: dict[str, Any]) -> Kronecker:
+        return cls(Factor(*parts["left"]), Factor(*parts["right"]), parts["shift"])
 
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
 
 WEIGHTS = ("both", "last", "best")
@@ -46,7 +50,7 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
 
     `key` is that of the callback's state in them, and `name` that of its file beside one.
     """
-    _finish_writing(trainer)
+    finish_writing(trainer)
     current = module.state_dict()  # on all processes, because metrics may gather theirs
     stored: list[Stored] = []
     for path, role in _roles(trainer).items() if trainer.is_global_zero else ():
@@ -66,9 +70,11 @@ def _roles(trainer: Trainer) -> dict[str, str]:
     """What every checkpoint is: the best of a callback (for `ckpt_path="best"`), its last, or another, which may hold
     the last weights: what was saved last, and what the Trainer has resumed from."""
     roles: dict[str, str] = {}
-    for name, role in (("best_model_path", "best"), ("last_model_path", "last"), ("_last_checkpoint_saved", "other")):
+    for name, role in (("best_model_path", "best"), ("last_model_path", "last")):
         for callback in trainer.checkpoint_callbacks:
             _add(roles, getattr(callback, name, ""), role)
+    for callback in trainer.checkpoint_callbacks:
+        _add(roles, last_saved_path(callback), "other")
     _add(roles, trainer.ckpt_path, "other")
     return roles
 
@@ -84,9 +90,9 @@ def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]
     are the same; `weights` is one of `WEIGHTS`."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[Stored]] = {}
-    for each in checkpoints:
-        if each.role in roles and not each.in_memory:
-            groups.setdefault(each.weights, []).append(each)
+    for checkpoint in checkpoints:
+        if checkpoint.role in roles and not checkpoint.in_memory:
+            groups.setdefault(checkpoint.weights, []).append(checkpoint)
     return list(groups.values())
 
 
@@ -121,12 +127,25 @@ def beside(path: Any, name: str) -> str:
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
 
 
-def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
-    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+def is_of_weights(posterior: GaussianPosterior) -> bool:
+    """Whether the network still has the weights that the posterior was fitted to."""
+    try:
+        posterior.check_weights()
+    except PosteriorError:
+        return False
+    return True
+
+
+def warn_of_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """If the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
-        return False
-    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+        return
+    if _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"]):
+        rank_zero_warn(
+            "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
+            "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
+        )
 
 
 @contextmanager
@@ -135,14 +154,16 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
     tensors = [*module.parameters(), *module.buffers()]
     own = [t.detach().clone() for t in tensors]
     try:
-        problem = None
+        error: Exception | None = None
         if trainer.is_global_zero:
             try:
                 module.load_state_dict(_read(trainer, path)["state_dict"], strict=module.strict_loading)
-            except Exception as error:
-                problem = " ".join(str(error).split())
-        problem = trainer.strategy.broadcast(problem)
+            except Exception as raised:  # whatever it is: the other processes wait to hear of it
+                error = raised
+        problem = trainer.strategy.broadcast(None if error is None else " ".join(str(error).split()))
         if problem is not None:
+            if error is not None and not _is_unreadable(error):
+                raise error
             raise CheckpointError(f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}")
         share(tensors)  # their file systems may not have the checkpoint
         yield
@@ -158,9 +179,17 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
     try:
         return _read(trainer, path)
     except Exception as error:
+        if not _is_unreadable(error):
+            raise
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
         return None
+
+
+def _is_unreadable(error: Exception) -> bool:
+    """Whether a file that is damaged, foreign or of other weights may raise it."""
+    kinds = (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError, RuntimeError)
+    return isinstance(error, (*kinds, pickle.UnpicklingError)) and not is_out_of_memory(error)
 
 
 def _read(trainer: Trainer, path: str) -> dict[str, Any]:
@@ -185,17 +214,10 @@ def _saves_weights_only(callback: Any) -> bool:
     return getattr(callback, "save_weights_only", False)
 
 
-def _finish_writing(trainer: Trainer) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
-    plugin: Any = trainer.strategy.checkpoint_io
-    if getattr(plugin, "_executor", None) is not None:
-        plugin.teardown()
-
-
 def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
     """Where checkpoints are kept, there is one to resume from at the end of training; on all processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
-    steps = [getattr(each, "_last_global_step_saved", None) for each in callbacks if not _saves_weights_only(each)]
+    steps = [last_saved_step(callback) for callback in callbacks if not _saves_weights_only(callback)]
     if not callbacks or trainer.global_step in steps:
         return
     path = os.path.join(folder, f"{name}_interrupted.ckpt")

@@ -29,6 +29,7 @@ from torch.utils.data import (
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.private import convert_input, datamodule_of, is_dev_run, transfer_batch, users_sampler
 
 _NO_VALIDATION = (
     "tune='grid' needs validation data: give the module a validation_step and the Trainer a val_dataloader, or use "
@@ -90,17 +91,17 @@ def exact_pass(
                 "that the loader repeats on several processes count several times",
                 stacklevel=2,
             )
-        limits = [each for each in (limit, max_batches) if isinstance(each, int)]
+        limits = [number for number in (limit, max_batches) if isinstance(number, int)]
         return ExactPass(_First(loader, min(limits)) if limits else loader, None, module, trainer)
     size = batch_size(loader)  # None: the dataset gives whole batches
     indices = _indices(loader)
-    for each in (limit, max_batches):
-        indices = indices[: _limit(each, len(indices), size or 1)]
+    for number in (limit, max_batches):
+        indices = indices[: _limit(number, len(indices), size or 1)]
     if not indices:
         raise DataError("the data are empty: at least one example is needed")
-    mine = indices[processes.rank :: processes.size]
+    own_indices = indices[processes.rank :: processes.size]
     probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
-    return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
+    return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
 
 
 def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
@@ -111,7 +112,7 @@ def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
 
 def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """The data module or the module, whichever has a `name`."""
-    owners = [each for each in (trainer.datamodule, module) if each is not None]  # type: ignore[attr-defined]
+    owners = [owner for owner in (datamodule_of(trainer), module) if owner is not None]
     for owner in owners:
         if hasattr(owner, name):
             return owner
@@ -152,7 +153,7 @@ def drawn_batches(trainer: Trainer) -> int | None:
     """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out."""
     loader = single(trainer.train_dataloader)
     # In a run of one batch, that batch would be all the data.
-    limit = None if trainer.fast_dev_run else trainer.limit_train_batches  # type: ignore[attr-defined]
+    limit = None if is_dev_run(trainer) else trainer.limit_train_batches
     sampler = sampler_of(loader)
     in_order = isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
     if limit is None or (limit == 1.0 and isinstance(limit, float)) or not in_order:
@@ -190,10 +191,8 @@ def differ(a: Any, b: Any) -> bool:
 def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> Any:
     """A batch as the Trainer would hand it to the module: converted, transferred, and through the transfer hooks."""
     if trainer is not None:
-        batch = trainer.precision_plugin.convert_input(batch)
-    # The only way to the hooks that asks the data module for its own; it works without a Trainer too.
-    batch = module._on_before_batch_transfer(batch)
-    return module._apply_batch_transfer_handler(batch)
+        batch = convert_input(trainer, batch)
+    return transfer_batch(module, batch)
 
 
 _WITH_FIT_NOW = "train without this callback, then call its fit_now(trainer, module, dataloader) with the one to use"
@@ -230,9 +229,7 @@ def sampler_of(loader: Any) -> Any:
 
 def _indices(loader: DataLoader[Any]) -> list[int]:
     """The examples that the loader can give, in order."""
-    sampler = sampler_of(loader)
-    if type(sampler).__name__ == "DistributedSamplerWrapper":  # under DDP, Lightning's own around the user's
-        sampler = sampler.dataset._sampler
+    sampler = users_sampler(sampler_of(loader))
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(i) for i in sampler.indices)
     if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):

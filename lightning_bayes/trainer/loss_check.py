@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
+from lightning_bayes.network.slow_path import is_out_of_memory
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
 _FLAT = 1e-3  # a residual below this is mostly rounding
@@ -46,13 +47,17 @@ def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
     return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
 
 
-def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float) -> Any:
+def compare_gradients(
+    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float
+) -> LossFit | None:
     """A `LossFit` from the graph of `loss` (times `scale`); None where that says nothing."""
     try:
-        found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # the graph cannot be walked twice, or not by `autograd.grad`
+        gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:  # the graph cannot be walked twice, or not by `autograd.grad`
+        if is_out_of_memory(error):
+            raise
         return None
-    used = [(f, g) for f, g in zip(outputs, found, strict=True) if g is not None]
+    used = [(f, g) for f, g in zip(outputs, gradients, strict=True) if g is not None]
     if not used:
         return None
     with torch.no_grad():
@@ -71,14 +76,9 @@ def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor
 def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
     """The gradient; for log-probabilities, which a loss may read without normalising them, that of their logits."""
     f, g = widen(f), widen(g)
-    if not chooses_one_class(likelihood) or f.logsumexp(1).abs().max() > 1e-3:
+    if not likelihood.chooses_one_class or f.logsumexp(1).abs().max() > 1e-3:
         return g
     return g - f.softmax(1) * g.sum(1, keepdim=True)
-
-
-def chooses_one_class(likelihood: Likelihood) -> bool:
-    """Whether outputs are logits of the classes of one label."""
-    return issubclass(likelihood.predictive, ClassPredictive) and not issubclass(likelihood.predictive, LabelPredictive)
 
 
 def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, scale: float) -> LossFit | None:
@@ -87,8 +87,7 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
         return None
     value, B = float(loss.detach()) * scale, len(y)
     total = -float(likelihood.log_likelihood(f, y))
-    ignored = getattr(likelihood, "ignore_index", None)
-    observed = y.numel() if ignored is None else y.numel() - int(y.eq(ignored).sum())
+    observed = likelihood.n_targets(y)
     candidates = [
         (s * B / over, s * part / over)
         for s in likelihood.loss_scales
@@ -101,15 +100,20 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
     return LossFit(value, total / B, c, least <= FAR_OFF)
 
 
-def explain(likelihood: Likelihood, f: Tensor | None) -> str:
-    """What is usually the cause of a loss that is not the likelihood's."""
-    if f is not None and chooses_one_class(likelihood) and bool((f >= 0).all()):
-        ones = widen(f).sum(1)
-        if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
-            return "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
-    return (
+def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
+    """A loss that is not the likelihood's, and what is usually the cause."""
+    cause = (
         "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
         "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+    )
+    if f is not None and likelihood.chooses_one_class and bool((f >= 0).all()):
+        ones = widen(f).sum(1)
+        if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
+            cause = "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
+    return (
+        f"the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on the network's outputs "
+        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean is {fit.nll:.6g}. The "
+        f"posterior assumes this likelihood; {cause}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,35 +11,28 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_bayes.trainer.private import callbacks_of, class_name, precision_context, set_callbacks
+
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def refuse_sharded(trainer: Trainer, who: str) -> None:
     """Raise under a strategy that leaves no process with the whole network."""
-    for kind in type(trainer.strategy).__mro__:
-        if kind.__name__ in _SHARDED:
-            raise RuntimeError(
-                f"{who} needs every process to hold the whole network, which {kind.__name__} does not: use "
-                "strategy='ddp' or a single device"
-            )
+    kind = class_name(trainer.strategy, _SHARDED)
+    if kind is not None:
+        raise RuntimeError(
+            f"{who} needs every process to hold the whole network, which {kind} does not: use "
+            "strategy='ddp' or a single device"
+        )
 
 
 def run_last(trainer: Trainer, last: list[Any]) -> None:
     """Move the callbacks `last` behind all but checkpoints: weight averaging changes the weights when training ends."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    # Two packages have a class of that name.
-    checkpoints = [each for each in callbacks if any(kind.__name__ == "Checkpoint" for kind in type(each).__mro__)]
-    moved = {id(each) for each in (*last, *checkpoints)}
+    callbacks = callbacks_of(trainer)
+    checkpoints = [callback for callback in callbacks if class_name(callback, {"Checkpoint"})]
+    moved = {id(callback) for callback in (*last, *checkpoints)}
     # A new list: Lightning may be walking through the old one.
-    trainer.callbacks = [*(each for each in callbacks if id(each) not in moved), *last, *checkpoints]  # type: ignore[attr-defined]
-
-
-def load_validation(trainer: Trainer) -> None:
-    """The validation data of a `fit` without a step, which Lightning loads when training starts."""
-    if trainer.enable_validation and trainer.val_dataloaders is None:
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+    set_callbacks(trainer, [*(other for other in callbacks if id(other) not in moved), *last, *checkpoints])
 
 
 @contextmanager
@@ -70,8 +63,5 @@ def share(tensors: list[Tensor]) -> None:
 @contextmanager
 def forward_context(trainer: Trainer | None) -> Iterator[None]:
     """The Trainer's precision, in which a network may make tensors of its own."""
-    if trainer is None:
-        yield
-        return
-    with trainer.precision_plugin.forward_context():
+    with nullcontext() if trainer is None else precision_context(trainer):
         yield

@@ -23,6 +23,11 @@ from lightning_bayes.posterior import OptimizerError, fit_l2m
 
 laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])
 words(laplace, "structure", "curvature", "weight_sharing")
+for _hessian in ("approx", "mixed", "auto"):
+    laplace("hessian", _hessian, "needs structure='diag' and curvature='ggn', got structure='kron'")
+DIAGONAL = {"structure": "diag", "curvature": "fisher_mc"}
+laplace("hessian", "approx", "got structure='diag' and curvature='fisher_mc'", **DIAGONAL)
+words(laplace, "hessian")
 laplace("structure", None, "unknown structure None: use one of")
 laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
@@ -68,7 +73,7 @@ curvature = Table(
     lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
     fit_curvature,
 )
-words(curvature, "structure", "curvature", "weight_sharing")
+words(curvature, "structure", "curvature", "weight_sharing", "hessian")
 curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
 curvature("loader", None, "must be an iterable of (x, y) batches")
 curvature("likelihood", "gauss", "is not known")

@@ -87,6 +87,10 @@ class Module(L.LightningModule):
         return kind(self.parameters(), lr=0.02, **options)
 
 
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
 @contextmanager
 def nothing_is_gathered() -> Iterator[None]:
     """Whole tensors cannot be had."""
@@ -137,9 +141,11 @@ class Scenarios:
     def keep(self, key: str, posterior: Any) -> None:
         """Everything whole, put together by torch."""
         assert isinstance(posterior, ShardedPosterior) == (self.world > 1)
-        mine = self.sharded(posterior)
-        values = {"mean": mine._gathered(mine.mean), "precision": mine._gathered(mine.precision)}
-        self.results[key] = {**values, "n_data": posterior.n_data}
+        sharded = self.sharded(posterior)
+        values = {"mean": sharded.mean, "precision": sharded.precision.diagonal()}
+        self.results[key] = {what: sharded.gathered(vector) for what, vector in values.items()}
+        self.results[key]["effective parameters"] = sharded.effective_parameters_per_layer()
+        self.results[key]["n_data"] = posterior.n_data
 
     def sharded(self, posterior: Any) -> ShardedPosterior:
         """One process has a posterior of the same kind over its whole network."""
@@ -159,15 +165,14 @@ class Scenarios:
         """Samples, densities, predictions, files."""
         callback, model, fit = self.fitted("AdamW")
         posterior = self.sharded(callback.posterior)
-        draws = posterior.sample(SAMPLES, SEED)
-        self.results["samples"] = torch.stack([posterior._gathered(draw) for draw in draws])
+        draws = posterior.sample(SAMPLES, seeded())
+        self.results["samples"] = torch.stack([posterior.gathered(draw) for draw in draws])
         self.results["shard"] = posterior.mean.numel()
         self.results["log_prob"] = posterior.log_prob(draws)
 
         before = {name: whole(p).clone() for name, p in model.named_parameters()}
         x = self.x(self.rank // self.tensor)
-        generator = torch.Generator().manual_seed(SEED)
-        self.results["bnn"] = posterior.predict(x, "bnn", samples=SAMPLES, generator=generator).probs
+        self.results["bnn"] = posterior.predict(x, "bnn", samples=SAMPLES, generator=seeded()).probs
         self.results["map"] = posterior.predict(x, "map").probs
         model.fail_at = 3  # in the third of the samples
         self.results["failed"] = self.error(lambda: posterior.predict(x, "bnn", samples=SAMPLES))
@@ -178,13 +183,13 @@ class Scenarios:
 
         held_out = self.loader(12)
         self.results["test"] = fit.test(model, held_out, verbose=False)[0]
-        self.results["predict"] = torch.cat([each.probs for each in fit.predict(model, held_out)])
+        self.results["predict"] = torch.cat([prediction.probs for prediction in fit.predict(model, held_out)])
 
         path = self.folder / "kept"
         posterior.save(path)
         loaded = ShardedPosterior.load(path, posterior.network, "classification")
         self.keep("loaded", loaded if self.world > 1 else callback.posterior)
-        self.results["same samples"] = torch.equal(loaded.sample(2, 1), posterior.sample(2, 1))
+        self.results["same samples"] = torch.equal(loaded.sample(2, seeded()), posterior.sample(2, seeded()))
         if self.world > 1:
             self.results["path"] = str(callback.posterior_path)
             state = {name: whole(p) for name, p in model.named_parameters()}
@@ -236,10 +241,10 @@ class Scenarios:
             optimizer.step()
         posterior = fit_l2m(net, optimizer, n_data=EXAMPLES, batch_size=GLOBAL)
         self.keep("partly", posterior)
-        mine = self.sharded(posterior)
-        draws = mine.sample(2, SEED)
-        self.results["partly"]["samples"] = torch.stack([mine._gathered(draw) for draw in draws])
-        self.results["partly"]["log_prob"] = mine.log_prob(draws)
+        sharded = self.sharded(posterior)
+        draws = sharded.sample(2, seeded())
+        self.results["partly"]["samples"] = torch.stack([sharded.gathered(draw) for draw in draws])
+        self.results["partly"]["log_prob"] = sharded.log_prob(draws)
 
     def dead_rows(self) -> None:
         """Rows whose second moment has faded, all of them on the last processes: those know it from the others."""
@@ -281,6 +286,6 @@ def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where = Path(sys.argv[1])
-    found = run(where, int(sys.argv[2]), int(sys.argv[3]))
-    torch.save(found, where / f"rank{os.environ['LOCAL_RANK']}.pt")
+    folder = Path(sys.argv[1])
+    results = run(folder, int(sys.argv[2]), int(sys.argv[3]))
+    torch.save(results, folder / f"rank{os.environ['LOCAL_RANK']}.pt")

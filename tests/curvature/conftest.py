@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_bayes.network.slow_path import log_slow_path
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -21,3 +23,8 @@ def seeded() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Using padding='same' with even kernel")  # PyTorch's own copy
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged_yet() -> None:
+    log_slow_path.cache_clear()

@@ -24,7 +24,7 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.gaussian import fingerprint, same_weights
+from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 
 BITS = (real(7, 3, seed=5) > 0).double()
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {

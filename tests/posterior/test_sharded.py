@@ -1,5 +1,6 @@
 """`ShardedPosterior` on one process: places, draws, densities; on several it is tested beside the callbacks."""
 
+import warnings
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.nn import functional as F
 
-from lightning_bayes import Categorical
+from lightning_bayes import Bernoulli, Categorical, GaussianPosterior
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, PriorError, ShardedPosterior, fit_l2m
-from lightning_bayes.posterior.sharded import _copies, _positions
+from lightning_bayes.predictive import sample_functions
+from lightning_bayes.structures.sharded import ParameterShard, own_indices
 
 N, C = 24, 3
 
@@ -29,8 +32,11 @@ def trained(dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, LaplaceP
         F.cross_entropy(net(x[rows]), y[rows]).backward()
         optimizer.step()
     whole = fit_l2m(net, optimizer, n_data=N, batch_size=4.8)
-    assert isinstance(whole, LaplacePosterior)
     return net, whole, ShardedPosterior.from_curvature(net, whole.curvature, whole.prior_precision)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 # -- which weights a process has ---------------------------------------------------------------------------------------
@@ -41,32 +47,20 @@ class Mesh:
     sizes: tuple[int, ...]
     place: tuple[int, ...]
 
-    def size(self, dim: int) -> int:
-        return self.sizes[dim]
+    def size(self, mesh_dim: int) -> int:
+        return self.sizes[mesh_dim]
 
-    def get_local_rank(self, dim: int) -> int:
-        return self.place[dim]
-
-
-@dataclass
-class Stand:
-    """What `_positions` looks at, of a distributed tensor that needs no processes."""
-
-    shape: torch.Size
-    placements: tuple[Any, ...]
-    device_mesh: Mesh
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    def get_local_rank(self, mesh_dim: int) -> int:
+        return self.place[mesh_dim]
 
 
 def shards(shape: tuple[int, ...], placements: tuple[Any, ...], sizes: tuple[int, ...]) -> dict[Any, Tensor]:
-    """The positions at every place of the mesh."""
-    found = {}
+    """The places of each process's weights in the flat parameter, by the process's place in the mesh."""
+    places = {}
     for place in product(*map(range, sizes)):
-        found[place] = _positions(Stand(torch.Size(shape), placements, Mesh(sizes, place)))  # type: ignore[arg-type]
-    return found
+        indices = own_indices(torch.Size(shape), placements, Mesh(sizes, place))
+        places[place] = ParameterShard(0, torch.Size(shape), indices, copies=1).places()
+    return places
 
 
 def cut(t: Tensor, parts: int, dim: int) -> list[Tensor]:
@@ -82,9 +76,9 @@ def test_a_shard_is_the_chunk_that_torch_cuts(shape: tuple[int, ...], world: int
     if dim >= len(shape):
         dim = 0
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = shards(shape, (Shard(dim),), (world,))
+    places = shards(shape, (Shard(dim),), (world,))
     for rank, expected in enumerate(cut(whole, world, dim)):
-        assert torch.equal(found[(rank,)], expected)
+        assert torch.equal(places[(rank,)], expected)
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 3), (1, 4)])
@@ -103,15 +97,34 @@ def test_a_shard_of_a_shard(shape: tuple[int, ...]) -> None:
 
 def test_even_shards_along_the_same_dimension_are_cut_by_tensor_parallelism_first() -> None:
     whole = torch.arange(12 * 2).view(12, 2)
-    found = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
+    places = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
     for data, tensor in product(range(2), range(3)):
-        assert torch.equal(found[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
+        assert torch.equal(places[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
 
 
 def test_a_whole_tensor_is_all_there_is() -> None:
-    assert torch.equal(_positions(torch.empty(3, 4)), torch.arange(12).view(3, 4))
-    assert torch.equal(_positions(torch.empty(())).reshape(-1), torch.arange(1))
-    assert _copies(torch.empty(3)) == 1
+    shard = ParameterShard.of(torch.empty(3, 4), start=7)
+    assert torch.equal(shard.places(), 7 + torch.arange(12).view(3, 4))
+    assert torch.equal(ParameterShard.of(torch.empty(()), start=0).places().reshape(-1), torch.arange(1))
+    assert (shard.size, shard.local_shape, shard.copies) == (12, (3, 4), 1)
+
+
+def test_on_one_process_the_matrix_is_a_plain_diagonal() -> None:
+    _, whole, posterior = trained()
+    M, D = posterior.curvature.structure.add_prior(0.5), whole.curvature.structure.add_prior(0.5)
+    J = torch.randn(2, 3, D.size, dtype=torch.float64)
+    δ = torch.rand(D.size, dtype=torch.float64)
+    for operation in (
+        lambda A: A.logdet(),
+        lambda A: A.quadratic(J),
+        lambda A: A.inverse_quadratic(J),
+        lambda A: A.inverse_diagonal(),
+        lambda A: A.scale(3.0).add_prior(δ).diagonal(),
+        lambda A: (A + A.add_prior(1.0)).logdet(),
+        lambda A: A.to(dtype=torch.float32).diagonal(),
+    ):
+        torch.testing.assert_close(operation(M), operation(D), rtol=1e-12, atol=1e-12)
+    assert M.sample(0, seeded(0)).shape == (0, D.size)
 
 
 # -- draws and densities -----------------------------------------------------------------------------------------------
@@ -120,7 +133,7 @@ def test_a_whole_tensor_is_all_there_is() -> None:
 def test_draws_have_the_posteriors_mean_and_covariance() -> None:
     _, whole, posterior = trained()
     S = 1000
-    z = (posterior.sample(S, seed=1) - whole.mean) * whole.precision.diagonal().sqrt()  # [S, P], standard normal
+    z = (posterior.sample(S, seeded(1)) - whole.mean) * whole.precision.diagonal().sqrt()  # [S, P], standard normal
     assert z.shape == (S, whole.subset.size)
     # Means have a standard deviation of 1/√S, second moments of √2/√S and 1/√S: five of them.
     assert z.mean(0).abs().max() < 5 / S**0.5
@@ -131,15 +144,25 @@ def test_draws_have_the_posteriors_mean_and_covariance() -> None:
     assert ((z.abs() < 1.959964).double().mean() - 0.95).abs() < 5 * (0.95 * 0.05 / z.numel()) ** 0.5
 
 
-def test_draws_depend_on_seed_and_number_alone() -> None:
+def test_draws_depend_on_the_generators_seed_and_their_number_alone() -> None:
     _, _, posterior = trained()
     before = torch.get_rng_state()
-    first = posterior.sample(4, seed=3)
+    first = posterior.sample(4, seeded(3))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(9)
-    assert torch.equal(posterior.sample(4, seed=3), first)
-    assert torch.equal(posterior.sample(2, seed=3), first[:2])
-    assert not torch.isclose(posterior.sample(4, seed=4), first).any()
+    assert torch.equal(posterior.sample(4, seeded(3)), first)
+    assert torch.equal(posterior.sample(2, seeded(3)), first[:2])
+    assert not torch.isclose(posterior.sample(4, seeded(4)), first).any()
+
+
+def test_a_generator_moves_on_from_draw_to_draw() -> None:
+    """As many calls as draws give the draws of one call, with a generator and with the global one."""
+    _, _, posterior = trained()
+    generator = seeded(3)
+    one_by_one = torch.cat([posterior.sample(1, generator) for _ in range(4)])
+    assert torch.equal(one_by_one, posterior.sample(4, seeded(3)))
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat([posterior.sample() for _ in range(4)]), one_by_one)
 
 
 def test_the_density_is_that_of_the_ordinary_posterior() -> None:
@@ -154,7 +177,10 @@ def test_the_density_is_that_of_the_ordinary_posterior() -> None:
 @pytest.mark.parametrize("prior", [2.0, [1.0, 2.0, 3.0]])
 def test_a_prior_is_one_number_or_one_per_layer(prior: Any) -> None:
     _, whole, posterior = trained()
-    torch.testing.assert_close(posterior.with_prior(prior).precision, whole.with_prior(prior).precision.diagonal())
+    sharded, ordinary = posterior.with_prior(prior), whole.with_prior(prior)
+    torch.testing.assert_close(sharded.precision.diagonal(), ordinary.precision.diagonal())
+    torch.testing.assert_close(sharded.effective_parameters_per_layer(), ordinary.effective_parameters_per_layer())
+    torch.testing.assert_close(sharded.effective_parameters, ordinary.effective_parameters)
 
 
 def test_a_prior_of_another_size_or_sign_is_refused() -> None:
@@ -173,30 +199,24 @@ def test_predictions_at_the_mean_are_the_networks() -> None:
     net, whole, posterior = trained()
     x = torch.randn(5, 4, dtype=torch.float64)
     assert torch.equal(posterior.predict(x, "map").probs, whole.predict(x, "map").probs)  # type: ignore[arg-type]
-    probs = [torch.func.functional_call(net, weights(net, θ), (x,)).detach().softmax(1) for θ in posterior.sample(7)]
-    torch.testing.assert_close(posterior.predict(x, samples=7).probs, torch.stack(probs).mean(0))
+    draws = posterior.sample(7, seeded(2))
+    f = torch.stack([torch.func.functional_call(net, weights(net, θ), (x,)).detach() for θ in draws])
+    prediction = posterior.predict(x, samples=7, generator=seeded(2))
+    torch.testing.assert_close(prediction.probs, f.softmax(-1).mean(0))
+    torch.testing.assert_close(sample_functions(posterior, x, 7, seeded(2), linearised=False), f)
 
 
 def weights(net: nn.Module, θ: Tensor) -> dict[str, Tensor]:
-    found, start = {}, 0
+    parameters, start = {}, 0
     for name, p in net.named_parameters():
-        found[name] = θ[start : start + p.numel()].view(p.shape)
+        parameters[name] = θ[start : start + p.numel()].view(p.shape)
         start += p.numel()
-    return found
+    return parameters
 
 
 def test_the_network_is_borrowed() -> None:
     net, _, posterior = trained()
     before = {name: t.clone() for name, t in net.state_dict().items()}
-
-    def broken() -> None:
-        with posterior.at(posterior.sample()[0]):
-            assert not torch.equal(before["0.weight"], net[0].weight)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        broken()
-    assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
     net.train()
     net[0].bias.requires_grad_(False)
     posterior.predict(torch.randn(2, 4, dtype=torch.float64), samples=3)
@@ -211,6 +231,8 @@ def test_errors_say_what_to_do() -> None:
     x = torch.randn(2, 4, dtype=torch.float64)
     with pytest.raises(PosteriorError, match=r"'glm' needs the whole network.*use predictive='bnn' or 'map'"):
         posterior.predict(x, "glm")
+    with pytest.raises(PosteriorError, match=r"linearised network needs the whole network.*use linearised=False"):
+        sample_functions(posterior, x, 2)
     with pytest.raises(ValueError, match="samples must be a whole number of at least 1, got 0"):
         posterior.predict(x, samples=0)
     with torch.no_grad():
@@ -219,6 +241,27 @@ def test_errors_say_what_to_do() -> None:
         posterior.predict(x)
     with pytest.raises(PosteriorError, match="not those of the posterior: load the matching weights"):
         posterior.gather(net)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: p.functional(torch.ones(1, 4)),
+        lambda p: p.log_marginal_likelihood(),
+        lambda p: p.tune_prior("grid", []),
+        lambda p: p.calibrate([]),
+        lambda p: p.with_noise(0.1),
+        lambda p: p.with_log_likelihood([]),
+        lambda p: p.encode(torch.ones(1, 4)),
+        lambda p: p.reconstruct(torch.ones(1, 4)),
+    ],
+)
+def test_what_would_need_all_weights_on_every_process_is_refused(call: Any) -> None:
+    _, _, posterior = trained()
+    with pytest.raises(
+        PosteriorError, match=r"needs the whole network on every process.*gather\(network\) for an ordin"
+    ):
+        call(posterior)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -230,12 +273,45 @@ def test_a_saved_posterior_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dt
     net, _, posterior = trained(dtype)
     posterior.save(tmp_path / "kept")
     posterior.save(tmp_path / "kept")  # over the first
-    loaded = ShardedPosterior.load(tmp_path / "kept", net, Categorical())
+    loaded = GaussianPosterior.load(tmp_path / "kept", net)
+    assert isinstance(loaded, ShardedPosterior)
     assert loaded.n_data == N
-    for what in ("mean", "curvature", "prior_precision"):
-        assert getattr(loaded, what).dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
-        assert torch.equal(getattr(loaded, what), getattr(posterior, what).expand(posterior.mean.shape))
+    assert loaded.likelihood == posterior.likelihood == Categorical()
+    assert isinstance(ShardedPosterior.load(tmp_path / "kept", net, "binary").likelihood, Bernoulli)
+    for got, kept in zip(vectors(loaded), vectors(posterior), strict=True):
+        assert got.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+        assert torch.equal(got, kept)
     loaded.check_weights()
+
+
+def vectors(posterior: ShardedPosterior) -> tuple[Tensor, ...]:
+    δ = posterior.prior_precision.expand_as(posterior.mean)
+    return posterior.mean, posterior.curvature.structure.diagonal(), δ, posterior.precision.diagonal()
+
+
+def test_a_state_is_that_of_the_same_posterior() -> None:
+    net, _, posterior = trained()
+    again = GaussianPosterior.from_state_dict(net, posterior.state_dict())
+    assert isinstance(again, ShardedPosterior)
+    assert all(torch.equal(a, b) for a, b in zip(vectors(again), vectors(posterior), strict=True))
+    assert again.n_data == N
+    with pytest.raises(PosteriorError, match=r"another network: it has 0\.weight of shape"):
+        GaussianPosterior.from_state_dict(nn.Linear(4, 5), posterior.state_dict())
+
+
+def test_a_folder_of_an_older_version_needs_the_likelihood(tmp_path: Path) -> None:
+    net, _, posterior = trained()
+    state = {**posterior.state_dict(), "n_data": torch.tensor(N)}
+    for key in ("format", "type", "likelihood"):
+        del state[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old")
+    with pytest.raises(PosteriorError, match="older version, which did not save the likelihood: pass likelihood="):
+        GaussianPosterior.load(tmp_path / "old", net)
+    loaded = GaussianPosterior.load(tmp_path / "old", net, Categorical())
+    assert torch.equal(loaded.precision.diagonal(), posterior.precision.diagonal())
+    assert loaded.n_data == N
 
 
 def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None:
@@ -248,7 +324,7 @@ def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None
 
 def test_gathered_it_is_the_ordinary_posterior() -> None:
     net, whole, posterior = trained()
-    found = posterior.gather(net)
-    assert torch.equal(found.precision.diagonal(), whole.precision.diagonal())
+    gathered = posterior.gather(net)
+    assert torch.equal(gathered.precision.diagonal(), whole.precision.diagonal())
     x = torch.randn(5, 4, dtype=torch.float64)
-    torch.testing.assert_close(found.predict(x).probs, whole.predict(x).probs)
+    torch.testing.assert_close(gathered.predict(x).probs, whole.predict(x).probs)

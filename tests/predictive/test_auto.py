@@ -157,7 +157,7 @@ def test_every_likelihood_and_structure_is_tuned(kind: str, structure: str) -> N
 
 def test_one_with_no_likelihood_keeps_its_prior(caplog: pytest.LogCaptureFixture) -> None:
     posterior, batches = fitted("classes")
-    unknown = replace(posterior.curvature, log_likelihood=torch.tensor(torch.nan), gradient=None)
+    unknown = replace(posterior.curvature, log_likelihood=None, gradient=None)
     blind = replace(posterior, curvature=unknown)
     assert torch.equal(blind.tune_prior("auto").prior_precision, posterior.prior_precision)
     assert "the prior stays" in caplog.text

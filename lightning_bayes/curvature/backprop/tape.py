@@ -9,28 +9,30 @@ The network computes what it always does. Where it overwrites a tensor in place,
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
+from lightning_bayes.network.version import Version
 
 
 class Tape(TorchFunctionMode):
-    """Records every operation that depends on `parameters`, which must be all that have gradients."""
+    """Records every operation that depends on `parameters`, which must be all that have gradients, and in which of the
+    modules that are `running` it was."""
 
-    def __init__(self, parameters: Iterable[Tensor], network: nn.Module | None = None) -> None:
+    def __init__(self, parameters: Iterable[Tensor], running: Sequence[str] = ()) -> None:
         super().__init__()
         self._ops: list[Op] = []
         self._known = {id(p): p for p in parameters}  # held, because an id means something only while its owner lives
         self._overwritten: dict[int, tuple[Tensor, str]] = {}  # through another tensor on the same memory, by whom
-        # With the network, each operation is told in which module it was.
-        self._modules = None if network is None else {id(m): name for name, m in network.named_modules()}
+        self._running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,9 +45,9 @@ class Tape(TorchFunctionMode):
         name = _name(func)
         target = _target(name, args, kwargs)
         copies = {} if target is None else self._copies(target)
-        versions = [(t, _version(t)) for t in given]
-        found = func(*args, **kwargs)
-        written = [t for t, version in versions if _version(t) != version]
+        versions = [Version.of(t) for t in given]
+        result = func(*args, **kwargs)
+        written = [version.tensor for version in versions if version.overwritten]
         if written:
             plain = _out_of_place(func, name) if len(written) == 1 and written[0] is target else None
             if plain is None or target is None:
@@ -57,16 +59,15 @@ class Tape(TorchFunctionMode):
             func, name = plain, name.removesuffix("_")
             args, kwargs = swapped((args, {k: v for k, v in kwargs.items() if k != "inplace"}), copies)
             tracked = [copies.get(id(t), t) for t in tracked]
-            versions = [(copies.get(id(t), t), version) for t, version in versions]
-            versions = [(t, _version(t)) for t, _ in versions]
+            versions = [Version.of(copies.get(id(t), t)) for t in given]
         unchanged = {id(t) for t in given} - {id(t) for t in written}
-        every = tensors(found)
-        places = [i for i, t in enumerate(every) if t.requires_grad and id(t) not in unchanged]
+        returned = tensors(result)
+        places = [i for i, t in enumerate(returned) if t.requires_grad and id(t) not in unchanged]
         if places:
-            outputs = [every[i] for i in places]
+            outputs = [returned[i] for i in places]
             args, kwargs = swapped((args, kwargs), {})  # a list may grow after it has been concatenated
             self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
-        return found
+        return result
 
     def ops_to(self, f: Tensor) -> list[Op]:
         """The operations that `f` depends on, in order."""
@@ -74,12 +75,11 @@ class Tape(TorchFunctionMode):
         needed, kept = {id(f)}, []
         for op in reversed(self._ops):
             if any(id(t) in needed for t in op.outputs):
-                for t, version in op.versions:
-                    if _version(t) != version:
-                        raise RuleError(
-                            f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
-                            "replace the in-place operation on it by one that makes a new tensor"
-                        )
+                if any(version.overwritten for version in op.versions):
+                    raise RuleError(
+                        f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
+                        "replace the in-place operation on it by one that makes a new tensor"
+                    )
                 needed |= {id(t) for t in op.tracked}
                 kept.append(op)
         return kept[::-1]
@@ -116,22 +116,20 @@ class Tape(TorchFunctionMode):
         memory = target.untyped_storage().data_ptr()
         copies = {id(target): target.detach().clone()}
         for op in self._ops:
-            for t in [*(t for t, _ in op.versions), *op.outputs]:
+            for t in op.held:
                 if id(t) not in copies and t.untyped_storage().data_ptr() == memory:
                     copies[id(t)] = t.detach().clone()
         return copies
 
     def _replace(self, copies: dict[int, Tensor], target: Tensor, name: str) -> None:
-        """From here on the tape has the copies in the place of the tensors."""
+        """From here on the tape holds the copies instead of the tensors."""
         for op in self._ops:
-            held = [t for t, _ in op.versions] + op.outputs
+            held = op.held
             if any(id(t) in copies for t in held):
                 op.args, op.kwargs = swapped((op.args, op.kwargs), copies)
                 op.outputs = [copies.get(id(t), t) for t in op.outputs]
                 op.tracked = [copies.get(id(t), t) for t in op.tracked]
-                op.versions = [
-                    (copies[id(t)], _version(copies[id(t)])) if id(t) in copies else (t, v) for t, v in op.versions
-                ]
+                op.versions = [Version.of(copies[id(v.tensor)]) if id(v.tensor) in copies else v for v in op.versions]
                 op.recorded = False
                 for t in held:
                     if id(t) in copies and t is not target:
@@ -141,17 +139,25 @@ class Tape(TorchFunctionMode):
                 self._known[id(copy)] = copy
 
     def _where(self) -> str:
-        """The innermost module on the stack, by name."""
-        if self._modules is None:
-            return ""
-        frame = sys._getframe(1)
-        while frame is not None:
-            name = self._modules.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                kind = type(frame.f_locals["self"]).__name__
-                return f" in {name} ({kind})" if name else f" in {kind}"
-            frame = frame.f_back  # type: ignore[assignment]
-        return ""
+        return self._running[-1] if self._running else ""
+
+
+@contextmanager
+def running_modules(network: nn.Module) -> Iterator[list[str]]:
+    """Those whose `forward` has begun and not ended, the innermost last, as " in <name> (<class>)"."""
+    kinds = {module: type(module).__name__ for module in network.modules()}
+    places = {m: f" in {name} ({kinds[m]})" if name else f" in {kinds[m]}" for name, m in network.named_modules()}
+    running: list[str] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(places.get(module, running[-1] if running else ""))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    # Hooks of all modules there are: nothing is written onto the user's.
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
+        yield running
 
 
 def _name(func: Any) -> str:
@@ -179,7 +185,3 @@ def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
 
 def _same(t: Tensor) -> Tensor:
     return t.view_as(t)
-
-
-def _version(t: Tensor) -> int:
-    return -1 if t.is_inference() else t._version

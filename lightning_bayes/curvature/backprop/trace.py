@@ -6,6 +6,7 @@ somewhere else in it (time first, positions merged into the batch), or all examp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError
-from lightning_bayes.curvature.backprop.tape import Tape
+from lightning_bayes.curvature.backprop.tape import Tape, running_modules
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.network import inputs
 from lightning_bayes.network.subset import Subset
@@ -27,17 +28,17 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Signature:
     """The names of a network's operations, and the kinds of their outputs."""
 
     names: tuple[str, ...]
     kinds: tuple[tuple[Kind, ...], ...]
 
-    def of(self, ops: list[Op]) -> dict[int, Kind]:
+    def kinds_of(self, ops: list[Op]) -> dict[int, Kind]:
         """By the `id` of each operation's outputs."""
         if tuple(op.name for op in ops) != self.names:
             raise RuleError(
-                "the network's path depends on the data, so that there is no telling which tensors have a row for each "
+                "the network's path depends on the data, so that it is unknown which tensors have a row for each "
                 "example: use hessian='approx'"
             )
         return {
@@ -47,12 +48,11 @@ class Layout:
         }
 
 
-def run(network: nn.Module, subset: Subset, x: Any, locate: bool = False) -> tuple[Tensor, list[Op]]:
-    """The output and the operations behind it; `network` must be borrowed (see `preserve`)."""
-    B = inputs.batch_size(x)
-    with torch.enable_grad(), Tape(subset.parameters(network).values(), network if locate else None) as tape:
+def run(network: nn.Module, subset: Subset, x: Any, running: Sequence[str] = ()) -> tuple[Tensor, list[Op]]:
+    """The output and the operations behind it; `network` must be borrowed (see `network.borrowed`)."""
+    with torch.enable_grad(), Tape(subset.parameters(network).values(), running) as tape:
         f = inputs.call(network, x)
-    check_output(f, B)
+    check_output(f, inputs.batch_size(x))
     return f, tape.ops_to(f)
 
 
@@ -62,20 +62,20 @@ class Probe:
 
     f: Tensor
     ops: list[Op]
-    layout: Layout
+    signature: Signature
 
     @property
     def largest(self) -> float:
         """The most features that an example has in any tensor."""
-        kinds = self.layout.of(self.ops)
+        kinds = self.signature.kinds_of(self.ops)
         return max(t.numel() / 2 for op in self.ops for t in op.outputs if kinds[id(t)] is not Kind.SHARED)
 
 
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     """By two and by three examples of `x`."""
-    size = inputs.batch_size(x)
-    f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), locate=True)
-    f_three, three = run(network, subset, inputs.take(network, x, [n % size for n in range(3)]))
+    with running_modules(network) as running:
+        f, two = run(network, subset, inputs.few(network, x, 2), running)
+    f_three, three = run(network, subset, inputs.few(network, x, 3))
     check_examples_apart(network, f, f_three)
     names = tuple(op.name for op in two)
     if names != tuple(op.name for op in three):
@@ -87,7 +87,7 @@ def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
         tuple(_kind(t.shape, u.shape) for t, u in zip(a.outputs, b.outputs, strict=True))
         for a, b in zip(two, three, strict=True)
     )
-    return Probe(f, two, Layout(names, kinds))
+    return Probe(f, two, Signature(names, kinds))
 
 
 def _kind(two: torch.Size, three: torch.Size) -> Kind:

@@ -1,14 +1,15 @@
 """A few labels in latent space: figure 12 of the paper (Miani et al., "Laplacian autoencoders for learning stochastic
 representations").
 
-    python recipes/lae_semisupervised.py            # minutes: some of MNIST, the approximate Hessian
-    python recipes/lae_semisupervised.py --paper    # 55,000 images, the exact Hessian; wants a GPU
+    python -m recipes.papers.lae.semisupervised            # minutes: some of MNIST, the approximate Hessian
+    python -m recipes.papers.lae.semisupervised --paper    # 55,000 images, the exact Hessian; wants a GPU
 
 Autoencoders learn from images without labels. Then 1 to 100 images of each class get their labels, all from the
 validation set, and K-nearest neighbours in latent space classify the rest of it (appendix A.4). A stochastic encoder
 writes every labelled image 100 times, and so says how far its label reaches. K is chosen by two-fold cross-validation
 on the labelled images: all copies of an image are in the same fold, since they would give each other away (with one
-label per class there is nothing to leave out, and K is 1). Five repeats. Results go to outputs/lae_semisupervised/.
+label per class there is nothing to leave out, and K is 1). Five repeats. Results go to
+outputs/papers/lae/semisupervised/.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from autoencoders import Method, train_all
-from lae_common import PAPER, Claim, Settings, begin, linear_net, parse, table, verdict, write_csv
-from lae_pictures import LOOKS
 from matplotlib.figure import Figure
 from sklearn.neighbors import KDTree
 from torch import Tensor
+
+from recipes.papers.lae.autoencoders import Method, train_all
+from recipes.papers.lae.common import PAPER, Claim, Settings, begin, linear_net, parse, table, verdict, write_csv
+from recipes.papers.lae.pictures import LOOKS
 
 DEFAULT = Settings(n_train=4000, n_valid=2000, n_test=100, samples=100, epochs=10)
 PAPERS = replace(PAPER, n_test=100)  # which are not used
@@ -109,7 +111,7 @@ def figure_12(results: dict[str, Tensor], labels: list[int]) -> Figure:
 
 
 def main() -> None:
-    settings, arguments = parse(__doc__ or "", "lae_semisupervised", DEFAULT, PAPERS)
+    settings, arguments = parse(__doc__ or "", "semisupervised", DEFAULT, PAPERS)
     data, say = begin("MNIST", f"MNIST, few labels: {linear_net(settings)}", settings, PAPERS, arguments)
     methods = train_all(data, settings, arguments.output, say=say)
     x, y = data.valid.tensors

@@ -18,14 +18,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lae_common import PAPER, Data, Settings
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback
+from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from recipes.papers.lae.common import PAPER, Data, Settings
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 DROPOUT, MEMBERS, KL_WEIGHT, LATENT = 0.2, 5, 1e-3, 2
@@ -177,18 +177,11 @@ def memory(n: int, settings: Settings) -> dict[str, float]:
     return {"memory_factor": factor, "scale": scale, "initial_curvature": n / scale}
 
 
-def post_hoc(module: LitAutoencoder, data: Data, settings: Settings, output: Path, hessian: str) -> LaplacePosterior:
-    """The Hessian of a trained autoencoder, summed over the data by a training that neither moves nor forgets, and the
-    prior precision with the largest evidence."""
-    callback = OnlineLaplaceCallback(
-        NOISE, 0.0, hessian, scaling="batch", name=f"post_hoc_{hessian}", seed=settings.seed, calibrate=None
-    )
-    lr, module.lr = module.lr, 0.0
-    fit(module, data, replace(settings, epochs=1), output, callback)
-    module.lr = lr
+def post_hoc(module: LitAutoencoder, data: Data, hessian: str) -> LaplacePosterior:
+    """The Hessian of a trained autoencoder, and the prior precision with the largest evidence."""
     x, _ = data.train.tensors
-    pairs = DataLoader(TensorDataset(x, x), BATCH)
-    return callback.posterior.tune_prior("marglik", loader=pairs, noise=False)  # type: ignore[return-value, call-arg]
+    posterior = fit_laplace(module, DataLoader(TensorDataset(x, x), BATCH), NOISE, "diag", hessian=hessian)
+    return posterior.tune_prior("marglik", noise=False)
 
 
 def seed(number: int) -> None:
@@ -285,7 +278,7 @@ def train_all(
         seed(settings.seed + number)
         members.append(fit(LitAutoencoder(settings, conv), data, settings, output))
     say(f"trained {MEMBERS} autoencoders")
-    posterior = post_hoc(members[0], data, settings, output, settings.hessian)
+    posterior = post_hoc(members[0], data, settings.hessian)
     say("fitted the post-hoc LAE")
     seed(settings.seed)
     vae = fit(LitVAE(settings, conv), data, settings, output).eval()

@@ -10,7 +10,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -22,19 +21,11 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+from lightning_bayes import Gaussian, fit_laplace
+
+ROOT, LAE = Path(__file__).parents[3], "recipes.papers.lae"
 PNG = b"\x89PNG\r\n\x1a\n"
 OFFLINE = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "HTTP", "HTTPS")} | {"no_proxy": ""}
-MODULES = (
-    "autoencoders",
-    "image_data",
-    "lae_common",
-    "lae_imputation",
-    "lae_ood",
-    "lae_pictures",
-    "lae_semisupervised",
-    "laplacian_autoencoder",
-)
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 TINY = ["--n-train", "300", "--n-valid", "100", "--n-test", "150", "--pixels", "8", "--width", "32", "--batch", "30"]
 TINY += ["--lr", "0.01", "--epochs", "6", "--samples", "8"]
@@ -68,9 +59,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Path]:
     """What the program prints, and where its results are."""
     done = subprocess.run(
-        [sys.executable, str(RECIPES / f"{recipe}.py"), "--data", str(data), *TINY, *options],
+        [sys.executable, "-m", f"{LAE}.{recipe}", "--data", str(data), *TINY, *options],
         cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -78,7 +69,7 @@ def call(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Pat
     )
     assert done.returncode == 0, done.stderr
     assert "Not the paper's experiment" in done.stdout
-    return done.stdout, folder / "outputs" / recipe
+    return done.stdout, folder / "outputs" / "papers" / "lae" / recipe
 
 
 def call_here(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Path]:
@@ -86,21 +77,14 @@ def call_here(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str
     output, printed = folder / recipe, io.StringIO()
     arguments = [recipe, "--data", str(data), "--output", str(output), *TINY, *options]
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), redirect_stdout(printed):
-        patch.syspath_prepend(str(RECIPES))
         patch.setattr(sys, "argv", arguments)
         patch.setenv("PL_GLOBAL_SEED", "0")
         level = logging.getLogger("lightning.pytorch").level
         try:
-            importlib.import_module(recipe).main()
+            importlib.import_module(f"{LAE}.{recipe}").main()
         finally:
             logging.getLogger("lightning.pytorch").setLevel(level)
-            forget()
     return printed.getvalue(), output
-
-
-def forget() -> None:
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def read(path: Path) -> Rows:
@@ -128,12 +112,9 @@ def assert_pictures(folder: Path, *names: str) -> None:
         assert len(content) > 10_000
 
 
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that imports a module of the recipes."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    yield importlib.import_module
-    forget()
+def parts(name: str) -> Any:
+    """A module of the paper's programs."""
+    return importlib.import_module(f"{LAE}.{name}")
 
 
 # -- MNIST: Hessians, post-hoc and online ------------------------------------------------------------------------------
@@ -141,7 +122,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def mnist(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call("laplacian_autoencoder", data, tmp_path_factory.mktemp("mnist"))
+    return call("mnist", data, tmp_path_factory.mktemp("mnist"))
 
 
 def test_table_2_has_every_hessian_post_hoc_and_online(mnist: tuple[str, Path]) -> None:
@@ -168,8 +149,8 @@ def test_pictures_of_the_latent_space(mnist: tuple[str, Path]) -> None:
     assert_pictures(mnist[1], "figure_1.png", "figure_8.png")
 
 
-def test_what_is_claimed_of_hessians_follows_from_the_numbers(parts: Any) -> None:
-    recipe = parts("laplacian_autoencoder")
+def test_what_is_claimed_of_hessians_follows_from_the_numbers() -> None:
+    recipe = parts("mnist")
 
     def row(mse: float, log_p: float, growth: float) -> dict[str, float]:
         return {"MSE": mse, "log p(x)": log_p, "far / near": growth}
@@ -190,12 +171,12 @@ def test_what_is_claimed_of_hessians_follows_from_the_numbers(parts: Any) -> Non
 
 @pytest.fixture(scope="module")
 def ood(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("lae_ood", data, tmp_path_factory.mktemp("ood"), "--lr", "0.003")
+    return call_here("ood", data, tmp_path_factory.mktemp("ood"), "--lr", "0.003")
 
 
 @pytest.fixture(scope="module")
 def ood_linear(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("lae_ood", data, tmp_path_factory.mktemp("ood_linear"), "--pair", "mnist-kmnist")
+    return call_here("ood", data, tmp_path_factory.mktemp("ood_linear"), "--pair", "mnist-kmnist")
 
 
 def test_figure_9_has_four_scores_of_every_method(ood: tuple[str, Path]) -> None:
@@ -228,16 +209,16 @@ def test_the_authors_stored_run_is_beside_its_own_pair(ood_linear: tuple[str, Pa
     assert statements(ood_linear[0])["the online LAE's four AUROC are the authors', ± 0.02"] == same
 
 
-def test_images_outside_are_the_test_images(parts: Any, data: Path, tmp_path: Path) -> None:
-    common = parts("lae_common")
+def test_images_outside_are_the_test_images(data: Path, tmp_path: Path) -> None:
+    common = parts("common")
     settings = common.Settings(n_train=50, n_valid=10, n_test=40, pixels=4)
     found = common.read_outside("MNIST", data, tmp_path, settings)
     expected = common.read_data("MNIST", data, tmp_path, settings).test.tensors[0]
     torch.testing.assert_close(found * (255 / 254), expected)  # the brightest pixel of these digits is 254
 
 
-def test_what_is_claimed_of_outliers_follows_from_the_numbers(parts: Any) -> None:
-    recipe = parts("lae_ood")
+def test_what_is_claimed_of_outliers_follows_from_the_numbers() -> None:
+    recipe = parts("ood")
     scores = ("log-likelihood", "typicality", "latent σ", "output σ")
     rows = {name: dict.fromkeys(scores, 0.6) for name in METHODS} | {"AE": {scores[0]: 0.9, scores[1]: 0.5}}
     rows["LAE (online)"] = dict(zip(scores, (0.8, 0.8, 0.7, 0.95), strict=True))
@@ -252,8 +233,8 @@ def test_what_is_claimed_of_outliers_follows_from_the_numbers(parts: Any) -> Non
     assert len(recipe.claims(rows, mnist)) == 6
 
 
-def test_roc_curve_by_brute_force(parts: Any) -> None:
-    recipe = parts("lae_ood")
+def test_roc_curve_by_brute_force() -> None:
+    recipe = parts("ood")
     generator = torch.Generator().manual_seed(0)
     inside = torch.randint(0, 6, (40,), generator=generator).float()
     outside = torch.randint(2, 8, (30,), generator=generator).float()
@@ -273,7 +254,7 @@ def test_roc_curve_by_brute_force(parts: Any) -> None:
 
 @pytest.fixture(scope="module")
 def imputation(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("lae_imputation", data, tmp_path_factory.mktemp("imputation"))
+    return call_here("imputation", data, tmp_path_factory.mktemp("imputation"))
 
 
 def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
@@ -292,9 +273,9 @@ def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
     assert_pictures(imputation[1], "figure_11.png")
 
 
-def test_imputation_keeps_what_was_observed(parts: Any) -> None:
+def test_imputation_keeps_what_was_observed() -> None:
     """Of two reconstructions, the second sees the first's upper half and the image's own lower half."""
-    recipe, autoencoders = parts("lae_imputation"), parts("autoencoders")
+    recipe, autoencoders = parts("imputation"), parts("autoencoders")
     seen = []
 
     class Shift(autoencoders.Method):
@@ -315,8 +296,8 @@ def test_imputation_keeps_what_was_observed(parts: Any) -> None:
         torch.testing.assert_close(image, expected + 2)  # the mean of five
 
 
-def test_what_is_claimed_of_imputations_follows_from_the_numbers(parts: Any) -> None:
-    recipe = parts("lae_imputation")
+def test_what_is_claimed_of_imputations_follows_from_the_numbers() -> None:
+    recipe = parts("imputation")
     row = [100.0, -110.0, 0.5, 0.2, 0.3, 0.25, 1.5, 0.7]
     rows = {name: list(row) for name in ("classifier", *METHODS)}
     rows["LAE (online)"] = [90.0, -100.0, 0.5, 0.1, 0.2, 0.15, 2.0, 0.8]
@@ -330,8 +311,8 @@ def test_what_is_claimed_of_imputations_follows_from_the_numbers(parts: Any) -> 
     assert [claim.holds for claim in recipe.claims(rows, drawn, 0.3)] == [False] * 7
 
 
-def test_digits_among_imputations(parts: Any) -> None:
-    recipe = parts("lae_imputation")
+def test_digits_among_imputations() -> None:
+    recipe = parts("imputation")
     seen = torch.tensor([[3, 1], [3, 2], [5, 0]])  # of two images, three times
     probs = torch.nn.functional.one_hot(seen, 10).float()
     assert recipe.digits(probs).tolist() == [2, 3]
@@ -351,7 +332,7 @@ def test_digits_among_imputations(parts: Any) -> None:
 
 @pytest.fixture(scope="module")
 def few_labels(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("lae_semisupervised", data, tmp_path_factory.mktemp("labels"), "--n-valid", "300")
+    return call_here("semisupervised", data, tmp_path_factory.mktemp("labels"), "--n-valid", "300")
 
 
 def test_figure_12_has_every_number_of_labels(few_labels: tuple[str, Path]) -> None:
@@ -368,8 +349,8 @@ def test_figure_12_has_every_number_of_labels(few_labels: tuple[str, Path]) -> N
     assert_pictures(few_labels[1], "figure_12.png")
 
 
-def test_neighbours_are_scikit_learns(parts: Any) -> None:
-    recipe = parts("lae_semisupervised")
+def test_neighbours_are_scikit_learns() -> None:
+    recipe = parts("semisupervised")
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(90) % 3
     z = torch.randn(4, 90, 2, generator=generator) + torch.stack([y, -y], 1)  # four copies
@@ -380,8 +361,8 @@ def test_neighbours_are_scikit_learns(parts: Any) -> None:
         assert share == pytest.approx(oracle.score(z[:, asked].mean(0), y[asked]), abs=1e-6)
 
 
-def test_cross_validation_never_asks_about_a_copy_of_what_it_knows(parts: Any, monkeypatch: Any) -> None:
-    recipe = parts("lae_semisupervised")
+def test_cross_validation_never_asks_about_a_copy_of_what_it_knows(monkeypatch: Any) -> None:
+    recipe = parts("semisupervised")
     y = torch.arange(40) % 4
     labelled = torch.cat([(y == c).nonzero().squeeze(1)[:5] for c in range(4)])
     asked_about = []
@@ -397,8 +378,8 @@ def test_cross_validation_never_asks_about_a_copy_of_what_it_knows(parts: Any, m
     assert sorted(asked_about) == sorted(labelled.tolist())
 
 
-def test_what_is_claimed_of_few_labels_follows_from_the_numbers(parts: Any) -> None:
-    recipe = parts("lae_semisupervised")
+def test_what_is_claimed_of_few_labels_follows_from_the_numbers() -> None:
+    recipe = parts("semisupervised")
     labels = [1, 20, 100]
     results = {name: torch.tensor([[0.3, 0.5], [0.6, 0.6], [0.7, 0.7]]) for name in METHODS}
     results["LAE (online)"] = torch.tensor([[0.5, 0.4], [0.5, 0.6], [0.71, 0.71]])
@@ -411,8 +392,8 @@ def test_what_is_claimed_of_few_labels_follows_from_the_numbers(parts: Any) -> N
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
-def test_the_networks_are_the_papers(parts: Any) -> None:
-    autoencoders, common = parts("autoencoders"), parts("lae_common")
+def test_the_networks_are_the_papers() -> None:
+    autoencoders, common = parts("autoencoders"), parts("common")
     linear = autoencoders.LitAutoencoder(common.PAPER)
     sizes = [784, 512, 256, 2, 256, 512, 784]
     assert sum(p.numel() for p in linear.parameters()) == sum(a * b + b for a, b in pairwise(sizes))
@@ -427,10 +408,10 @@ def test_the_networks_are_the_papers(parts: Any) -> None:
     assert sum(isinstance(m, torch.nn.Dropout) for m in dropout.modules()) == 5  # between six trainable layers
 
 
-def test_the_paper_settings_are_the_protocol(parts: Any) -> None:
-    mnist, pairs = parts("laplacian_autoencoder").PAPERS, parts("lae_ood").PAIRS
+def test_the_paper_settings_are_the_protocol() -> None:
+    mnist, pairs = parts("mnist").PAPERS, parts("ood").PAIRS
     ood, linear = (pairs[name].paper for name in ("fashionmnist-mnist", "mnist-kmnist"))
-    labels, imputation = parts("lae_semisupervised").PAPERS, parts("lae_common").PAPER
+    labels, imputation = parts("semisupervised").PAPERS, parts("common").PAPER
     for paper in (mnist, ood, linear, labels, imputation):
         assert (paper.n_train, paper.n_valid, paper.pixels, paper.width) == (55_000, 5_000, 28, 512)
         assert (paper.memory_factor, paper.average) == (1e-4, False)
@@ -442,10 +423,10 @@ def test_the_paper_settings_are_the_protocol(parts: Any) -> None:
     assert (ood.batch, ood.lr, ood.samples, ood.hessian) == (100, 1e-4, 10, "mixed")
 
 
-def test_fewer_images_have_the_papers_memory(parts: Any) -> None:
+def test_fewer_images_have_the_papers_memory() -> None:
     """The recursion itself: after the same epochs the same part of the start is left, and in the end the precision is
     that of as many images."""
-    autoencoders, paper = parts("autoencoders"), parts("lae_common").PAPER
+    autoencoders, paper = parts("autoencoders"), parts("common").PAPER
     h, b, found = 0.3, paper.batch, {}  # the Hessian of an image
     for n in (paper.n_train, 2200):
         kept = autoencoders.memory(n, paper)
@@ -458,22 +439,17 @@ def test_fewer_images_have_the_papers_memory(parts: Any) -> None:
     assert found[2200][1] == pytest.approx(h * 55_000 / 1e-4, rel=0.01)
 
 
-def test_the_post_hoc_hessian_is_that_of_the_data(parts: Any, tmp_path: Path) -> None:
-    """A training that does not move sums it up; `fit_laplace` has it from another path."""
-    from lightning_bayes import Gaussian, fit_laplace
-
-    autoencoders, common = parts("autoencoders"), parts("lae_common")
-    settings = common.Settings(pixels=4, width=8, batch=7)
+def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior() -> None:
+    autoencoders, common = parts("autoencoders"), parts("common")
     x = torch.rand(20, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     part = torch.utils.data.TensorDataset(x, torch.zeros(20))
     images = common.Data(part, part, part, 20)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = autoencoders.LitAutoencoder(settings)
-    before = [p.clone() for p in module.parameters()]
-    found = autoencoders.post_hoc(module, images, settings, tmp_path, "exact")
-    expected = fit_laplace(module, [(x, x)], Gaussian(1.0), "diag")
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
-    torch.testing.assert_close(found.curvature.structure.diagonal(), expected.curvature.structure.diagonal())
-    tuned = expected.tune_prior("marglik", noise=False)
-    torch.testing.assert_close(found.prior_precision, tuned.prior_precision, rtol=1e-3, atol=0)
+        module = autoencoders.LitAutoencoder(common.Settings(pixels=4, width=8, batch=7))
+    for hessian in ("exact", "approx"):
+        found = autoencoders.post_hoc(module, images, hessian)
+        expected = fit_laplace(module, [(x, x)], Gaussian(1.0), "diag", hessian=hessian)
+        torch.testing.assert_close(found.curvature.structure.diagonal(), expected.curvature.structure.diagonal())
+        evidence = [float(found.log_marginal_likelihood(found.prior_precision * factor)) for factor in (0.9, 1, 1.1)]
+        assert max(evidence) == evidence[1]

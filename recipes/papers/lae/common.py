@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from image_data import DEFAULT_FOLDER, VARIABLE, read_images
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from recipes.papers.image_data import DEFAULT_FOLDER, VARIABLE, read_images
 
 SPLIT = 42  # the seed of all choices of images, whatever the seed of the training
 
@@ -106,7 +107,7 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--paper", action="store_true", help="the paper's network, data and training; wants a GPU")
     found.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help=f"torchvision's folder, or set {VARIABLE}")
-    found.add_argument("--output", type=Path, default=Path("outputs") / name)
+    found.add_argument("--output", type=Path, default=Path("outputs/papers/lae") / name)
     for each in fields(Settings):
         option = f"--{each.name.replace('_', '-')}"
         if isinstance(each.default, bool):

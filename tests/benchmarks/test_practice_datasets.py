@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes import datasets
+from benchmarks.practice import datasets
 
 
 def write_idx(path: Path, values: np.ndarray, packed: bool) -> None:

@@ -1,6 +1,7 @@
 """The toy regression of the L2M paper as a user runs it, but with hardly any training."""
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "l2m_toy.py"
+from recipes.papers.l2m import toy
+
+ROOT = Path(__file__).parents[3]
 PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = (
     "MAP",
@@ -35,7 +38,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     few = {"epochs": 30, "paper-epochs": 60, "members": 3, "samples": 20, "warm-up": 20, "draws": 6}
     short = [part for name, number in few.items() for part in (f"--{name}", str(number))]
     done = subprocess.run(
-        [sys.executable, str(RECIPE), *short], cwd=folder, capture_output=True, text=True, encoding="utf-8", timeout=300
+        [sys.executable, "-m", "recipes.papers.l2m.toy", *short],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, folder
@@ -86,7 +95,7 @@ def test_it_says_how_it_trained_and_how_the_chains_went(run: tuple[str, Path]) -
 
 def test_it_writes_its_results_where_it_says_and_nowhere_else(run: tuple[str, Path]) -> None:
     printed, folder = run
-    output = folder / "outputs" / "l2m_toy"
+    output = folder / "outputs" / "papers" / "l2m"
     assert str(output.relative_to(folder)) in printed
     assert {path.relative_to(folder).parts[0] for path in folder.rglob("*")} == {"outputs"}
     content = (output / "l2m_toy.png").read_bytes()
@@ -96,19 +105,16 @@ def test_it_writes_its_results_where_it_says_and_nowhere_else(run: tuple[str, Pa
     assert state["n_data"] == 20
 
 
-def test_hmc_finds_a_gaussian_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hmc_finds_a_gaussian_that_is_known() -> None:
     """Means, variances and a correlation, with step size found by itself and R-hat near one."""
-    monkeypatch.syspath_prepend(RECIPE.parent)
-    import l2m_toy
-
     torch.manual_seed(0)
     Σ = torch.tensor([[1.0, 0.6, 0.0], [0.6, 1.0, 0.0], [0.0, 0.0, 0.01]], dtype=torch.float64)
     μ, P = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), torch.linalg.inv(Σ)
     start = 3 * torch.randn(4, 3, dtype=torch.float64)
-    chains = l2m_toy.hmc(lambda θ: -0.5 * ((θ - μ) @ P * (θ - μ)).sum(1), start, 150, 400, path=1.5)
+    chains = toy.hmc(lambda θ: -0.5 * ((θ - μ) @ P * (θ - μ)).sum(1), start, 150, 400, path=1.5)
     assert 0.6 < chains.acceptance < 0.95
-    assert l2m_toy.largest_r_hat(chains.draws) < 1.05
+    assert toy.largest_r_hat(chains.draws) < 1.05
     draws = chains.draws.flatten(0, 1)  # [1600, 3]
     assert ((draws.mean(0) - μ).abs() < 0.15 * Σ.diagonal().sqrt()).all()
     torch.testing.assert_close(draws.mT.cov(), Σ, rtol=0.2, atol=0.1)
-    assert l2m_toy.largest_r_hat(chains.draws + 3 * torch.arange(4).view(1, 4, 1)) > 2  # chains that disagree
+    assert toy.largest_r_hat(chains.draws + 3 * torch.arange(4).view(1, 4, 1)) > 2  # chains that disagree

@@ -1,15 +1,15 @@
 """Laplacian autoencoders on MNIST: table 2 and figures 1 and 8 of the paper (Miani et al., "Laplacian autoencoders for
 learning stochastic representations").
 
-    python recipes/laplacian_autoencoder.py            # minutes: 14 × 14 pixels, a narrow network, some of MNIST
-    python recipes/laplacian_autoencoder.py --pixels 28 --width 512 --hessian approx
-    python recipes/laplacian_autoencoder.py --paper    # 784-512-256-2-256-512-784 on 55,000 images; wants a GPU
+    python -m recipes.papers.lae.mnist            # minutes: 14 × 14 pixels, a narrow network, some of MNIST
+    python -m recipes.papers.lae.mnist --pixels 28 --width 512 --hessian approx
+    python -m recipes.papers.lae.mnist --paper    # 784-512-256-2-256-512-784 on 55,000 images; wants a GPU
 
 One autoencoder is trained as usual and gets its posterior afterwards (post-hoc), by the KFAC, the exact and the
 approximate diagonal Hessian; others are trained at samples of their posterior (online), with the exact and the
 approximate diagonal. Each is asked for the squared error of the mean reconstruction, and for the log-likelihood of a
 sampled network, averaged over the samples. The exact diagonal costs as many backward passes as there are pixels, which
-is why the default has few of them. Results go to outputs/laplacian_autoencoder/.
+is why the default has few of them. Results go to outputs/papers/lae/mnist/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autoencoders import (
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import fit_laplace
+from recipes.papers.lae.autoencoders import (
     BATCH,
     NOISE,
     Laplacian,
@@ -34,11 +37,8 @@ from autoencoders import (
     post_hoc,
     seed,
 )
-from lae_common import PAPER, Claim, Data, Settings, begin, linear_net, parse, table, verdict, write_csv
-from lae_pictures import figure_1, figure_8, square_around
-from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_bayes import fit_laplace
+from recipes.papers.lae.common import PAPER, Claim, Data, Settings, begin, linear_net, parse, table, verdict, write_csv
+from recipes.papers.lae.pictures import figure_1, figure_8, square_around
 
 DEFAULT = Settings(n_train=3000, epochs=10, pixels=14, width=256, hessian="exact and approx")
 PAPERS = replace(PAPER, hessian=DEFAULT.hessian)
@@ -59,7 +59,7 @@ def train(data: Data, settings: Settings, output: Path, say: Callable[[str], Non
     say("trained the autoencoder")
     found["post-hoc KFAC"] = Laplacian(kfac(module, data, settings))
     for hessian in hessians(settings):
-        found[f"post-hoc {hessian}"] = Laplacian(post_hoc(module, data, settings, output, hessian))
+        found[f"post-hoc {hessian}"] = Laplacian(post_hoc(module, data, hessian))
     say("fitted the post-hoc posteriors")
     for hessian in hessians(settings):
         found[f"online {hessian}"] = Laplacian(online(data, replace(settings, hessian=hessian), output))
@@ -134,7 +134,7 @@ def claims(rows: dict[str, dict[str, float]], names: list[str]) -> list[Claim]:
 
 
 def main() -> None:
-    settings, arguments = parse(__doc__ or "", "laplacian_autoencoder", DEFAULT, PAPERS)
+    settings, arguments = parse(__doc__ or "", "mnist", DEFAULT, PAPERS)
     data, say = begin("MNIST", f"MNIST: {linear_net(settings)}", settings, PAPERS, arguments)
     methods = train(data, settings, arguments.output, say)
 

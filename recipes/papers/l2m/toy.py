@@ -16,8 +16,8 @@ The paper does not tell its batch size or its loss, and there is no public code.
 "L2M" is the package's default: calibrated scaling, linearised network, the prior of AdamW's weight decay. HMC and both
 post-hoc Laplace posteriors have the prior N(0, 1) on every weight. The ensembles share their five members.
 
-    python recipes/l2m_toy.py              # two minutes of processor time
-    python recipes/l2m_toy.py --paper      # four times the training
+    python -m recipes.papers.l2m.toy              # two minutes of processor time
+    python -m recipes.papers.l2m.toy --paper      # four times the training
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def save_picture(methods: dict[str, Method], rows: dict[str, dict[str, float]], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--output", type=Path, default=Path("outputs/l2m_toy"), help="folder for picture and posteriors"
+        "--output", type=Path, default=Path("outputs/papers/l2m"), help="folder for picture and posteriors"
     )
     parser.add_argument("--paper", action="store_true", help="5,000 epochs also for batches of 5")
     parser.add_argument("--epochs", type=int, default=1250, help="with batches of 5: four steps each")

@@ -1,13 +1,13 @@
 """Half a digit is seen: what might the other half be? Table 3 and figure 11 of the paper (Miani et al., "Laplacian
 autoencoders for learning stochastic representations").
 
-    python recipes/lae_imputation.py            # minutes: some of MNIST, the approximate Hessian
-    python recipes/lae_imputation.py --paper    # 55,000 images, the exact Hessian; wants a GPU
+    python -m recipes.papers.lae.imputation            # minutes: some of MNIST, the approximate Hessian
+    python -m recipes.papers.lae.imputation --paper    # 55,000 images, the exact Hessian; wants a GPU
 
 The upper half of a digit is replaced by noise. Five sampled networks reconstruct the image; each of the five, with the
 observed half put back, is reconstructed five times more, and these are averaged (appendix A.3): five images that may be
 of different digits. A classifier trained on whole digits reads all five, and its probabilities are averaged; are they
-calibrated? From noise alone the same procedure draws new digits. Results go to outputs/lae_imputation/.
+calibrated? From noise alone the same procedure draws new digits. Results go to outputs/papers/lae/imputation/.
 """
 
 from __future__ import annotations
@@ -16,13 +16,25 @@ from typing import Any
 
 import lightning as L
 import torch
-from autoencoders import BATCH, Method, seed, train_all
-from lae_common import PAPER, Claim, Data, Settings, beats, begin, linear_net, parse, table, verdict, write_csv
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import metrics
+from recipes.papers.lae.autoencoders import BATCH, Method, seed, train_all
+from recipes.papers.lae.common import (
+    PAPER,
+    Claim,
+    Data,
+    Settings,
+    beats,
+    begin,
+    linear_net,
+    parse,
+    table,
+    verdict,
+    write_csv,
+)
 
 DEFAULT = Settings(n_train=4000, epochs=10)
 STAGE = 5  # reconstructions, and reconstructions of each
@@ -200,7 +212,7 @@ def figure_11(methods: dict[str, Method], data: Data, settings: Settings) -> Fig
 
 
 def main() -> None:
-    settings, arguments = parse(__doc__ or "", "lae_imputation", DEFAULT, PAPER)
+    settings, arguments = parse(__doc__ or "", "imputation", DEFAULT, PAPER)
     data, say = begin("MNIST", f"MNIST, half of it: {linear_net(settings)}", settings, PAPER, arguments)
     methods = train_all(data, settings, arguments.output, say=say)
     classifier = train_classifier(data, settings)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from autoencoders import METHODS, Method
-from lae_common import Data, Settings
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from torch import Tensor
+
+from recipes.papers.lae.autoencoders import METHODS, Method
+from recipes.papers.lae.common import Data, Settings
 
 # Ten digits: Okabe and Ito's colours, each twice, with another marker.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00") * 2

@@ -1,15 +1,15 @@
 """Do autoencoders know what they have not seen? Figures 9 and 10 of the paper (Miani et al., "Laplacian autoencoders
 for learning stochastic representations").
 
-    python recipes/lae_ood.py                        # trained on FashionMNIST, asked about MNIST; convolutions
-    python recipes/lae_ood.py --pair mnist-kmnist    # trained on MNIST, asked about KMNIST; linear layers
-    python recipes/lae_ood.py --paper                # either pair with the whole network and 55,000 images; wants a GPU
+    python -m recipes.papers.lae.ood                        # trained on FashionMNIST, asked about MNIST; convolutions
+    python -m recipes.papers.lae.ood --pair mnist-kmnist    # trained on MNIST, asked about KMNIST; linear layers
+    python -m recipes.papers.lae.ood --paper                # either pair, whole network, 55,000 images; wants a GPU
 
 An autoencoder, a VAE, an autoencoder with dropout, an ensemble of five, and the Laplacian autoencoder, post-hoc and
 online, are scored by the area under the ROC curve (AUROC) of four scores, each of which is to be larger outside: the
 squared error of a sampled network, which is the log-likelihood but for its sign ("log-likelihood"), its distance from
 the training images' average ("typicality"), and the standard deviation over sampled networks, summed over latent
-dimensions ("latent σ") and over pixels ("output σ"). Results go to outputs/lae_ood/.
+dimensions ("latent σ") and over pixels ("output σ"). Results go to outputs/papers/lae/ood/.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from autoencoders import BATCH, Method, memory, train_all
-from lae_common import (
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lightning_bayes import metrics, plots
+from recipes.papers.lae.autoencoders import BATCH, Method, memory, train_all
+from recipes.papers.lae.common import (
     PAPER,
     Claim,
     Data,
@@ -36,11 +40,7 @@ from lae_common import (
     verdict,
     write_csv,
 )
-from lae_pictures import LOOKS
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from lightning_bayes import metrics, plots
+from recipes.papers.lae.pictures import LOOKS
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def figure_10(scores: dict[str, Scores], pair: Pair) -> Figure:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", "lae_ood")
+    options = parser(__doc__ or "", "ood")
     options.add_argument("--pair", choices=PAIRS, default=next(iter(PAIRS)), help="trained on – asked about")
     arguments = options.parse_args()
     pair = PAIRS[arguments.pair]

@@ -1,5 +1,5 @@
 """What the Variational Laplace paper shows: the numbers of its tables 1 and 2, and its figures 1 and 2, drawn from the
-trainings of `variational_laplace.py`."""
+trainings of `tables.py`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from sklearn.datasets import load_digits
 
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-RECIPE = RECIPES / "variational_laplace.py"
+ROOT, RECIPE = Path(__file__).parents[3], "recipes.papers.variational_laplace.tables"
 PNG = b"\x89PNG\r\n\x1a\n"
 BETAS, MULTIPLIERS, EPOCHS = (0.1, 0.01), (1.0, 10.0), 4
 ROWS = ("VL", "VI (mean)", "VI (10 samples)", "MAP")
@@ -37,9 +35,9 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(RECIPE), *arguments],
+        [sys.executable, "-m", RECIPE, *arguments],
         cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -77,7 +75,7 @@ def read(run: tuple[str, Path], name: str) -> list[dict[str, Any]]:
 
 
 def output(run: tuple[str, Path]) -> Path:
-    return run[1] / "outputs" / "variational_laplace" / "FashionMNIST"
+    return run[1] / "outputs" / "papers" / "variational_laplace" / "FashionMNIST"
 
 
 def test_every_method_is_trained_at_every_beta_and_multiplier_once(results: list[dict[str, Any]]) -> None:
@@ -157,11 +155,8 @@ def test_pictures(run: tuple[str, Path]) -> None:
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(RECIPES))
-    yield importlib.import_module("variational_laplace")
-    for name in ("variational_laplace", "image_data", "preact_resnet", "variational_laplace_paper"):
-        sys.modules.pop(name, None)
+def recipe() -> Any:
+    return importlib.import_module(RECIPE)
 
 
 def test_the_network_is_preactresnet_18(recipe: Any) -> None:

@@ -1,0 +1,87 @@
+"""The predictive distribution of targets, the network's outputs `f` integrated out.
+
+By the law of total variance,
+
+    E[y] = E_f[E[y | f]],    Var[y] = Var_f(E[y | f]) + E_f[Var(y | f)] = epistemic + aleatoric.
+
+For a class label, read as a one-hot vector, `E[y | f] = p` and `Var(y | f) = p(1 − p)`, so that this is the
+decomposition `diag Cov[p] + E[p(1 − p)] = E[p](1 − E[p])` of Kwon et al. (2020), "Uncertainty quantification using
+Bayesian neural networks in classification", on the diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """The predictive distribution of real targets, `f` integrated out; all tensors have the shape of `y`."""
+
+    mean: Tensor  # E[y]
+    epistemic: Tensor  # Var_f(E[y | f]): what more data would remove
+    aleatoric: Tensor  # E_f[Var(y | f)]: noise
+
+    def tempered(self, T: float) -> Predictive:
+        """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
+        return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of `y`, noise included."""
+        return self.epistemic + self.aleatoric
+
+    @property
+    def entropy(self) -> Tensor:
+        """`½ log 2πe·Var[y]` of every output: the differential entropy of the Gaussian with this variance."""
+        return 0.5 * torch.log(2 * math.pi * math.e * self.variance)
+
+
+@dataclass(frozen=True)
+class ClassPredictive(Predictive):
+    """The predictive distribution of one class label out of `C`: `probs`, epistemic and aleatoric are `[B, C, …]`."""
+
+    @property
+    def probs(self) -> Tensor:
+        """The predictive probabilities."""
+        return self.mean
+
+    def tempered(self, T: float) -> ClassPredictive:
+        """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic share of the variance stays."""
+        return self._with_probs((log_probability(self.probs) / T).softmax(1))
+
+    def _with_probs(self, probs: Tensor) -> ClassPredictive:
+        scale = probs * (1 - probs) / (self.epistemic + self.aleatoric).clamp_min(torch.finfo(probs.dtype).tiny)
+        return replace(self, mean=probs, epistemic=scale * self.epistemic, aleatoric=scale * self.aleatoric)
+
+    @property
+    def entropy(self) -> Tensor:
+        """The predictive entropy `−Σ_c p_c log p_c` with `0 log 0 = 0`, of shape `[B, *positions]`."""
+        return torch.special.entr(self.probs).sum(1)
+
+
+@dataclass(frozen=True)
+class LabelPredictive(ClassPredictive):
+    """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
+
+    def tempered(self, T: float) -> ClassPredictive:
+        return self._with_probs((log_odds(self.probs) / T).sigmoid())
+
+    @property
+    def entropy(self) -> Tensor:
+        """The binary entropy of every label, in the shape of `probs`; sum over labels for that of the whole vector."""
+        return torch.special.entr(self.probs) + torch.special.entr(1 - self.probs)
+
+
+def log_probability(p: Tensor) -> Tensor:
+    """Finite also where a probability has underflowed to zero."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
+def log_odds(p: Tensor) -> Tensor:
+    """Finite also where a probability has been rounded to zero or one."""
+    return p.logit(torch.finfo(p.dtype).eps)

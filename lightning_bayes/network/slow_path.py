@@ -1,0 +1,36 @@
+"""Where PyTorch has no rule for an operator (batching, forward mode), an exact and slow path takes over and is logged.
+
+Out of memory, and whatever a network raises under a type of its own, are not a missing rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from lightning_bayes.network.errors import PLAIN, NetworkError
+
+logger = logging.getLogger("lightning_bayes")
+
+
+def is_missing_rule(error: Exception) -> bool:
+    """Whether PyTorch, or a network under one of its transforms, raised `error` for want of a rule."""
+    return type(error) in (*PLAIN, AssertionError, NetworkError) and not is_out_of_memory(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """On an accelerator it has a type; on the CPU it is a plain `RuntimeError`."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """PyTorch names the operator there."""
+    return str(error).partition("\n")[0][:200]
+
+
+@cache
+def log_slow_path(reason: str, path: str) -> None:
+    """Once in a process for each reason."""
+    logger.info("%s; %s, which is exact and slow", reason, path)

@@ -1,0 +1,143 @@
+"""A diagonal matrix of which each process holds the entries of its own weights (FSDP2, tensor parallelism).
+
+Vectors are this process's entries, `[..., p]`. Numbers are those of the whole matrix: all processes must call `logdet`,
+`quadratic`, `inverse_quadratic`, `sums` and `sample`, and an entry that several of them hold counts once.
+
+A draw starts from one key, which all processes share. Each weight gets the number that belongs to the key and to the
+weight's place in the whole network's flat vector, so the draw is the same on any number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.processes import Processes
+from lightning_bayes.network.shards import distributed
+from lightning_bayes.structures.base import positive
+from lightning_bayes.structures.diagonal import Diagonal
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedDiagonal(Diagonal):
+    """`M = diag(values of all processes)`."""
+
+    shards: tuple[ParameterShard, ...]  # `values` holds the entries of the first, then those of the second, …
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ShardedDiagonal:
+        return replace(self, values=self.values.to(device=device, dtype=dtype))
+
+    def __add__(self, other: Diagonal) -> ShardedDiagonal:
+        self._check_same_form(other)
+        return replace(self, values=self.values + other.values)
+
+    def scale(self, factor: float | Tensor) -> ShardedDiagonal:
+        return replace(self, values=self.values * factor)
+
+    def add_prior(self, precision: float | Tensor) -> ShardedDiagonal:
+        return replace(self, values=self.values + self._check_prior(precision))
+
+    def logdet(self) -> Tensor:
+        return self.sums(self.values.log()).sum()
+
+    def quadratic(self, J: Tensor) -> Tensor:
+        parts = zip(self.split(J.double()), self.split(self.values), self.shards, strict=True)
+        return _over_processes(torch.stack([(j * m) @ j.mT / shard.copies for j, m, shard in parts]).sum(0))
+
+    def inverse_quadratic(self, J: Tensor) -> Tensor:
+        return replace(self, values=self.inverse_diagonal()).quadratic(J)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sums over each parameter, in float64.  # [p] -> [parameters]"""
+        parts = zip(self.split(values), self.shards, strict=True)
+        return _over_processes(torch.stack([part.sum(dtype=torch.float64) / shard.copies for part, shard in parts]))
+
+    def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        device = None if generator is None else generator.device
+        keys = torch.randint(2**62, (n,), generator=generator, device=device).to(self.device)
+        keys = _over_processes(keys * (Processes.current().rank == 0))  # those of the first process
+        draws = self.values.new_empty(n, self.size)
+        for draw, key in zip(draws, keys.tolist(), strict=True):
+            for part, shard in zip(self.split(draw), self.shards, strict=True):
+                part.copy_(shard.noise(key, self.device))
+        return draws * positive(self.values).rsqrt()
+
+    def split(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """One part for each parameter.  # [..., p]"""
+        return vectors.split([shard.size for shard in self.shards], dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """This process's part of one parameter: some of its indices along each dimension."""
+
+    start: int  # of the parameter in the whole network's flat vector
+    shape: torch.Size  # of the whole parameter
+    indices: tuple[Tensor, ...]  # [own] for each dimension
+    copies: int  # processes that hold this same part
+
+    @staticmethod
+    def of(parameter: Tensor, start: int) -> ParameterShard:
+        copies, placed = Processes.current().size, distributed(parameter)
+        if placed is None:
+            return ParameterShard(start, parameter.shape, own_indices(parameter.shape), copies)
+        mesh, placements = placed.device_mesh, placed.placements
+        for dim, placement in enumerate(placements):
+            copies //= mesh.size(dim) if hasattr(placement, "dim") else 1
+        return ParameterShard(start, placed.shape, own_indices(placed.shape, placements, mesh), copies)
+
+    @property
+    def size(self) -> int:
+        return self.local_shape.numel()
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size(len(own) for own in self.indices)
+
+    def places(self) -> Tensor:
+        """In the whole network's flat vector.  # [own, own, …]"""
+        place = torch.tensor(self.start)
+        for dim, own in enumerate(self.indices):
+            place = place.unsqueeze(-1) + own * self.shape[dim + 1 :].numel()
+        return place
+
+    def noise(self, key: int, device: torch.device) -> Tensor:
+        """One standard normal number for each entry.  # [entries]"""
+        unit = uniforms(key, 0, self.places().reshape(-1).to(device), torch.Size(), torch.float64)
+        return torch.special.ndtri(unit)
+
+
+def own_indices(
+    shape: torch.Size, placements: Sequence[Any] = (), mesh: DeviceMesh | None = None
+) -> tuple[Tensor, ...]:
+    """The indices of a process's shard along each dimension of a tensor of this shape."""
+    indices = [torch.arange(length) for length in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if mesh is None or not hasattr(placement, "dim"):
+            continue
+        rank, size = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
+        # Where tensor parallelism has cut the same dimension first, a shard has a part of each of those pieces.
+        pieces = getattr(placement, "split_factor", 1)
+        whole = indices[placement.dim]
+        indices[placement.dim] = torch.cat([_chunk(_chunk(whole, i, pieces), rank, size) for i in range(pieces)])
+    return tuple(indices)
+
+
+def _chunk(indices: Tensor, rank: int, size: int) -> Tensor:
+    """The part that `rank` gets where `torch.chunk` cuts, and nothing where that makes fewer parts."""
+    width = -(-len(indices) // size)
+    return indices[rank * width : (rank + 1) * width]
+
+
+def _over_processes(t: Tensor) -> Tensor:
+    """The sum over processes, in place."""
+    Processes.current().sum_([t])
+    return t
