@@ -11,7 +11,6 @@ gradients are no part of a checkpoint.
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +131,6 @@ class CurvatureMemory:
             kind="ggn",
             n_data=self.n_data,
             n_outputs=0,
-            log_likelihood=torch.tensor(math.nan, dtype=torch.float64),  # unknown without a pass over the data
         )
         return from_curvature(network, curvature, self.rule.prior_precision)
 

@@ -1,17 +1,21 @@
-"""The curvature of all chosen parameters, added up batch by batch: full, diagonal, or Kronecker.
+"""The curvature of all chosen parameters, added up batch by batch: one accumulator for each word of `structure=`.
 
 `DiagonalBlock`, `DenseBlock` and `KroneckerBlock` add up one block; the full matrix needs all columns of an example's
-Jacobian side by side.
+Jacobian side by side. An accumulator of your own is known by its `word` as soon as its class is defined: subclass
+`BlockAccumulator` for a matrix with one block per layer, `JacobianAccumulator` for any other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from lightning_bayes.curvature.decompositions import decompose
 from lightning_bayes.curvature.grouping import all_rows
@@ -22,16 +26,29 @@ from lightning_bayes.network.errors import SubsetError, not_finite
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
 
-STRUCTURES = ("full", "diag", "kron")
 SHARINGS = ("expand", "reduce")
 SMALL = 1024  # an exact block of at most this size is kept whole
+STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
+
+
+def make_accumulator(structure: str, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> Accumulator:
+    return STRUCTURES[structure](plan, sharing, dtype, device)
 
 
 class Accumulator(ABC):
     """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
     `add_leftover`, `end_chunk`."""
 
+    word: ClassVar[str | None] = None  # by which `structure=` means it
     needs_axes = False  # whether an example's rows must lie along an axis
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("word") is not None:
+            register(STRUCTURES, cls.__dict__["word"], cls)
+
+    @abstractmethod
+    def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None: ...
 
     def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -59,43 +76,90 @@ class Accumulator(ABC):
     def overflowing(self) -> str | None:
         """A parameter whose sums are not finite."""
 
-    @abstractmethod
     def structure(self, processes: Processes) -> Structure:
-        """The finished curvature; its decompositions are shared out over the processes."""
+        """The curvature, of sums that are finite."""
+        if (name := self.overflowing()) is not None:
+            raise not_finite(name)
+        return self.finish(processes)
+
+    @abstractmethod
+    def finish(self, processes: Processes) -> Structure:
+        """The curvature; its decompositions are shared out over the processes."""
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:
         """Which parameter is in which kind of block, for the log."""
 
 
-def make_accumulator(
-    structure: str, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device
-) -> BlockAccumulator | FullAccumulator:
-    if structure == "full":
-        return FullAccumulator(plan, dtype, device)
-    if structure == "kron" and plan.subset.mask is not None:
-        raise SubsetError(
-            "single weights of a layer have no Kronecker form: use structure='full' or 'diag' for a subnetwork"
-        )
-    return BlockAccumulator(plan, structure, sharing, dtype, device)
+class JacobianAccumulator(Accumulator):
+    """For a matrix that is made of the whole Jacobian, `add_rows` of which comes after each chunk of columns."""
+
+    def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan = plan
+        self._jacobian = JacobianRows(plan, dtype, device)
+
+    @abstractmethod
+    def add_rows(self, J: Tensor) -> None:
+        """The Jacobian of one chunk of columns.  # [K, B, P]"""
+
+    def begin_chunk(self, columns: int, examples: int) -> None:
+        self._jacobian.begin(columns, examples)
+
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        self._jacobian.add_site(index, calls, grads)
+
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        self._jacobian.add_leftover(name, J, examples)
+
+    def end_chunk(self) -> None:
+        self.add_rows(self._jacobian.rows)
+
+    def blocks(self) -> list[tuple[str, str]]:
+        return [(name, f"{self.word}") for name in self._plan.subset.names]
+
+
+class FullAccumulator(JacobianAccumulator):
+    word = "full"
+
+    def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(plan, sharing, dtype, device)
+        self._block = DenseBlock(plan.subset.size, dtype, device)
+
+    def add_rows(self, J: Tensor) -> None:
+        self._block.add_jacobian(J)
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return self._block.sums
+
+    def overflowing(self) -> str | None:
+        subset = self._plan.subset
+        bad = ~self._block.sums[0][0].diagonal().isfinite()
+        if not bad.any():
+            return None
+        place = int(bad.nonzero()[0])
+        place = place if subset.mask is None else int(subset.mask[place])
+        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+
+    def finish(self, processes: Processes) -> Dense:
+        return self._block.structure([])
 
 
 class BlockAccumulator(Accumulator):
-    def __init__(self, plan: Plan, structure: str, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
-        self._plan, self._diagonal = plan, structure == "diag"
+    """One block for each layer and for each parameter without a layer rule."""
 
-        def exact(size: int) -> Block:
-            kind = DenseBlock if size <= SMALL and not self._diagonal else DiagonalBlock
-            return kind(size, dtype, device)
+    def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan, self._sharing, self._dtype, self._device = plan, sharing, dtype, device
+        self._sites = [self.block(site) for site in plan.sites]
+        self._leftovers = {name: self.exact_block(plan.leftover_layout(name).size) for name in plan.leftovers}
 
-        def block(site: Site) -> Block:
-            if self._diagonal or not site.kronecker:
-                return exact(site.layout.size)
-            return KroneckerBlock(site, sharing, dtype, device)
+    def block(self, site: Site) -> Block:
+        """What adds up the block of a layer."""
+        return self.exact_block(site.layout.size)
 
-        self.needs_axes = sharing == "reduce" and not self._diagonal
-        self._sites = [block(site) for site in plan.sites]
-        self._leftovers = {name: exact(plan.leftover_layout(name).size) for name in plan.leftovers}
+    def exact_block(self, size: int) -> Block:
+        kind = DenseBlock if size <= SMALL else DiagonalBlock
+        return kind(size, self._dtype, self._device)
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
         for site, block, calls in zip(self._plan.sites, self._sites, matched, strict=True):
@@ -110,11 +174,6 @@ class BlockAccumulator(Accumulator):
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
 
-    def add_diagonal(self, diagonal: Tensor) -> None:
-        """The whole diagonal of a batch, where the blocks are diagonals.  # [P]"""
-        for _, layout, block in self._all():
-            block.sums[0] += layout.gather(diagonal)
-
     @property
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]
@@ -123,19 +182,9 @@ class BlockAccumulator(Accumulator):
         bad = (name for name, _, block in self._all() if not all(t.isfinite().all() for t in block.sums))
         return next(bad, None)
 
-    def structure(self, processes: Processes) -> BlockDiagonal | Diagonal:
-        if (name := self.overflowing()) is not None:
-            raise not_finite(name)
-        subset = self._plan.subset
-        layouts = [layout for _, layout, _ in self._all()]
-        structures = _finish([block for _, _, block in self._all()], processes)
-        if self._diagonal:
-            first = structures[0].diagonal()
-            flat = first.new_empty(subset.full_size)
-            for layout, structure in zip(layouts, structures, strict=True):
-                layout.scatter(structure.diagonal(), flat)
-            return Diagonal(subset.narrow(flat))
-        return BlockDiagonal(tuple(structures), tuple(layouts), tuple(name for name, _, _ in self._all()))
+    def finish(self, processes: Processes) -> Structure:
+        names, layouts, blocks = zip(*self._all(), strict=True)
+        return BlockDiagonal(tuple(_finish(blocks, processes)), layouts, names)
 
     def blocks(self) -> list[tuple[str, str]]:
         described = []
@@ -148,6 +197,42 @@ class BlockAccumulator(Accumulator):
         return [(site.name, site.layout, block) for site, block in sites] + [
             (name, self._plan.leftover_layout(name), block) for name, block in self._leftovers.items()
         ]
+
+
+class DiagonalAccumulator(BlockAccumulator):
+    word = "diag"
+
+    def exact_block(self, size: int) -> Block:
+        return DiagonalBlock(size, self._dtype, self._device)
+
+    def add_diagonal(self, diagonal: Tensor) -> None:
+        """The whole diagonal of a batch.  # [P]"""
+        for _, layout, block in self._all():
+            block.sums[0] += layout.gather(diagonal)
+
+    def finish(self, processes: Processes) -> Diagonal:
+        subset = self._plan.subset
+        flat = torch.empty(subset.full_size, dtype=self._dtype, device=self._device)
+        for _, layout, block in self._all():
+            layout.scatter(block.sums[0], flat)
+        return Diagonal(subset.narrow(flat))
+
+
+class KroneckerAccumulator(BlockAccumulator):
+    word = "kron"
+
+    def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        if plan.subset.mask is not None:
+            raise SubsetError(
+                "single weights of a layer have no Kronecker form: use structure='full' or 'diag' for a subnetwork"
+            )
+        self.needs_axes = sharing == "reduce"
+        super().__init__(plan, sharing, dtype, device)
+
+    def block(self, site: Site) -> Block:
+        if not site.kronecker:
+            return super().block(site)
+        return KroneckerBlock(site, self._sharing, self._dtype, self._device)
 
 
 class JacobianRows:
@@ -174,8 +259,8 @@ class JacobianRows:
         step = B if self._places is None else 1
         for start in range(0, B, step):
             part = slice(start, start + step)
-            here = None if a is None else a[:, part].to(self._dtype)
-            self._put(site.jacobian(here, g[:, :, part]), site.layout, part)
+            a_part = None if a is None else a[:, part].to(self._dtype)
+            self._put(site.jacobian(a_part, g[:, :, part]), site.layout, part)
 
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._put(J.to(self._dtype), self._plan.leftover_layout(name), examples)
@@ -190,46 +275,6 @@ class JacobianRows:
         rows[..., places[inside]] = J[..., inside]
 
 
-class FullAccumulator(Accumulator):
-    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
-        self._plan = plan
-        self._jacobian = JacobianRows(plan, dtype, device)
-        self._block = DenseBlock(plan.subset.size, dtype, device)
-
-    def begin_chunk(self, columns: int, examples: int) -> None:
-        self._jacobian.begin(columns, examples)
-
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        self._jacobian.add_site(index, calls, grads)
-
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        self._jacobian.add_leftover(name, J, examples)
-
-    def end_chunk(self) -> None:
-        self._block.add_jacobian(self._jacobian.rows)
-
-    @property
-    def sums(self) -> list[Tensor]:
-        return self._block.sums
-
-    def overflowing(self) -> str | None:
-        subset = self._plan.subset
-        bad = ~self._block.sums[0][0].diagonal().isfinite()
-        if not bad.any():
-            return None
-        place = int(bad.nonzero()[0])
-        place = place if subset.mask is None else int(subset.mask[place])
-        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
-
-    def structure(self, processes: Processes) -> Dense:
-        if (name := self.overflowing()) is not None:
-            raise not_finite(name)
-        return self._block.structure()
-
-    def blocks(self) -> list[tuple[str, str]]:
-        return [(name, "full") for name in self._plan.subset.names]
-
-
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     """Rows without a pattern are taken together where it does not matter whose they are."""
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
@@ -237,12 +282,9 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
-def _finish(blocks: list[Block], processes: Processes) -> list[Structure]:
-    kroneckers = [block for block in blocks if isinstance(block, KroneckerBlock)]
-    matrices = [block.factors() for block in kroneckers]
-    factors = iter(decompose([matrix for pair in matrices for matrix in pair], processes))
-    finished = {
-        id(block): block.from_factors([next(factors) for _ in pair])
-        for block, pair in zip(kroneckers, matrices, strict=True)
-    }
-    return [finished.get(id(block)) or block.structure() for block in blocks]
+def _finish(blocks: Sequence[Block], processes: Processes) -> list[Structure]:
+    matrices = [block.factors() for block in blocks]
+    factors = iter(decompose([matrix for of_block in matrices for matrix in of_block], processes))
+    return [
+        block.structure([next(factors) for _ in of_block]) for block, of_block in zip(blocks, matrices, strict=True)
+    ]

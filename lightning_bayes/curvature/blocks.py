@@ -49,8 +49,12 @@ class Block(ABC):
     def sums(self) -> list[Tensor]:
         """What is summed over processes, in place."""
 
+    def factors(self) -> list[Tensor]:
+        """The matrices to decompose before `structure` is made of them."""
+        return []
+
     @abstractmethod
-    def structure(self) -> Structure: ...
+    def structure(self, factors: list[Factor]) -> Structure: ...
 
 
 class DiagonalBlock(Block):
@@ -82,7 +86,7 @@ class DiagonalBlock(Block):
     def sums(self) -> list[Tensor]:
         return [self._values]
 
-    def structure(self) -> Diagonal:
+    def structure(self, factors: list[Factor]) -> Diagonal:
         return Diagonal(self._values)
 
 
@@ -104,7 +108,7 @@ class DenseBlock(Block):
     def sums(self) -> list[Tensor]:
         return [self._matrix]
 
-    def structure(self) -> Dense:
+    def structure(self, factors: list[Factor]) -> Dense:
         return Dense(symmetric(self._matrix)[0])
 
 
@@ -126,9 +130,10 @@ class KroneckerBlock(Block):
             for call in calls:
                 self._add_tokens(call.layer)  # type: ignore[arg-type]
             return
-        faster = [None if self._reduce or site.weight is None else call.layer.input_gram() for call in calls]
-        if all(found is not None for found in faster):
-            for gram, total, rows in faster:  # type: ignore[misc]
+        faster = [] if self._reduce or site.weight is None else [call.layer.input_gram() for call in calls]
+        grams = [known for known in faster if known is not None]
+        if len(grams) == len(calls):
+            for gram, total, rows in grams:
                 self._add_bordered(gram.to(self._A.dtype), total.to(self._A.dtype), rows)
             return
         a = site.inputs(calls)
@@ -162,16 +167,13 @@ class KroneckerBlock(Block):
         return [self._A, self._G, self._rows]
 
     def factors(self) -> list[Tensor]:
-        """The matrices to decompose: `G`, and `A` unless it is diagonal."""
+        """`G`, and `A` unless it is diagonal."""
         self._add_pending()
         dense = [] if self._A.ndim == 2 else [symmetric(self._mean_inputs())]
         return [symmetric(self._G), *dense]
 
-    def from_factors(self, factors: list[Factor]) -> Kronecker:
+    def structure(self, factors: list[Factor]) -> Kronecker:
         return Kronecker(factors[0], factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs()))
-
-    def structure(self) -> Kronecker:
-        return self.from_factors([Factor.from_matrix(matrix) for matrix in self.factors()])
 
     def _mean_inputs(self) -> Tensor:
         return self._A / self._rows.to(self._A.dtype).clamp(min=1)

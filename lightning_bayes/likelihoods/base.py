@@ -59,8 +59,8 @@ class Likelihood(ABC):
     NAMES: ClassVar[dict[str, type[Likelihood]]] = {}
     WORDS: ClassVar[dict[str, type[Likelihood]]] = {}
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         own = cls.__dict__
         if own.get("name") is not None:
             register(Likelihood.NAMES, own["name"], cls)
@@ -118,7 +118,7 @@ class Likelihood(ABC):
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1) of the shape of `f`.
 
-        Every example depends on its own numbers alone, so batches may be split anyhow. Positions that `y` marks as
+        Every example depends on its own numbers alone, so batches may be split in any way. Positions that `y` marks as
         having no target keep that mark.
         """
 
@@ -143,8 +143,7 @@ class Likelihood(ABC):
         return self.log_likelihood_per_example(f, y).sum()
 
     def least_nll(self, n_outputs: int) -> float:
-        """A bound that `−log p(y | f)` cannot fall below, whatever the `n_outputs` outputs are; `-inf` where there is
-        none."""
+        """A bound that `−log p(y | f)` cannot fall below for any values of `n_outputs` outputs; `-inf` without one."""
         return -math.inf
 
     def n_targets(self, y: Tensor) -> int:
@@ -230,7 +229,7 @@ class Likelihood(ABC):
     def _decompose(
         self, probs: Tensor, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
     ) -> Predictive:
-        """Closed-form `probs` with the sampled decomposition, or with NaN in its place for `samples=0`."""
+        """Closed-form `probs` with the sampled decomposition, or with NaN instead of it for `samples=0`."""
         if samples == 0:
             unknown = torch.full_like(probs, math.nan)
             return self.predictive(probs, unknown, unknown)

@@ -105,12 +105,12 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+        numbers = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}") from None
-    if found.ndim > 1 or not found.numel() or found.is_complex() or found.dtype == torch.bool:
+    if numbers.ndim > 1 or not numbers.numel() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}")
-    return found
+    return numbers
 
 
 def check_output(name: str, f: Tensor) -> None:

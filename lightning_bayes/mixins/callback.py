@@ -28,7 +28,7 @@ class VariationalCallback(PosteriorCallback):
         now, before = self._module.posterior, self._posterior
         assert isinstance(now, GaussianPosterior)
         if before is not None and _same_place(before, now):
-            now = replace(now, _plans=before._plans)  # which do not depend on the weights' values
+            now = replace(now, plans=before.plans)  # which do not depend on the weights' values
         self._posterior = now
         return now
 

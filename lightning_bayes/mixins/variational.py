@@ -31,7 +31,7 @@ from lightning_bayes.mixins.watched_step import Step, StepError, call_step, chec
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.gaussian import fingerprint
+from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.loss_check import mean_nll

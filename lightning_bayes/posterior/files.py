@@ -1,8 +1,8 @@
-"""A posterior's file: written whole or not at all, and read with one clear sentence for whatever is wrong with it.
+"""A posterior's file: written whole or not at all, and read with one clear sentence for all that may be wrong with it.
 
-The file is what `torch.save` writes of a state (see `state`), with a checksum of its contents. A local file is written
-beside its final place, flushed to the disk and renamed, so that a process killed while writing leaves the older file as
-it was. URLs (`s3://…`, `memory://…`) go through `fsspec`, in a transaction where the file system has one.
+The file is what `torch.save` writes of a state (see `serialization`), with a checksum of its contents. A local file is
+written beside its final place, flushed to the disk and renamed, so that a process killed while writing leaves the older
+file as it was. URLs (`s3://…`, `memory://…`) go through `fsspec`, in a transaction where the file system has one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import uuid
 import zipfile
 import zlib
@@ -24,6 +25,12 @@ from torch import Tensor
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.posterior.gaussian import PosteriorError
+
+# What torch.load raises for contents that were changed, beside an UnpicklingError.
+_DAMAGE = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, EOFError),
+    *(struct.error, zipfile.BadZipFile),
+)
 
 
 def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
@@ -92,9 +99,9 @@ def read_any(path: str | PathLike[str], what: str) -> Any:
             f"{path} was not loaded: it is damaged, or holds Python objects that are no tensors, numbers or strings, "
             "and to load those could run any code; use a file that posterior.save wrote"
         ) from None
-    except OSError:
+    except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as error:  # of whatever kind the damage makes it
+    except _DAMAGE as error:
         raise PosteriorError(_damaged(path)) from error
 
 

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, shown
-from lightning_bayes.curvature.plan import Plan, make_plan
+from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
+from lightning_bayes.posterior.plan_cache import PlanCache
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
-
-_CACHED = 2**16  # numbers in float64, half a megabyte
 
 
 class PosteriorError(RuntimeError):
@@ -54,7 +54,7 @@ class GaussianPosterior:
     n_data: int
     fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
-    _plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
+    plans: PlanCache = field(default_factory=PlanCache, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -95,11 +95,7 @@ class GaussianPosterior:
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
             x = inputs.to_device(x, self.device)
-            # Positions may be merged with the batch, so that a plan is one for inputs of this shape.
-            shapes = tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
-            if shapes not in self._plans:
-                self._plans[shapes] = make_plan(self.network, x, self.subset)
-            yield self._plans[shapes], x
+            yield self.plans.plan_for(self.network, self.subset, x), x
 
     def predict(
         self,
@@ -155,7 +151,7 @@ class GaussianPosterior:
         return calibrate(self, loader, predictive, link, samples, seed, of)
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
-        """What `calibrate` found for this predictive and link; for `None`, whatever link it was last called with."""
+        """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""
         of_predictive = [c for c in self.calibrations if c.predictive == predictive]
         if predictive == "glm" and link is not None:
             of_predictive = [c for c in of_predictive if c.link == link]
@@ -189,11 +185,14 @@ class GaussianPosterior:
                 f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
                 "with network.to(dtype), or fit the posterior again"
             )
-        if not same_weights(fingerprint(self.network), self.fingerprint):
+        if not self._has_same_weights():
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
                 "the posterior again"
             )
+
+    def _has_same_weights(self) -> bool:
+        return same_weights(fingerprint(self.network), self.fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
@@ -219,9 +218,14 @@ class GaussianPosterior:
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
+        it was fitted to."""
         from lightning_bayes.posterior.files import read
+        from lightning_bayes.posterior.sharded import ShardedPosterior
+        from lightning_bayes.posterior.sharded_files import is_folder_of_shards
 
+        if is_folder_of_shards(path):
+            return ShardedPosterior.load(path, network, likelihood)
         return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(
@@ -249,44 +253,3 @@ def check_theta(theta: Tensor, mean: Tensor) -> None:
             f"theta must be weight vectors [..., {len(mean)}], one number for each weight of the posterior, got "
             f"{shown(theta)}"
         )
-
-
-def fingerprint(network: nn.Module) -> Tensor:
-    """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
-    because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
-    state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
-    state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
-    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
-    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
-    sums = []
-    for t in state:
-        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
-        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
-    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
-
-
-def same_weights(now: Tensor, then: Tensor) -> bool:
-    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, the
-    squares alone, which stand in the same column, can be compared."""
-    if len(now) != len(then):
-        return False
-    squares = then[:, 1]
-    moved = now.shape[1] == then.shape[1] == 2 and ((now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12).any()
-    return not moved and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
-
-
-def _scattered(n: int, step: float, device: torch.device) -> Tensor:
-    """Numbers in ±[½, 1], no two of which are alike: from the fractions of the multiples of an irrational.  # [n]"""
-    fraction = torch.arange(1, n + 1, dtype=torch.float64, device=device).mul_(step).remainder_(1).sub_(0.5)
-    return fraction + 0.5 * fraction.sign()
-
-
-def _row_sums(t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """`Tc` and the sum of all squares, a few rows at a time, so that their float64 copies stay in the cache.
-    # [rows, columns], [columns] -> [rows], []"""
-    if t.numel() > _CACHED and len(t) > 1:
-        parts = [_row_sums(part, c) for part in t.split(max(1, _CACHED // t.shape[1]))]
-        return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
-    wide = t.double()
-    flat = wide.reshape(-1)
-    return wide @ c, flat @ flat

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +23,88 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, fingerprint
+from lightning_bayes.posterior.fingerprint import fingerprint
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
+from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.structures import Structure
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DAMPINGS = (None, "glm", "ritter")
 EVIDENCES = ("weights", "optimum")
-OPTIONS = tuple(n for n, p in signature(fit_curvature).parameters.items() if p.kind is p.KEYWORD_ONLY)
+
+
+def fit_laplace(
+    network: nn.Module,
+    loader: Iterable[Any],
+    likelihood: str | Likelihood = "classification",
+    structure: str = "kron",
+    subset: str | Sequence[str] | Tensor = "all",
+    curvature: str = "ggn",
+    prior_precision: float | Tensor | Sequence[float] = 1.0,
+    progress: bool = False,
+    *,
+    temperature: float = 1.0,
+    damping: str | None = None,
+    hessian: str = "exact",
+    **options: Unpack[FitOptions],
+) -> LaplacePosterior:
+    """A Laplace posterior around the weights of a trained network: one pass over `loader`.
+
+    Args:
+        network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
+        loader: an iterable of `(x, y)`.
+        likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
+        structure: "kron", "diag" or "full".
+        subset: "all", "last_layer", a list of parameter names, or a mask over the weights (a subnetwork).
+        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
+            `prior_precision = N·wd`.
+        progress: show a progress bar.
+        temperature: of the likelihood, `P = H/T + δ`.
+        damping: instead of the exact sum with the prior, `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
+            data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
+        hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
+            number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
+        options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
+    """
+    keywords("fit_laplace", options, list(FitOptions.__annotations__))
+    check_laplace(structure, prior_precision, temperature, damping)
+    network = unwrap(network)
+    fitted = fit_curvature(
+        network, loader, likelihood, structure, subset, curvature, hessian=hessian, progress=progress, **options
+    )
+    return from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
+
+
+def from_curvature(
+    network: nn.Module,
+    curvature: Curvature,
+    prior_precision: float | Tensor | Sequence[float] = 1.0,
+    *,
+    temperature: float = 1.0,
+    damping: str | None = None,
+) -> LaplacePosterior:
+    """The Laplace posterior around the network's present weights with this curvature."""
+    with torch.inference_mode(False), torch.no_grad():
+        mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
+        bare = LaplacePosterior(
+            network=network,
+            subset=curvature.subset,
+            likelihood=curvature.likelihood,
+            mean=mean,
+            precision=curvature.structure,
+            n_data=curvature.n_data,
+            fingerprint=fingerprint(network),
+            curvature=curvature,
+            prior_precision=mean.new_ones(()),
+            temperature=temperature,
+            damping=damping,
+        )
+    return bare.with_prior(prior_precision)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +143,12 @@ class LaplacePosterior(GaussianPosterior):
         `linear_evidence`), which they need not be.
         """
         word("at", at, EVIDENCES)
-        if not self.curvature.knows_likelihood:
-            raise PosteriorError(
-                "this posterior was made without a pass over the data and does not know their likelihood: use "
-                "with_log_likelihood(loader), or pass loader= when tuning"
-            )
+        self._known_log_likelihood()
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
         full = per_parameter(δ, self.subset).expand(self.subset.size)
-        fit = self._log_likelihood(ρ).to(self.mean) / self.temperature
+        fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
         if at == "optimum":
             return self._linear_evidence(self._precision(δ, ρ), full, ρ, -fit)
         logdet = self._precision(δ, ρ).logdet()
@@ -117,7 +186,7 @@ class LaplacePosterior(GaussianPosterior):
                 self.curvature,
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
-                log_likelihood=self._log_likelihood(ρ),
+                log_likelihood=self._log_likelihood_at(ρ) if self.curvature.knows_likelihood else None,
                 gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
                 squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
@@ -128,15 +197,21 @@ class LaplacePosterior(GaussianPosterior):
         """The same posterior with the log-likelihood of the training data, for one that was made without them: one
         forward pass over `loader`."""
         self.check_weights()
-        found = log_likelihood(self.network, loader, self.likelihood, processes)
-        if found["n_data"] != self.n_data:
+        numbers = log_likelihood(self.network, loader, self.likelihood, processes)
+        if numbers["n_data"] != self.n_data:
             raise PosteriorError(
-                f"the loader holds {found['n_data']} examples, but the posterior is that of {self.n_data}: pass the "
+                f"the loader holds {numbers['n_data']} examples, but the posterior is that of {self.n_data}: pass the "
                 "training data, each example once"
             )
-        return replace(self, curvature=replace(self.curvature, **found))
+        return replace(self, curvature=replace(self.curvature, **numbers))
 
-    def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False, **options: Any) -> Any:
+    def tune_prior(
+        self,
+        method: str = "auto",
+        loader: Iterable[Any] | None = None,
+        per_layer: bool = False,
+        **options: Unpack[TuningOptions],
+    ) -> LaplacePosterior:
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
@@ -144,8 +219,8 @@ class LaplacePosterior(GaussianPosterior):
                 "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
             loader: batches `(x, y)`: validation data for "auto" and "grid"; for a posterior that has seen no data, as
                 that of L2M, the training data.
-            per_layer: one prior precision per layer in place of one for all.
-            options: see `lightning_bayes.posterior.tuning`.
+            per_layer: one prior precision per layer instead of one for all.
+            options: see `TuningOptions`.
         """
         from lightning_bayes.posterior.tuning import tune
 
@@ -165,9 +240,18 @@ class LaplacePosterior(GaussianPosterior):
         """`H` at noise `ρσ`."""
         return self.curvature.structure.scale(ρ**self.noise_power)
 
-    def _log_likelihood(self, ρ: Tensor) -> Tensor:
+    def _known_log_likelihood(self) -> Tensor:
+        """`log p(D | θ*)`, in float64."""
+        if self.curvature.log_likelihood is None:
+            raise PosteriorError(
+                "this posterior was made without a pass over the data and does not know their likelihood: use "
+                "with_log_likelihood(loader), or pass loader= when tuning"
+            )
+        return self.curvature.log_likelihood
+
+    def _log_likelihood_at(self, ρ: Tensor) -> Tensor:
         """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
-        fitted = self.curvature.log_likelihood
+        fitted = self._known_log_likelihood()
         if self.likelihood.noise_std is None:
             return fitted
         ρ = ρ.cpu().double()
@@ -183,7 +267,7 @@ class LaplacePosterior(GaussianPosterior):
         if error is not None:
             return error.clamp(min=n * eps**2)
         log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()
-        error = -2 * (self.curvature.log_likelihood + n * (log_σ + 0.5 * math.log(2 * math.pi)))
+        error = -2 * (self._known_log_likelihood() + n * (log_σ + 0.5 * math.log(2 * math.pi)))
         return error.clamp(min=n * eps)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
@@ -220,72 +304,3 @@ def check_laplace(structure: Any, prior_precision: Any, temperature: Any, dampin
         raise ValueError(f"damping={damping!r} needs structure='kron', got structure={structure!r}")
     if damping is not None and torch.as_tensor(prior_precision).numel() > 1:
         raise ValueError(f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each")
-
-
-def fit_laplace(
-    network: nn.Module,
-    loader: Iterable[Any],
-    likelihood: str | Likelihood = "classification",
-    structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
-    curvature: str = "ggn",
-    prior_precision: float | Tensor | Sequence[float] = 1.0,
-    progress: bool = False,
-    *,
-    temperature: float = 1.0,
-    damping: str | None = None,
-    hessian: str = "exact",
-    **options: Any,
-) -> LaplacePosterior:
-    """A Laplace posterior around the weights of a trained network: one pass over `loader`.
-
-    Args:
-        network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
-        loader: an iterable of `(x, y)`.
-        likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full".
-        subset: "all", "last_layer", a list of parameter names, or a mask over the weights (a subnetwork).
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
-        prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
-            `prior_precision = N·wd`.
-        progress: show a progress bar.
-        temperature: of the likelihood, `P = H/T + δ`.
-        damping: in place of the exact sum with the prior, `(A + √δ) ⊗ (G + √δ)` with `A` a mean and `G` a sum over the
-            data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
-        hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
-            number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
-        options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
-    """
-    keywords("fit_laplace", options, OPTIONS)
-    check_laplace(structure, prior_precision, temperature, damping)
-    network = unwrap(network)
-    options.update(hessian=hessian, progress=progress)
-    found = fit_curvature(network, loader, likelihood, structure, subset, curvature, **options)
-    return from_curvature(network, found, prior_precision, temperature=temperature, damping=damping)
-
-
-def from_curvature(
-    network: nn.Module,
-    curvature: Curvature,
-    prior_precision: float | Tensor | Sequence[float] = 1.0,
-    *,
-    temperature: float = 1.0,
-    damping: str | None = None,
-) -> LaplacePosterior:
-    """The Laplace posterior around the network's present weights with this curvature."""
-    with torch.inference_mode(False), torch.no_grad():
-        mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
-        bare = LaplacePosterior(
-            network=network,
-            subset=curvature.subset,
-            likelihood=curvature.likelihood,
-            mean=mean,
-            precision=curvature.structure,
-            n_data=curvature.n_data,
-            fingerprint=fingerprint(network),
-            curvature=curvature,
-            prior_precision=mean.new_ones(()),
-            temperature=temperature,
-            damping=damping,
-        )
-    return bare.with_prior(prior_precision)  # type: ignore[arg-type]

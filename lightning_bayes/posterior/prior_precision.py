@@ -59,8 +59,3 @@ def per_layer_sums(values: Tensor, subset: Subset) -> Tensor:
     parts = values.split([shape.numel() for shape in subset.shapes])
     owners = [subset.layers.index(layer_of(name)) for name in subset.names]
     return sums.index_add_(0, torch.tensor(owners, device=sums.device), torch.stack([part.sum() for part in parts]))
-
-
-def plain(precision: Tensor) -> Any:
-    """A number or a list of numbers, for messages and logs."""
-    return precision.tolist()

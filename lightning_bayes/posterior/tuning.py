@@ -5,7 +5,7 @@
 
       α_l = γ_l / ‖θ_l‖²,    β = 1/σ² = (N·C − γ) / Σ‖y − f‖²,
 
-  where `N·C ≤ γ`, or hardly more, a Newton step in log β in place of the last. At a temperature `T` it is `Tγ` that
+  where `N·C ≤ γ`, or hardly more, a Newton step in log β instead of the last. At a temperature `T` it is `Tγ` that
   counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
 - `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`).
 - `grid`: the best of many priors on validation data (see `grid`).
@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Iterable
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ from torch import Tensor
 from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -36,7 +40,11 @@ _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
 def tune(
-    posterior: LaplacePosterior, method: str, loader: Iterable[Any] | None, per_layer: bool, **options: Any
+    posterior: LaplacePosterior,
+    method: str,
+    loader: Iterable[Any] | None,
+    per_layer: bool,
+    **options: Unpack[TuningOptions],
 ) -> LaplacePosterior:
     word("method", method, METHODS)
     flag("per_layer", per_layer)

@@ -61,20 +61,19 @@ def tune_auto(
     of: str = "probs",
     calibrate: bool = True,
 ) -> LaplacePosterior:
-    """`auto` with the options of `tune_prior("auto", …)`: those of `posterior.calibrate`, and whether to calibrate."""
+    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data. The
+    options are those of `posterior.calibrate`, and whether to `calibrate`."""
     flag("calibrate", calibrate)
     word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
     scoring.check(posterior.likelihood)
-    return auto(posterior, None if loader is None else check_loader(loader), scoring, calibrate)
+    if loader is None:
+        return without_held_out_data(posterior)
+    return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()
 
 
-def auto(
-    posterior: LaplacePosterior, loader: Iterable[Any] | None, scoring: Scoring, calibrate: bool = True
-) -> LaplacePosterior:
-    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data."""
-    if loader is not None:
-        return survey(posterior, loader, scoring, tune=True, calibrate=calibrate).on()
+def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
+    """The posterior with the prior of the evidence, where that is known."""
     if not posterior.curvature.knows_likelihood:
         logger.warning("nothing was held out to tune on, and no pass made over the training data: the prior stays")
         return posterior
@@ -83,7 +82,7 @@ def auto(
 
 
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
-    """What `auto` takes from the training data alone."""
+    """The prior, and a regression's noise, that the training data alone choose."""
     if posterior.likelihood.noise_std is not None:
         return marglik(at_training_noise(posterior), per_layer=False, noise=False)
     classes = posterior.likelihood.has_probs

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network.checks import submodule
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.files import describe, read_any
-from lightning_bayes.posterior.gaussian import same_weights
+from lightning_bayes.posterior.fingerprint import same_weights
+from lightning_bayes.predictive.checkpoint import read_checkpoint
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -104,12 +103,7 @@ class DeepEnsemble:
         members = []
         for path in paths:
             with _naming(str(path)):
-                checkpoint = _read(path)
-                state = _stored_posterior(checkpoint, name)
-                restored = _placed(_restore(module, path, checkpoint), device)
-                found = restored if network is None else submodule(restored, network, PosteriorError)
-                members.append(GaussianPosterior.from_state_dict(found, state, likelihood))
-                members[-1].check_weights()
+                members.append(read_checkpoint(path, module, name, network, likelihood, device))
         return DeepEnsemble(members, weights)
 
     def __len__(self) -> int:
@@ -155,18 +149,18 @@ class DeepEnsemble:
         """Every member's own prediction at `x`, on one device."""
         # A member gives the global generator back as it was: all would draw the same numbers from it.
         generator = _copy_of_global_generator() if generator is None else generator
-        found = []
+        predictions = []
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
-                found.append(posterior.predict(x, predictive, link, samples, generator).to(self.device))
-        first = _mean(found[0])
-        for number, member in enumerate(found):
+                predictions.append(posterior.predict(x, predictive, link, samples, generator).to(self.device))
+        first = _mean(predictions[0])
+        for number, member in enumerate(predictions):
             if _mean(member).shape != first.shape:
                 raise PosteriorError(
                     f"members must agree in their outputs, but member 0 has shape {list(first.shape)} and member "
                     f"{number} has shape {list(_mean(member).shape)}: make all networks with the same outputs"
                 )
-        return found
+        return predictions
 
     def log_prob(
         self,
@@ -230,22 +224,20 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     if weights is None:
         return (1 / members,) * members
     try:
-        found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+        w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         raise PosteriorError(f"weights must be a number for each member, got {shown(weights)}") from None
-    if found.shape != (members,):
-        raise PosteriorError(
-            f"there are {members} members, but weights of shape {list(found.shape)}: give one for each"
-        )
-    if not (found >= 0).all() or not found.isfinite().all() or not found.sum() > 0:
-        raise PosteriorError(f"weights must be finite, not negative, and not all zero, got {found.tolist()}")
-    return tuple((found / found.sum()).tolist())
+    if w.shape != (members,):
+        raise PosteriorError(f"there are {members} members, but weights of shape {list(w.shape)}: give one for each")
+    if not (w >= 0).all() or not w.isfinite().all() or not w.sum() > 0:
+        raise PosteriorError(f"weights must be finite, not negative, and not all zero, got {w.tolist()}")
+    return tuple((w / w.sum()).tolist())
 
 
 def _mean(prediction: Prediction) -> Tensor:
-    found = prediction.mean if prediction.probs is None else prediction.probs
-    assert found is not None
-    return found
+    mean = prediction.mean if prediction.probs is None else prediction.probs
+    assert mean is not None
+    return mean
 
 
 def _copy_of_global_generator() -> torch.Generator:
@@ -259,61 +251,3 @@ def _naming(which: str) -> Iterator[None]:
         yield
     except PosteriorError as error:
         raise PosteriorError(f"{which}: {error}") from error
-
-
-def _read(path: str | PathLike[str]) -> dict[str, Any]:
-    try:
-        checkpoint = read_any(path, "checkpoint")
-    except IsADirectoryError:
-        raise PosteriorError(
-            "this is a folder, as sharded training writes it: use DeepEnsemble.load with the posteriors' own files"
-        ) from None
-    if not isinstance(checkpoint, dict):
-        raise PosteriorError(f"{path} holds no checkpoint but {describe(checkpoint)}")
-    return checkpoint
-
-
-def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
-    try:
-        return network.to(device)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0][:150]
-        raise PosteriorError(f"the network cannot be put on the device {shown(device)}: {reason}") from error
-
-
-def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Callbacks keep theirs under "Class[name]"."""
-    callbacks = checkpoint.get("callbacks") or {}
-    states = {key: state["posterior"] for key, state in callbacks.items() if _has_posterior(state)}
-    if not states:
-        raise PosteriorError(
-            "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
-            "checkpoint, or DeepEnsemble.load with the posteriors' own files"
-        )
-    found = [state for key, state in states.items() if name is None or key.endswith(f"[{name}]")]
-    if len(found) != 1:
-        wanted = "several posteriors, but no name= to choose by" if name is None else f"no posterior named {name!r}"
-        names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
-        raise PosteriorError(f"this checkpoint holds {wanted}; it has {names}")
-    return found[0]
-
-
-def _has_posterior(state: Any) -> bool:
-    return isinstance(state, dict) and isinstance(state.get("posterior"), dict)
-
-
-def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:
-    if isinstance(module, nn.Module):
-        raise PosteriorError(
-            f"module= is one {type(module).__name__}, but every member needs one of its own: pass the class, or a "
-            "function that makes one"
-        )
-    if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class, which knows its saved arguments
-        return module.load_from_checkpoint(path, map_location="cpu")
-    if not callable(module):
-        raise TypeError(
-            f"module must be a LightningModule's class, or a function that makes a network, got {shown(module)}"
-        )
-    made = module()
-    made.load_state_dict(checkpoint["state_dict"])
-    return made

@@ -19,7 +19,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
-from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_laws
+from lightning_bayes.predictive.output_law import PREDICTIVES, Integral, OutputLaw, output_laws
 from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
@@ -58,7 +58,7 @@ class Scoring:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
         link = self.link_of(likelihood, law)
         samples = self.samples if link == "mc" else 0
-        return law.integrate(likelihood, link, samples, torch.Generator().manual_seed(self.seed))
+        return law.integrate(Integral(likelihood, link, samples, torch.Generator().manual_seed(self.seed)))
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
@@ -148,9 +148,8 @@ def held_out_laws(
             mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
-            known = iter(laws)
-            every = [OutputLaw(mean) if P is None else next(known) for P in precisions]
-            yield [law.double() for law in every], y
+            remaining = iter(laws)
+            yield [(OutputLaw(mean) if P is None else next(remaining)).double() for P in precisions], y
     _check_targets(posterior.likelihood, targets)
 
 

@@ -61,15 +61,13 @@ class OutputLaw:
             return "mc"
         return likelihood.choose_link(link)
 
-    def integrate(
-        self, likelihood: Likelihood, link: str, samples: int, generator: torch.Generator | None
-    ) -> Predictive:
+    def integrate(self, integral: Integral) -> Predictive:
         """The predictive distribution of targets, the outputs integrated out."""
         if self.draws is not None:
-            return _of_draws(likelihood, self.mean, self.draws, link)
+            return integral.over_draws(self.mean, self.draws)
         if self.covariance is None:
-            return likelihood.point(self.mean)
-        return _of_gaussian(likelihood, self.mean, self.covariance, link, samples, generator)
+            return integral.likelihood.point(self.mean)
+        return integral.over_gaussian(self.mean, self.covariance)
 
 
 def output_law(
@@ -111,59 +109,56 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
 
 
-def _of_gaussian(
-    likelihood: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    link: str,
-    samples: int,
-    generator: torch.Generator | None,
-) -> Predictive:
-    """The integral over outputs with this mean and covariance of each example.  # [B, ...], [B, C, C]"""
-    if mean.ndim == 1:
-        return likelihood.integrate(mean, covariance.reshape(mean.shape), link, samples, generator)
-    if mean.ndim == 2:
-        return likelihood.integrate(mean, covariance, link, samples, generator)
-    if link == "mc":
-        draws = draw_gaussian(mean.flatten(1), covariance, samples, generator)
-        return likelihood.from_samples(draws.reshape(-1, *mean.shape))
-    # Dense outputs are independent given f: every position is an example with the C × C block of its own outputs.
-    B, C = mean.shape[:2]
-    blocks = covariance.reshape(B, C, -1, C, mean[0, 0].numel()).diagonal(dim1=2, dim2=4).movedim(-1, 1)  # [B, R, C, C]
-    return _by_position(likelihood, mean, blocks.flatten(0, 1), link, samples, generator)
+@dataclass(frozen=True, eq=False)
+class Integral:
+    """How a likelihood integrates over outputs: by which link, and with what draws where it draws."""
 
+    likelihood: Likelihood
+    link: str
+    samples: int = 0
+    generator: torch.Generator | None = None
 
-def _of_draws(likelihood: Likelihood, mean: Tensor, draws: Tensor, link: str) -> Predictive:
-    """What has a closed form gets the outputs' exact mean, and their covariances from the draws."""
-    sampled = likelihood.from_samples(draws)
-    if link == "mc":
-        return sampled
-    moves = draws - mean  # [S, B, C, ...]
-    if link == "pairwise" and mean.ndim > 1:
-        moves = moves.flatten(3).movedim(2, -1).flatten(1, -2) if mean.ndim > 2 else moves  # [S, B·R, C]
-        covariance = torch.einsum("sbi,sbj->bij", moves, moves) / len(moves)
-        closed = _by_position(likelihood, mean, covariance, link, 0, None)
-    else:
-        closed = likelihood.integrate(mean, moves.square().mean(0), link, samples=0)
-    # Where the closed form is one of the probabilities alone, the draws have the rest.
-    return replace(sampled, mean=closed.mean) if closed.epistemic.isnan().any() else closed
+    def over_gaussian(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        """Outputs with this mean and covariance of each example.  # [B, ...], [B, C, C]"""
+        if mean.ndim == 1:
+            return self._integrate(mean, covariance.reshape(mean.shape))
+        if mean.ndim == 2:
+            return self._integrate(mean, covariance)
+        if self.link == "mc":
+            draws = draw_gaussian(mean.flatten(1), covariance, self.samples, self.generator)
+            return self.likelihood.from_samples(draws.reshape(-1, *mean.shape))
+        # Dense outputs are independent given f: every position is an example with the C × C block of its own outputs.
+        B, C = mean.shape[:2]
+        R = mean[0, 0].numel()
+        blocks = covariance.reshape(B, C, R, C, R).diagonal(dim1=2, dim2=4).movedim(-1, 1)  # [B, R, C, C]
+        return self._by_position(mean, blocks.flatten(0, 1))
 
+    def over_draws(self, mean: Tensor, draws: Tensor) -> Predictive:
+        """What has a closed form gets the outputs' exact mean, and their covariances from the draws."""
+        sampled = self.likelihood.from_samples(draws)
+        if self.link == "mc":
+            return sampled
+        closed_form = replace(self, samples=0, generator=None)
+        moves = draws - mean  # [S, B, C, ...]
+        if self.link == "pairwise" and mean.ndim > 1:
+            moves = moves.flatten(3).movedim(2, -1).flatten(1, -2) if mean.ndim > 2 else moves  # [S, B·R, C]
+            closed = closed_form._by_position(mean, torch.einsum("sbi,sbj->bij", moves, moves) / len(moves))
+        else:
+            closed = closed_form._integrate(mean, moves.square().mean(0))
+        # Where the closed form is one of the probabilities alone, the draws have the rest.
+        return replace(sampled, mean=closed.mean) if closed.epistemic.isnan().any() else closed
 
-def _by_position(
-    likelihood: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
-    link: str,
-    samples: int,
-    generator: torch.Generator | None,
-) -> Predictive:
-    """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""
-    if mean.ndim == 2:
-        return likelihood.integrate(mean, covariance, link, samples, generator)
-    B, _, *positions = mean.shape
-    flat = likelihood.integrate(mean.flatten(2).mT.flatten(0, 1), covariance, link, samples, generator)
+    def _by_position(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""
+        if mean.ndim == 2:
+            return self._integrate(mean, covariance)
+        B, _, *positions = mean.shape
+        flat = self._integrate(mean.flatten(2).mT.flatten(0, 1), covariance)
 
-    def back(t: Tensor) -> Tensor:
-        return t.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
+        def back(t: Tensor) -> Tensor:
+            return t.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
 
-    return replace(flat, mean=back(flat.mean), epistemic=back(flat.epistemic), aleatoric=back(flat.aleatoric))
+        return replace(flat, mean=back(flat.mean), epistemic=back(flat.epistemic), aleatoric=back(flat.aleatoric))
+
+    def _integrate(self, mean: Tensor, covariance: Tensor) -> Predictive:
+        return self.likelihood.integrate(mean, covariance, self.link, self.samples, self.generator)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from lightning_bayes.arguments import count, flag, word
-from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods import ClassPredictive, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
-from lightning_bayes.predictive.output_law import PREDICTIVES, OutputLaw, output_law
+from lightning_bayes.predictive.output_law import PREDICTIVES, Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -32,27 +32,21 @@ def predict(
     check_generator(generator)
     flag("calibrated", calibrated)
     likelihood = posterior.likelihood
-    likelihood.choose_link(link)  # a link that there is not is an error with every predictive
+    likelihood.choose_link(link)  # an unknown link is an error with every predictive
     calibration = posterior.calibration_of(predictive, link) if calibrated else None
     with preserved_rng():
         law = output_law(posterior, x, predictive, samples, generator)
         default = None if calibration is None else calibration.link
         chosen = law.choose_link(likelihood, (link or default) if predictive == "glm" else None)
-        return Prediction.from_predictive(corrected(likelihood, law, chosen, samples, generator, calibration))
+        integral = Integral(likelihood, chosen, samples, generator)
+        return Prediction.from_predictive(_corrected(law, integral, calibration))
 
 
-def corrected(
-    likelihood: Likelihood,
-    law: OutputLaw,
-    link: str,
-    samples: int,
-    generator: torch.Generator | None,
-    calibration: Calibration | None,
-) -> Predictive:
+def _corrected(law: OutputLaw, integral: Integral, calibration: Calibration | None) -> Predictive:
     """The predictive distribution for this law of the outputs, with the calibration's correction."""
     if calibration is None:
-        return law.integrate(likelihood, link, samples, generator)
-    predictive = law.tempered(calibration.output_temperature).integrate(likelihood, link, samples, generator)
+        return law.integrate(integral)
+    predictive = law.tempered(calibration.output_temperature).integrate(integral)
     if isinstance(predictive, ClassPredictive):
         T = calibration.probs_temperature
         return predictive if T == 1 else predictive.tempered(T)

@@ -1,4 +1,4 @@
-"""What a predictive answers: tensors, on whatever device."""
+"""What a predictive answers: tensors, on any device."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Prediction:
             "entropy": predictive.entropy,
         }
         if isinstance(predictive, ClassPredictive):
-            found = Prediction(**common, probs=predictive.probs)
+            prediction = Prediction(**common, probs=predictive.probs)
         else:
-            found = Prediction(**common, mean=predictive.mean, variance=predictive.variance)
-        return found.map(Tensor.detach)
+            prediction = Prediction(**common, mean=predictive.mean, variance=predictive.variance)
+        return prediction.map(Tensor.detach)
 
     @property
     def epistemic_score(self) -> Tensor:

@@ -78,8 +78,8 @@ class Structure(ABC):
 
     NAMES: ClassVar[dict[str, type[Structure]]] = {}
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if cls.__dict__.get("name") is not None:
             register(Structure.NAMES, cls.__dict__["name"], cls)
 

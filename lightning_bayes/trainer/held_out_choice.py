@@ -20,7 +20,7 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.auto import Choice, auto, survey
+from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, validation_pass
@@ -92,7 +92,7 @@ def choose_on_validation(
             rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
     except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
         rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return auto(posterior, None, scoring) if by_auto else posterior, None
+    return without_held_out_data(posterior) if by_auto else posterior, None
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:

@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from callback_cases import Classifier, Regressor, draw, held_out, labelled, laplace, measured, train_loader, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
-from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, trained, vectors
+from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, still, trained, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback
 
 X = draw(5, 4, seed=9).double()
-
-
-def still(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.0)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

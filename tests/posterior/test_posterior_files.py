@@ -5,12 +5,15 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from posterior_cases import TIGHT, case, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import case
 from torch import Tensor, nn
 
 from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
@@ -248,6 +251,21 @@ def test_a_file_of_the_first_format_is_read(posterior: LaplacePosterior, tmp_pat
     squares = state["fingerprint"][:, 1]
     torch.save({**state, "format": 1, "fingerprint": torch.stack((squares, squares, squares), 1)}, tmp_path / "old.pt")
     assert_same(GaussianPosterior.load(tmp_path / "old.pt", posterior.network), posterior)
+
+
+def test_a_likelihood_that_is_not_known_is_none_in_files_and_nan_in_older_ones(
+    posterior: LaplacePosterior, tmp_path: Path
+) -> None:
+    unknown = replace(posterior, curvature=replace(posterior.curvature, log_likelihood=None))
+    state = unknown.state_dict()
+    assert state["log_likelihood"] is None
+    for stored in (None, torch.tensor(torch.nan, dtype=torch.float64)):
+        torch.save({**state, "log_likelihood": stored}, tmp_path / "unknown.pt")
+        loaded = GaussianPosterior.load(tmp_path / "unknown.pt", posterior.network)
+        assert isinstance(loaded, LaplacePosterior)
+        assert not loaded.curvature.knows_likelihood
+        with pytest.raises(PosteriorError, match="made without a pass over the data"):
+            loaded.log_marginal_likelihood()
 
 
 def test_half_precision_and_empty_tensors_have_a_checksum(tmp_path: Path) -> None:

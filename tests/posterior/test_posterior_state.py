@@ -8,7 +8,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, Case, case, mlp, pick, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import STRUCTURES, Case, case, pick
 from torch import Tensor, nn
 
 from lightning_bayes import (
@@ -22,7 +24,7 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.gaussian import fingerprint, same_weights
+from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 
 BITS = (real(7, 3, seed=5) > 0).double()
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {

@@ -9,8 +9,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.networks import made
+from helpers.oracles import jacobian
+from helpers.tensors import TIGHT, real, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
-from predictive_cases import TIGHT, Shaped, jacobian, linearised_draws, made, network_draws, real, seeded
+from predictive_cases import Shaped, linearised_draws, network_draws
 from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
 from torch.distributions import MixtureSameFamily, Normal

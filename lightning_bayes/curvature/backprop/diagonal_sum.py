@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.accumulate import BlockAccumulator
+from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.backprop.diagonal import BatchDiagonal
-from lightning_bayes.curvature.fit import CurvatureSum
+from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.output_checks import check_finite, check_output
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
@@ -24,12 +24,12 @@ class DiagonalSum(CurvatureSum):
         self,
         network: nn.Module,
         plan: Plan,
-        blocks: BlockAccumulator,
+        blocks: DiagonalAccumulator,
         likelihood: Likelihood,
         hessian: str,
-        processes: Processes,
+        processes: Processes | None,
     ) -> None:
-        super().__init__(network, plan, blocks, likelihood, "ggn", samples=1, seed=0, processes=processes)
+        super().__init__(network, plan, blocks, likelihood, processes=processes)
         self._blocks = blocks
         self._of_batch = BatchDiagonal(network, replace(plan.subset, mask=None), likelihood, hessian)
 
