@@ -80,8 +80,7 @@ class Structure(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__dict__.get("name") is not None:
-            register(Structure.NAMES, cls.__dict__["name"], cls)
+        register(Structure.NAMES, cls, "name")
 
     @property
     @abstractmethod
