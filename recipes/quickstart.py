@@ -91,7 +91,7 @@ def verdict(table: dict[str, dict[str, float]]) -> str:
     return f"{known}; noticing the unknown by entropy: {noticed} over MAP."
 
 
-if __name__ == "__main__":
+def main() -> None:
     be_quiet()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     digits = read_digits()
@@ -102,3 +102,7 @@ if __name__ == "__main__":
     print(f"\n{verdict(table)}")
     save_pictures(methods, digits)
     print(f"\nreliability.png, ood.png and the posteriors are in {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()

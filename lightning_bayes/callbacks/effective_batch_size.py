@@ -6,7 +6,7 @@ average
     (N·Σ wᵢ² − (Σ wᵢ)²) · S²/(N − 1),
 
 where `N·S²` is the diagonal of the centred empirical Fisher. A batch of `B` has `wᵢ = 1/B`, so that this is
-`S²/B · (N − B)/(N − 1)`. Batches of uneven sizes, or several that are accumulated, are told as the one `B` that has the
+`S²/B · (N − B)/(N − 1)`. Batches of uneven sizes, or several that are accumulated, count as the one `B` that has the
 same average, over the steps that the optimizer remembers.
 """
 

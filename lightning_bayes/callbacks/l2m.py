@@ -1,23 +1,27 @@
-"""`L2MCallback`: train as usual, and take the posterior from the second moment that the optimizer has kept.
+"""`L2MCallback`: train as usual, and take the posterior from the second moment `v̂` that the optimizer has kept,
 
-No pass over the data: at the end of training, or whenever `fit_now` is called, the buffers are read and scaled. See
-`lightning_bayes.posterior.l2m` for the formulas.
+    P = N·B·v̂ · (N − 1)/(N − B) / c² + δ    (`scaling="dataset"`)
+    P = v̂ + δ + ε                            (`scaling="paper"`: Perone et al., eq. (6))
+
+for batches of `B` of `N` examples and a loss of `c` times the mean negative log-likelihood; see
+`lightning_bayes.posterior.l2m`. No pass over the data: the callback counts `N` and `B` and recognises `c` during
+training, and at its end, or whenever `fit_now` is called, the buffers are read.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.callbacks.loss_scale import recognise_scale
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded, reshard
@@ -27,27 +31,18 @@ from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scale, fisher_factor, fit_l2m
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
+from lightning_bayes.trainer import data
 from lightning_bayes.trainer.arguments import check_tuning
-from lightning_bayes.trainer.checkpoints import Stored
-from lightning_bayes.trainer.data import (
-    batch_size,
-    check_validation,
-    count_examples,
-    drawn_batches,
-    exact_pass,
-    is_indexed,
-    replicas,
-    single,
-)
+from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
-from lightning_bayes.trainer.files import posterior_file
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import class_name, is_dev_run
+from lightning_bayes.trainer.report import describe, report
 from lightning_bayes.trainer.strategy import forward_context
 
-_SAME_SCALE = 0.01  # relative, of two scales of a loss
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
 )
@@ -58,31 +53,38 @@ _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 class L2MCallback(PosteriorCallback):
     """A diagonal Laplace posterior from the optimizer's second moment, and its predictions in `test` and `predict`.
 
+    The arguments are grouped by what is decided first: the model; the posterior; what validation data choose;
+    predictions; what is reported and written.
+
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
+        network: the submodule that maps x to f; by default the module's own `forward`.
+
         scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
-            "paper_literal", with the prior's variance in the place of its precision, as the paper prints it.
+            "paper_literal", with the prior's variance instead of its precision, as the paper prints it.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay for it.
-        tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
-            decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
-            likelihood, "grid" (on the first validation dataloader), or None.
-        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
-            corrected, "outputs" a temperature of the network's outputs; None finds none.
-        per_layer: tune one prior per layer, for "marglik" and "mackay".
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
             It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
             is taken for what it is; any other scale is a warning.
         n_data: examples in the training data; None counts them.
+
+        tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
+            decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
+            likelihood, "grid" (on the first validation dataloader), or None.
+        per_layer: tune one prior per layer, for "marglik" and "mackay".
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected, "outputs" a temperature of the network's outputs; None finds none.
+
         predictive: "glm", "bnn" or "map".
         link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         samples: drawn where a prediction draws.
-        network: the submodule that maps x to f; by default the module's own `forward`.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        seed: of everything that is drawn.
+
         name: suffix of the logged numbers, and key among several callbacks.
         ood: dataloaders after the first hold out-of-distribution data.
         plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
-        seed: of everything that is drawn.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
         save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
             logger and checkpoints are off and it would go into the working directory.
     """
@@ -90,180 +92,43 @@ class L2MCallback(PosteriorCallback):
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
+        *,
+        network: str | None = None,
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
-        tune: str | None = "auto",
-        per_layer: bool = False,
         loss_scale: float | None = None,
         n_data: int | None = None,
+        tune: str | None = "auto",
+        per_layer: bool = False,
+        calibrate: str | None = "auto",
         predictive: str = "glm",
         link: str | None = None,
         samples: int = 100,
-        network: str | None = None,
+        predict_step: str = "replace",
+        seed: int = 0,
         name: str = "l2m",
         ood: bool = False,
         plots: bool = False,
-        seed: int = 0,
-        predict_step: str = "replace",
         save: bool | str | None = None,
-        calibrate: str | None = "auto",
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
-        word("scaling", scaling, SCALINGS)
+        use = UseOptions(
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
+        super().__init__(use)
+        self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
         check_tuning(tune, per_layer, calibrate, methods=METHODS)
-        self.scaling, self.tune, self.per_layer, self.calibrate = scaling, tune, per_layer, calibrate
-        self.prior_precision = plain_values(prior_precision)
         check_l2m(self.prior_precision, loss_scale)
         if n_data is not None:
             count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
+        self.tune, self.per_layer, self.calibrate = tune, per_layer, calibrate
         self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
-
-    # -- before and during training: what the buffers will mean ------------------------------------------------------
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        self._resumed = False
-        kind = class_name(trainer.strategy, _UNREADABLE)
-        if kind is not None:
-            raise RuntimeError(
-                f"L2MCallback cannot read the optimizer's state under {kind}: use strategy='ddp', or "
-                "ModelParallelStrategy (FSDP2) for a network that needs sharding"
-            )
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        # What cannot work is better known before training than after it.
-        network = unwrap(network_of(pl_module, self.network))
-        check_optimizers(trainer.optimizers, trainable(network))
-        if is_sharded(network):
-            self._check_sharded()
-        if self._counts and self.loss_scale is None:
-            default_loss_scale(self.likelihood, 1)
-        if trainer.gradient_clip_val:
-            rank_zero_warn(
-                f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
-                "moment, and with it L2M's precision, is too small"
-            )
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if not self._resumed:
-            self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
-        self._resumed = False
-        self._decay = longest_memory(trainer.optimizers, trainable(unwrap(network_of(pl_module, self.network))))
-        self._count_step(trainer, pl_module)  # of a checkpoint that was written before this callback's turn
-        if self.tune == "grid":
-            check_validation(trainer)
-        if not self._counts and not self._by_evidence(trainer):
-            return
-        loader = single(trainer.train_dataloader, "use scaling='paper', or LaplaceCallback and its fit_now")
-        self._batches.n_data, size = self._count(trainer, loader), batch_size(loader)
-        if self._counts and size is not None:
-            fisher_factor(self._batches.n_data, size * replicas(trainer) * trainer.accumulate_grad_batches)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if not self._counts:
-            return
-        x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
-        if not self._batches.n_targets:
-            self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
-        self._batches.add(inputs.batch_size(x) * replicas(trainer))
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._count_step(trainer, pl_module)
-
-    @property
-    def needs_targets(self) -> bool:
-        return self._counts and self.loss_scale is None
-
-    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """One output with a dimension of its own is as good as one without, for a fit that sees neither."""
-        return y.reshape(f.shape) if y.is_floating_point() and f.shape == (*y.shape, 1) else y
-
-    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
-        if not self._counts:
-            return
-        super().judge_loss(fit, outputs)
-        if fit.scale is None:
-            return
-        c, n = fit.scale, self._batches.n_targets
-        assumed = default_loss_scale(self.likelihood, n) if self.loss_scale is None else self.loss_scale
-        if math.isclose(c, assumed, rel_tol=_SAME_SCALE):
-            return
-        said = f"{self.name}: the loss of the training step is {c:.4g} times the mean negative log-likelihood"
-        known = {s / over for s in self.likelihood.loss_scales for over in (1, n)}
-        fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=_SAME_SCALE)]
-        if self.loss_scale is None and fitting:
-            self._batches.loss_scale = fitting[0]
-            rank_zero_info(f"{said}, a sum or mean over the {n} targets of an example: taken as loss_scale=")
-            return
-        rank_zero_warn(
-            f"{said}, but loss_scale={assumed:.4g} is assumed, with which the curvature is {(c / assumed) ** 2:.4g} "
-            f"times what it should be: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
-        )
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
-            self._finish(trainer, module)
-
-    def _missing(self) -> str:
-        return f"{super()._missing()}; {_LAST_ONLY}"
-
-    def _load_beside(self, trainer: Trainer) -> None:
-        super()._load_beside(trainer)
-        posterior = self._find_posterior()
-        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
-            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")
-
-    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
-        posterior = self.fit_now(trainer, module)
-        numbers: dict[str, float] = {}
-        if self._counts:
-            numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size}
-        numbers.update(describe(posterior))
-        self.report(trainer, f"second-moment posterior over {posterior.subset.size} weights", numbers)
-        self.store(trainer)
 
     @property
     def _counts(self) -> bool:
         """Whether the sizes of batches and data matter."""
         return self.scaling == "dataset"
-
-    def _by_evidence(self, trainer: Trainer) -> bool:
-        """Whether the prior is tuned on the training data; a run of a batch or two is not for that."""
-        return self.tune in ("marglik", "mackay") and not is_dev_run(trainer)
-
-    def _count(self, trainer: Trainer, loader: Any) -> int:
-        """The `N` examples that training draws from."""
-        if self.n_data is not None and not (self._by_evidence(trainer) and is_indexed(loader)):
-            return self.n_data
-        found = count_examples(trainer)
-        if self.n_data not in (None, found):
-            raise ValueError(
-                f"n_data is {self.n_data}, but tune={self.tune!r} evaluates the likelihood of the training data, and "
-                f"those are {found} examples: leave n_data= out, or give prior_precision= in place of tune="
-            )
-        return found
-
-    def _count_step(self, trainer: Trainer, module: LightningModule) -> None:
-        # Lightning divides the loss by the batches to accumulate, also where an epoch ends before they are complete.
-        parts = trainer.accumulate_grad_batches if module.automatic_optimization else None
-        self._batches.count_step(trainer.global_step, parts, self._decay)
-
-    def _check_sharded(self) -> None:
-        if self.predictive == "glm":
-            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
-        if self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
@@ -293,37 +158,152 @@ class L2MCallback(PosteriorCallback):
                 n_outputs=self._batches.n_targets or 1,
             )
         if not posterior.is_sharded:
-            posterior = self._tuned(trainer, module, posterior)
+            with preserved_rng(), forward_context(trainer):
+                posterior = self._held_out_choice(trainer, module, self._by_evidence(trainer, module, posterior))
         self._posterior = posterior
         return posterior
 
-    def _tuned(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        with preserved_rng(), forward_context(trainer):
-            if self.tune == "grid":
-                posterior = self._by_grid(trainer, module, posterior)
-            elif self._by_evidence(trainer):
-                processes, loader = Processes.current(), trainer.train_dataloader
-                limit = drawn_batches(trainer)
-                known = posterior.with_log_likelihood(exact_pass(loader, module, trainer, limit, processes), processes)
-                posterior = known.tune_prior(self.tune, per_layer=self.per_layer)  # type: ignore[arg-type]
-            return self._held_out_choice(trainer, module, posterior)
+    def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
+        """Tuned on the training data, if that is asked for."""
+        if self.tune is None or not self._needs_evidence(trainer):
+            return posterior
+        processes, limit = Processes.current(), data.drawn_batches(trainer)
+        batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
+        known = posterior.with_log_likelihood(batches, processes)
+        return known.tune_prior(self.tune, per_layer=self.per_layer)
+
+    def _needs_evidence(self, trainer: Trainer) -> bool:
+        """A run of a batch or two is not for that."""
+        return self.tune in ("marglik", "mackay") and not is_dev_run(trainer)
+
+    def _missing(self) -> str:
+        return f"{super()._missing()}; {_LAST_ONLY}"
+
+    # -- before training: what cannot work is better known than after it ---------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._resumed = False
+        kind = class_name(trainer.strategy, _UNREADABLE)
+        if kind is not None:
+            raise RuntimeError(
+                f"L2MCallback cannot read the optimizer's state under {kind}: use strategy='ddp', or "
+                "ModelParallelStrategy (FSDP2) for a network that needs sharding"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        network = unwrap(network_of(pl_module, self.network))
+        check_optimizers(trainer.optimizers, trainable(network))
+        if is_sharded(network):
+            self._check_sharded()
+        if self._counts and self.loss_scale is None:
+            default_loss_scale(self.likelihood, 1)
+        if trainer.gradient_clip_val:
+            rank_zero_warn(
+                f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
+                "moment, and with it L2M's precision, is too small"
+            )
+
+    def _check_sharded(self) -> None:
+        if self.predictive == "glm":
+            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
+        if self.tune not in (None, "auto"):
+            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if not self._resumed:
+            self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
+        self._resumed = False
+        self._decay = longest_memory(trainer.optimizers, trainable(unwrap(network_of(pl_module, self.network))))
+        self._count_step(trainer, pl_module)  # of a checkpoint that was written before this callback's turn
+        if self.tune == "grid":
+            data.check_validation(trainer)
+        if not self._counts and not self._needs_evidence(trainer):
+            return
+        loader = data.single(trainer.train_dataloader, "use scaling='paper', or LaplaceCallback and its fit_now")
+        self._batches.n_data, size = self._count_data(trainer, loader), data.batch_size(loader)
+        if self._counts and size is not None:
+            fisher_factor(self._batches.n_data, size * data.replicas(trainer) * trainer.accumulate_grad_batches)
+
+    def _count_data(self, trainer: Trainer, loader: Any) -> int:
+        """The `N` examples that training draws from."""
+        if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_indexed(loader)):
+            return self.n_data
+        counted = data.count_examples(trainer)
+        if self.n_data not in (None, counted):
+            raise ValueError(
+                f"n_data is {self.n_data}, but tune={self.tune!r} evaluates the likelihood of the training data, and "
+                f"those are {counted} examples: leave n_data= out, or give prior_precision= in place of tune="
+            )
+        return counted
+
+    # -- during and after training -----------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if not self._counts:
+            return
+        x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
+        if not self._batches.n_targets:
+            self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
+        self._batches.add(inputs.batch_size(x) * data.replicas(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._count_step(trainer, pl_module)
+
+    def _count_step(self, trainer: Trainer, module: LightningModule) -> None:
+        # Lightning divides the loss by the batches to accumulate, also where an epoch ends before they are complete.
+        parts = trainer.accumulate_grad_batches if module.automatic_optimization else None
+        self._batches.count_step(trainer.global_step, parts, self._decay)
+
+    @property
+    def needs_targets(self) -> bool:
+        return self._counts and self.loss_scale is None
+
+    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """One output with a dimension of its own is as good as one without, for a fit that sees neither."""
+        return y.reshape(f.shape) if y.is_floating_point() and f.shape == (*y.shape, 1) else y
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
+        if not self._counts:
+            return
+        super().judge_loss(fit, outputs)
+        if fit.scale is not None:
+            n_targets = self._batches.n_targets
+            scale = recognise_scale(self.name, self.likelihood, fit.scale, self.loss_scale, n_targets)
+            self._batches.loss_scale = scale or self._batches.loss_scale
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer, pl_module)
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
+            self._finish(trainer, module)
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        posterior = self.fit_now(trainer, module)
+        numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size} if self._counts else {}
+        what = f"second-moment posterior over {posterior.subset.size} weights"
+        report(trainer, self.name, what, {**numbers, **describe(posterior)})
+        self.store(trainer)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        sharded = self._posterior is not None and self._posterior.is_sharded
-        held = {"posterior": None} if sharded else super().state_dict()
-        return {**held, "batches": asdict(self._batches)}
+        return {**super().state_dict(), "batches": asdict(self._batches)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._batches, self._resumed = EffectiveBatchSize(**state_dict["batches"]), True
 
-    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
-        """A sharded posterior is a folder of its own, which all processes write."""
-        if not self.posterior.is_sharded:
-            super().store(trainer, checkpoints)
-        elif not is_dev_run(trainer):
-            self._posterior_path = posterior_file(trainer, f"{self.name}_posterior", self.save, self._posterior_path)
-            if self._posterior_path is not None:
-                self.posterior.save(self._posterior_path)
+    def _load_beside(self, trainer: Trainer) -> None:
+        super()._load_beside(trainer)
+        posterior = self._find_posterior()
+        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
+            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")

@@ -1,4 +1,10 @@
-"""`LaplaceCallback`: train as usual, then one exact pass over the training data for a Laplace posterior."""
+"""`LaplaceCallback`: train as usual, then one exact pass over the training data for a Laplace posterior,
+
+    θ ~ N(θ*, P⁻¹),    P = Σₙ JₙᵀΛₙJₙ / T + δI,
+
+around the trained weights `θ*`; see `lightning_bayes.posterior.laplace`. Then the prior precision `δ` is tuned, and the
+predictions are calibrated. The same is done, in a pass of its own, for the weights of the best and last checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +19,34 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, plain_values, word
-from lightning_bayes.callbacks.block_summary import block_summary
+from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.decompositions import Undecomposed
 from lightning_bayes.curvature.fit import check_options
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
-from lightning_bayes.trainer.arguments import check_data, check_module, check_tuning
-from lightning_bayes.trainer.checkpoints import WEIGHTS, CheckpointError, hold_weights, needing_a_pass, weights_of
-from lightning_bayes.trainer.data import (
-    ExactPass,
-    check_validation,
-    exact_pass,
-    named_loader,
-    owner_of,
-    single,
+from lightning_bayes.trainer.arguments import check_module, check_tuning
+from lightning_bayes.trainer.checkpoints import (
+    WEIGHTS,
+    CheckpointError,
+    hold_weights,
+    is_of_weights,
+    needing_a_pass,
+    weights_of,
 )
+from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
-from lightning_bayes.trainer.epoch import Epoch
 from lightning_bayes.trainer.files import run_folder
 from lightning_bayes.trainer.module import network_of, refuse_variational
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback, describe, is_of_weights
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.report import block_summary, describe, report
 from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
-
-_OPEN = (
-    "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
-    "many as training has taken in an epoch; max_batches= sets another number"
-)
-_RANDOM = (
-    "the data differ each time they are read, as augmented data do, so that the posterior depends on the random seed: "
-    "give data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or "
-    "module that returns one)"
-)
 
 _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
 
@@ -57,190 +54,100 @@ _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run make
 class LaplaceCallback(PosteriorCallback):
     """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
 
-    Training itself is not touched. All arguments are plain words and numbers.
+    Training itself is not touched. All arguments are plain words and numbers, grouped by what is decided first: the
+    model; the posterior; what validation data choose; predictions; what is reported and written; details of the fit.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
+        network: the submodule that maps x to f; by default the module's own `forward`.
+
         structure: "kron", "diag" or "full".
         subset: "all", "last_layer", or a list of parameter or module names.
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
-        prior_precision: a number, or one per layer.
-        tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
-            dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
-            (validation data), or None to keep what was given.
-        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
-            corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
-            temperature of the network's outputs instead; None finds none.
-        per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
-        predictive: "glm", "bnn" or "map".
-        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
-        samples: drawn where a prediction draws.
-        network: the submodule that maps x to f; by default the module's own `forward`.
-        name: suffix of the logged numbers, and key among several callbacks.
-        temperature: of the likelihood.
-        damping: None, "glm" or "ritter"; see `fit_laplace`.
-        weight_sharing: "expand" or "reduce"; see `fit_laplace`.
-        mc_samples: labels drawn per example for "fisher_mc".
-        ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
-        seed: of everything that is drawn.
-        progress: show a progress bar during the fit.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
             checkpoint. The posterior goes into the checkpoints that hold its weights.
+        prior_precision: a number, or one per layer.
+
+        tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
+            dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
+            (validation data), or None to keep what was given.
+        per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
+            temperature of the network's outputs instead; None finds none.
+
+        predictive: "glm", "bnn" or "map".
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
+        samples: drawn where a prediction draws.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+
+        name: suffix of the logged numbers, and key among several callbacks.
+        ood: dataloaders after the first hold out-of-distribution data.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
+
         data: what the pass goes over instead of the training data, for instance the same examples without
             augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
         max_batches: the pass ends after so many batches. By default it has no end but that of the data; for data
             without a length, whose end training has not seen, as many as an epoch of training has taken.
-        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
-            logger and checkpoints are off and it would go into the working directory.
+        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        mc_samples: labels drawn per example for "fisher_mc".
+        weight_sharing: "expand" or "reduce"; see `fit_laplace`.
+        temperature: of the likelihood.
+        damping: None, "glm" or "ritter"; see `fit_laplace`.
+        seed: of everything that is drawn.
+        progress: show a progress bar during the fit.
     """
 
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
+        *,
+        network: str | None = None,
         structure: str = "kron",
         subset: str | list[str] = "all",
-        curvature: str = "ggn",
+        weights: str = "both",
         prior_precision: float | list[float] = 1.0,
         tune: str | None = "auto",
         per_layer: bool = False,
+        calibrate: str | None = "auto",
         predictive: str = "glm",
         link: str | None = None,
         samples: int = 100,
-        network: str | None = None,
+        predict_step: str = "replace",
         name: str = "laplace",
-        temperature: float = 1.0,
-        damping: str | None = None,
-        weight_sharing: str = "expand",
-        mc_samples: int = 1,
         ood: bool = False,
         plots: bool = False,
-        seed: int = 0,
-        progress: bool = True,
-        predict_step: str = "replace",
-        weights: str = "both",
+        save: bool | str | None = None,
         data: Any = None,
         max_batches: int | None = None,
-        save: bool | str | None = None,
-        calibrate: str | None = "auto",
+        curvature: str = "ggn",
+        mc_samples: int = 1,
+        weight_sharing: str = "expand",
+        temperature: float = 1.0,
+        damping: str | None = None,
+        seed: int = 0,
+        progress: bool = True,
     ) -> None:
-        super().__init__(name, likelihood, predictive, link, samples, network, ood, plots, seed, predict_step, save)
+        use = UseOptions(
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
+        super().__init__(use)
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
+        self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
+        self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
         check_options(structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress)
         check_laplace(structure, self.prior_precision, temperature, damping)
         check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
-        check_data(data)
-        if max_batches is not None:
-            count("max_batches", max_batches)
-        self.calibrate, self._held_out = calibrate, None
-        self.weights, self.data, self.max_batches = weights, data, max_batches
-        self._epoch, self._warned = Epoch(), False
+        self._data = FitData(data, max_batches)
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
-        self.temperature, self.damping = temperature, damping
-        self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        refuse_sharded(trainer, "LaplaceCallback")
-        if stage == "fit":
-            self._epoch = Epoch()  # what a checkpoint holds comes after this
-
-    def _check_module(self, module: LightningModule) -> None:
-        # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
-        if self.network is None and self.subset == "all":
-            around = "for a Laplace posterior around the means name its network= or its subset= of weights"
-            refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        # What cannot work is better known before training than after it.
-        if isinstance(self.data, str):
-            owner_of(trainer, pl_module, self.data)
-        has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
-        if self.weights == "best" and not has_best and not is_dev_run(trainer):
-            raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if self.data is None:
-            single(trainer.train_dataloader)
-        if self.tune == "grid":
-            check_validation(trainer)
-
-    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
-        words, weights = self._words(), choose_subset(network, x, self.subset)
-        if self.structure == "full":
-            first = next(iter(weights.parameters(network).values()))
-            check_memory(weights.size, first.dtype, first.device)
-        if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
-            words.update(structure="diag", damping=None)
-        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._epoch.count(batch_idx, trainer.is_last_batch)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, only_missing=False)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        self._finish(trainer, module, only_missing=True)
-
-    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        try:
-            self._fit_weights(trainer, module, only_missing)
-        except SIGTERMException:
-            hold_weights(trainer, run_folder(trainer), self.name)
-            raise
-
-    def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
-        checkpoints = [] if is_dev_run(trainer) else self._survey(trainer)
-        best = next((each for each in checkpoints if each.role == "best"), None)
-        elsewhere = self.weights == "best" and best is not None and not best.in_memory
-        if only_missing:
-            checkpoints = [each for each in checkpoints if not each.has_posterior]
-        if not elsewhere:
-            held = self._find_posterior() if only_missing else None
-            if held is None or not is_of_weights(held):
-                self.fit_now(trainer, module, self._loader(trainer, module))
-                self.store(trainer, checkpoints)
-            else:
-                self._put_into(trainer, checkpoints)
-        for group in needing_a_pass(checkpoints, self.weights):
-            try:
-                with weights_of(trainer, module, group[0].path):
-                    posterior = self._fitted(trainer, module, self._loader(trainer, module))
-                    self._report(None, posterior, f" of {os.path.basename(group[0].path)}")
-                    for each in group:
-                        self._put(trainer, each, posterior)
-                    if elsewhere:
-                        self._save(trainer, posterior)
-            except CheckpointError as error:
-                if elsewhere:
-                    raise
-                rank_zero_warn(str(error))
-        self._best_path = best.path if elsewhere and best is not None else None
-
-    def _missing(self) -> str:
-        if self._best_path is None:
-            return super()._missing()
-        return (
-            f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "
-            f"memory: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"
-        )
-
-    def _loader(self, trainer: Trainer, module: LightningModule) -> Any:
-        if self.data is None:
-            return trainer.train_dataloader
-        return named_loader(trainer, module, self.data) if isinstance(self.data, str) else self.data
+    # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
         """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
@@ -251,34 +158,21 @@ class LaplaceCallback(PosteriorCallback):
         self._report(trainer, posterior)
         return posterior
 
-    def _fitted(
-        self, trainer: Trainer | None, module: LightningModule, dataloader: Any, of: str = ""
-    ) -> LaplacePosterior:
+    def _fitted(self, trainer: Trainer | None, module: LightningModule, loader: Any, of: str = "") -> LaplacePosterior:
         self._check_module(module)
         self._module = module
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
-            return self._tuned(trainer, module, self._fit(trainer, module, dataloader), of)
+            posterior = self._fit(trainer, module, loader)
+            if self.tune not in (None, "auto", "grid"):
+                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+            return self._held_out_choice(trainer, module, posterior, of)
 
-    def _pass(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> ExactPass:
-        """The data of the fit, as far as `max_batches`, or what training has seen, goes."""
-        limit = None
-        if trainer is not None and self.data is None:
-            limit = trainer.limit_train_batches
-            if self.max_batches is None and not isinstance(limit, int) and self._epoch.is_open(dataloader):
-                limit = self._epoch.batches
-                rank_zero_warn(_OPEN.format(limit))
-        data = exact_pass(dataloader, module, trainer, limit, Processes.current(), self.max_batches)
-        if not self._warned and data.is_random():
-            self._warned = True
-            rank_zero_warn(_RANDOM)
-        return data
-
-    def _fit(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
-        data = self._pass(trainer, module, dataloader)
+    def _fit(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
+        data = self._data.exact_pass(trainer, module, loader)
         quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-        posterior = fit_laplace(
+        return fit_laplace(
             network_of(module, self.network),
             data,
             **self._words(),
@@ -286,16 +180,6 @@ class LaplaceCallback(PosteriorCallback):
             processes=Processes.current(),
             probe=data.probe(),
         )
-        return posterior
-
-    def _tuned(
-        self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str
-    ) -> LaplacePosterior:
-        if self.tune == "grid":
-            posterior = self._by_grid(trainer, module, posterior)
-        elif self.tune not in (None, "auto"):
-            posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-        return self._held_out_choice(trainer, module, posterior, of)
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""
@@ -316,13 +200,107 @@ class LaplaceCallback(PosteriorCallback):
         blocks = block_summary(posterior.curvature.structure)
         what = f"{self.structure} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
-        self.report(trainer, what, {"n_data": posterior.n_data, **describe(posterior)})
+        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
+
+    def _missing(self) -> str:
+        if self._best_path is None:
+            return super()._missing()
+        return (
+            f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "
+            f"memory: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"
+        )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        refuse_sharded(trainer, "LaplaceCallback")
+        if stage == "fit":
+            self._data.epoch = Epoch()  # what a checkpoint holds comes after this
+
+    def _check_module(self, module: LightningModule) -> None:
+        # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
+        if self.network is None and self.subset == "all":
+            around = "for a Laplace posterior around the means name its network= or its subset= of weights"
+            refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        # What cannot work is better known before training than after it.
+        self._data.check_name(trainer, pl_module)
+        has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
+        if self.weights == "best" and not has_best and not is_dev_run(trainer):
+            raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._data.check_training_data(trainer)
+        if self.tune == "grid":
+            check_validation(trainer)
+
+    def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
+        words, weights = self._words(), choose_subset(network, x, self.subset)
+        if self.structure == "full":
+            first = next(iter(weights.parameters(network).values()))
+            check_memory(weights.size, first.dtype, first.device)
+        if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
+            words.update(structure="diag", damping=None)
+        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._data.epoch.count(batch_idx, trainer.is_last_batch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer, pl_module, only_missing=False)
+
+    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
+        self._finish(trainer, module, only_missing=True)
+
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        try:
+            self._fit_weights(trainer, module, only_missing)
+        except SIGTERMException:
+            hold_weights(trainer, run_folder(trainer), self.name)
+            raise
+
+    def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
+        checkpoints = [] if is_dev_run(trainer) else self._survey(trainer)
+        best = next((checkpoint for checkpoint in checkpoints if checkpoint.role == "best"), None)
+        elsewhere = self.weights == "best" and best is not None and not best.in_memory
+        if only_missing:
+            checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior]
+        if not elsewhere:
+            held = self._find_posterior() if only_missing else None
+            if held is None or not is_of_weights(held):
+                self.fit_now(trainer, module, self._data.loader(trainer, module))
+                self.store(trainer, checkpoints)
+            else:
+                self._put_into(trainer, checkpoints)
+        for group in needing_a_pass(checkpoints, self.weights):
+            try:
+                with weights_of(trainer, module, group[0].path):
+                    of = f" of {os.path.basename(group[0].path)}"
+                    posterior = self._fitted(trainer, module, self._data.loader(trainer, module), of)
+                    self._report(None, posterior, of)
+                    for checkpoint in group:
+                        self._put(trainer, checkpoint, posterior)
+                    if elsewhere:
+                        self._file.write(trainer, posterior)
+            except CheckpointError as error:
+                if elsewhere:
+                    raise
+                rank_zero_warn(str(error))
+        self._best_path = best.path if elsewhere and best is not None else None
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "epoch": asdict(self._epoch)}
+        return {**super().state_dict(), "epoch": asdict(self._data.epoch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._epoch = Epoch(**state_dict.get("epoch", {}))
+        self._data.epoch = Epoch(**state_dict.get("epoch", {}))

@@ -1,4 +1,7 @@
-"""The curvature memory of online Laplace: a leaky sum over optimizer steps (Laplacian autoencoders, eq. (65)).
+"""The update rule of online Laplace (Laplacian autoencoders, eqs. (64), (65)), and the curvature that it remembers:
+
+    θ ~ N(θ_t, H⁻¹),    H = scale · C + δ,                  (64)
+    C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ).               (65)
 
 A batch counts if its gradient does: it is measured before or in its training step, kept when its backward pass is over,
 and added when the optimizer has moved. Batches of an unfinished accumulation are no part of the state, as their
@@ -14,26 +17,71 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import between, flag, not_negative, positive, word
+from lightning_bayes.curvature import Curvature
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, Subset
 from lightning_bayes.network.subset import resolve_subset
+from lightning_bayes.posterior import LaplacePosterior, from_curvature
+from lightning_bayes.structures import Diagonal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRule:
+    """Pure functions of the curvature `C`."""
+
+    memory_factor: float = 1e-4  # α
+    prior_precision: float = 1.0  # δ
+    scale: float = 1.0
+    average: bool = False  # whether the new term is multiplied by α
+    scaling: str = "dataset"  # the factor N/b; "batch": 1
+    initial_curvature: float = 0.0  # C₀
+    max_std: float | None = None  # of a drawn weight
+
+    def __post_init__(self) -> None:
+        word("scaling", self.scaling, ("dataset", "batch"))
+        between("memory_factor", self.memory_factor, 0, 1)
+        positive("prior_precision", self.prior_precision)
+        positive("scale", self.scale)
+        flag("average", self.average)
+        not_negative("initial_curvature", self.initial_curvature)
+        positive("max_std", 1 if self.max_std is None else self.max_std)
+
+    def update(self, C: Tensor, diagonal: Tensor, n_data: int, examples: float) -> Tensor:
+        """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes.  # [P]"""
+        factor = n_data / examples if self.scaling == "dataset" else 1.0
+        factor *= self.memory_factor if self.average else 1.0
+        return torch.add(diagonal * factor, C, alpha=1 - self.memory_factor)
+
+    def precision(self, C: Tensor) -> Tensor:
+        """`H`.  # [P]"""
+        return (self.scale * C).add_(self.prior_precision)
+
+    def move(self, C: Tensor, noise: Tensor) -> Tensor:
+        """From the mean to the sample of eq. (64): `ε/√H`.  # [P]"""
+        std = self.precision(C).rsqrt_()
+        return noise * (std if self.max_std is None else std.clamp_max_(self.max_std))
 
 
 @dataclass
 class CurvatureMemory:
-    """`C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ)`, once per optimizer step, over the batch of all processes."""
+    """`C`, updated once per optimizer step."""
 
     C: Tensor  # [P]
     subset: Subset
     n_data: int  # N
-    memory_factor: float  # α
-    average: bool  # whether the new term is multiplied by α
-    scaling: str  # "dataset": N/b; "batch": 1
+    rule: MemoryRule
     global_step: int
     draws: int = 0  # samples so far; each has its number, and so the same noise after a restart
     _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, whose gradient may not count
     _examples_measured: int = 0
     _waiting: Tensor | None = None  # since the last step
     _examples: int = 0
+
+    @classmethod
+    def start(cls, weights: Tensor, subset: Subset, n_data: int, rule: MemoryRule, global_step: int) -> CurvatureMemory:
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        return cls(torch.full_like(weights, rule.initial_curvature, dtype=dtype), subset, n_data, rule, global_step)
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
         """A batch of this process; at several samples, several times."""
@@ -67,21 +115,37 @@ class CurvatureMemory:
             return
         b = torch.tensor(float(self._examples), dtype=torch.float64, device=self.C.device)
         processes.sum_([self._waiting, b])
-        factor = self.n_data / float(b) if self.scaling == "dataset" else 1.0
-        factor *= self.memory_factor if self.average else 1.0
-        self.C = torch.add(self._waiting * factor, self.C, alpha=1 - self.memory_factor)
+        self.C = self.rule.update(self.C, self._waiting, self.n_data, float(b))
         self._waiting, self._examples = None, 0
 
-    def draw(self, number: int, precision: Tensor, seed: int, rank: int, max_std: float | None) -> Tensor:
-        """`ε/√H`, with noise that belongs to the seed, the draw's number and, if it is to differ, the rank.  # [P]"""
-        device = precision.device if precision.device.type in ("cuda", "mps", "xpu") else torch.device("cpu")
-        generator = torch.Generator(device).manual_seed(_mixed(seed, number, rank))
-        noise = torch.randn(precision.shape, generator=generator, dtype=precision.dtype, device=device)
-        std = precision.rsqrt()
-        return noise.to(precision.device).mul_(std if max_std is None else std.clamp_max_(max_std))
+    def draw(self, number: int, seed: int, rank: int) -> Tensor:
+        """The move to a sample whose noise belongs to the seed, the draw's number and the rank.  # [P]"""
+        return self.rule.move(self.C, numbered_noise(self.C, seed, number, rank))
+
+    def posterior(self, network: nn.Module, likelihood: Likelihood) -> LaplacePosterior:
+        """Around the network's present weights."""
+        curvature = Curvature(
+            structure=Diagonal(self.C if self.rule.scale == 1 else self.C * self.rule.scale),
+            subset=self.subset,
+            likelihood=likelihood,
+            kind="ggn",
+            n_data=self.n_data,
+            n_outputs=0,
+        )
+        return from_curvature(network, curvature, self.rule.prior_precision)
 
     def state(self) -> dict[str, Any]:
         return {"C": self.C, "names": list(self.subset.names), "draws": self.draws}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.C, self.draws = state["C"].to(self.C), state["draws"]
+
+
+def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
+    """Standard normal numbers, the same for the same numbers on any run.  # [P]"""
+    device = like.device if like.device.type in ("cuda", "mps", "xpu") else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(_mixed(seed, number, rank))
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
 def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:

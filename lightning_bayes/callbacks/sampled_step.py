@@ -23,7 +23,7 @@ Moves = dict[str, Tensor]  # by the parameter's name in the module
 
 
 class SampledStep:
-    """In the place of `module.training_step` from `install` to `remove`.
+    """Instead of `module.training_step`, from `install` to `remove`.
 
     An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
     a batch's samples have the same noise, and `before` and `after` are called in the first evaluation only.

@@ -1,7 +1,7 @@
 """Vector–Jacobian products: of many columns to every layer's output at once, and per example where no rule applies.
 
-Both run vectorised where PyTorch has batching rules for every operator of the network, and fall back, once per network,
-to a loop where it has not (custom functions, fused recurrent kernels).
+Both run vectorised where PyTorch has batching rules for every operator of the network. Where it has none (custom
+functions, fused recurrent kernels), they fall back to a loop, once per fit.
 """
 
 from __future__ import annotations
@@ -57,14 +57,12 @@ class LayerGradients:
         return self._looped(f, calls, columns)
 
     def _wrong(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> list[str]:
-        """The layers at which a random combination of the columns has another combination of their gradients; once for
-        each shape, because an operator's batching rule may confuse columns with examples where there are as many."""
+        """The layers with wrong gradients; checked once for each shape, because an operator's batching rule may confuse
+        columns with examples where there are as many."""
         if (len(columns), f.shape) in self._checked:
             return []
-        r = random_numbers(len(columns), like=columns)
-        combined = {str(i): torch.tensordot(r, g, dims=1) for i, g in enumerate(grads)}
-        true = {str(i): g for i, g in enumerate(_grad(f, calls, torch.tensordot(r, columns, dims=1)))}
-        wrong = [call.name for call, close in zip(calls, agree(combined, true).values(), strict=True) if not close]
+        edges: list[Any] = [call.edge for call in calls]
+        wrong = [calls[i].name for i in disagreeing(grads, [f], edges, [columns])]
         if not wrong:
             self._checked.add((len(columns), f.shape))
         return wrong
@@ -132,9 +130,10 @@ class ParameterGradients:
         f = inputs.call(self._network, x)
         cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
         true = torch.autograd.grad(f, list(parameters.values()), cotangent, allow_unused=True)
-        each = zip(parameters.items(), true, strict=True)
         sums = {name: torch.tensordot(r.to(g.dtype), g, dims=2) for name, g in gradients.items()}
-        return all(agree(sums, {n: (torch.zeros_like(p) if g is None else g).flatten() for (n, p), g in each}).values())
+        pairs = zip(parameters.items(), true, strict=True)
+        exact = {name: (torch.zeros_like(p) if g is None else g).flatten() for (name, p), g in pairs}
+        return all(agree(sums, exact).values())
 
     def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in parameters.items()}
@@ -178,6 +177,21 @@ class NetworkCall(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         return inputs.bare_call(self.network, x)
+
+
+def disagreeing(
+    gradients: Sequence[Tensor | None], outputs: list[Tensor], inputs: list[Any], columns: list[Tensor]
+) -> list[int]:
+    """The inputs at which a random combination of the columns has not that combination of their gradients: some of
+    PyTorch's batching rules are wrong."""
+    r = random_numbers(len(columns[0]), like=columns[0])
+    combined = [torch.tensordot(r.to(c), c, dims=1) for c in columns]
+    true = torch.autograd.grad(outputs, inputs, combined, retain_graph=True, allow_unused=True)
+    sums, exact = {}, {}
+    for i, (g, t) in enumerate(zip(gradients, true, strict=True)):
+        if g is not None and t is not None:
+            sums[str(i)], exact[str(i)] = torch.tensordot(r.to(g), g, dims=1), t
+    return [int(i) for i, close in agree(sums, exact).items() if not close]
 
 
 @contextmanager

@@ -41,13 +41,13 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
     columns = [c, *(_weight(digit, f.dtype).reshape(-1, *[1] * (f.ndim - 1)) * c for digit in digits)]
     edges = [call.edge for call in calls]
     gradients = [torch.autograd.grad(f, edges, column, retain_graph=True, allow_unused=True) for column in columns]
-    return [_rows(call, list(each), B, base) for call, *each in zip(calls, *gradients, strict=True)]
+    return [_rows(call, at_call, B, base) for call, *at_call in zip(calls, *gradients, strict=True)]
 
 
 def all_rows(call: Call) -> Rows:
     """All rows as those of one example."""
     if not call.row_dims:
-        return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.version[0].device))
+        return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.input.tensor.device))
     return BatchAxis(0, call.output_shape[0])
 
 
@@ -59,13 +59,12 @@ def _weight(digit: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(call: Call, gradients: list[Tensor | None], B: int, base: int) -> Rows | None:
     shape = call.output_shape[: call.row_dims]
     if gradients[0] is None:
-        owners = torch.full((prod(shape),), -1)
+        owners: Tensor | None = torch.full((prod(shape),), -1)
     else:
         g, *weighted = (t.reshape(prod(shape), -1) for t in gradients if t is not None)
-        found = _owners(g, weighted, B, base)
-        if found is None:
-            return None
-        owners = found
+        owners = _owners(g, weighted, B, base)
+    if owners is None:
+        return None
     for axis in _axes(shape, B):
         if ((owners == _owners_by(axis, shape, B).to(owners.device)) | (owners < 0)).all():
             return axis

@@ -19,10 +19,9 @@ respect to the layer's *output*:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +46,10 @@ class Layer(ABC):
         """# [G, b, T, I]"""
         return self.inputs(axis)[:, examples]
 
-    @abstractmethod
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """# [K, *z.shape] -> [K, G, B, T, O]"""
+        """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
+        g = axis.split(g, lead=1)
+        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
     def row_dims(self, ndim: int) -> int:
         """How many of the output's `ndim` dimensions, the first ones, count rows: not channels, pixels or features."""
@@ -80,10 +80,6 @@ class LinearLayer(Layer):
         x = axis.split(self.x)
         return x.reshape(1, x.shape[0], -1, x.shape[-1])
 
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        g = axis.split(g, lead=1)
-        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
-
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
         return (1, *self.weight_shape), None
@@ -98,6 +94,10 @@ class _Patched(Layer):
     """A layer that sees its input in overlapping patches, which take many times its memory."""
 
     x: Tensor  # [B, C, *S]
+    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
     batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
 
     def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
@@ -105,25 +105,21 @@ class _Patched(Layer):
             return replace(self, x=self.x[examples]).inputs(axis)
         return super().inputs_of(examples, axis)
 
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.groups, axis)
+
     def row_dims(self, ndim: int) -> int:
         return 1
 
 
 @dataclass(frozen=True)
 class Convolution(_Patched):
-    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel)
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
+    padding: tuple[tuple[int, int], ...]  # before and after each dimension
     kind = "convolution"
 
     def inputs(self, axis: Rows) -> Tensor:
         a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
         return _grouped_inputs(a, self.groups, axis)
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.groups, axis)
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], None]:
@@ -148,21 +144,14 @@ class Convolution(_Patched):
 
 @dataclass(frozen=True)
 class TransposedConvolution(_Patched):
-    weight_shape: tuple[int, ...]  # (C, O / groups, *kernel)
-    stride: tuple[int, ...]
     padding: tuple[int, ...]
     output_padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
     kind = "transposed convolution"
 
     def inputs(self, axis: Rows) -> Tensor:
         kernel = self.weight_shape[2:]
         a = transposed_patches(self.x, kernel, self.stride, self.padding, self.output_padding, self.dilation)
         return _grouped_inputs(a, self.groups, axis)
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.groups, axis)
 
     @property
     def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -194,10 +183,6 @@ class Embedding(Layer):
         """# [B, T]"""
         return axis.split(self.tokens).flatten(1)
 
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        g = axis.split(g, lead=1)
-        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
-
     @property
     def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (1, *self.weight_shape), (0, 2, 1)
@@ -208,43 +193,40 @@ class Embedding(Layer):
 
 
 @dataclass(frozen=True)
-class ChannelNorm(Layer):
-    """Scale and shift of batch, group and instance norm: channels in dimension 1."""
+class _Norm(Layer):
+    """Scale and shift of a norm: a group for each channel or feature."""
 
-    normalised: Callable[[], Tensor]  # the layer without scale and shift: [B, C, *S]
-    channels: int
-    kind = "norm"
-    kronecker = False
-
-    def inputs(self, axis: Rows) -> Tensor:
-        return _channels_to_groups(self.normalised().unsqueeze(0), self.channels, axis)[0]
-
-    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        return _channels_to_groups(g, self.channels, axis)
-
-    def row_dims(self, ndim: int) -> int:
-        return 1
-
-    @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (self.channels, 1, 1), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.channels, 1
-
-
-@dataclass(frozen=True)
-class FeatureNorm(Layer):
-    """Scale and shift of layer and RMS norm: the normalised features are the last dimensions."""
-
-    normalised: Callable[[], Tensor]  # [..., *shape]
-    shape: tuple[int, ...]
+    normalised: Callable[[], Tensor]  # the layer without scale and shift
+    shape: tuple[int, ...]  # of scale and shift
     kind = "norm"
     kronecker = False
 
     def inputs(self, axis: Rows) -> Tensor:
         return self.gradients(self.normalised().unsqueeze(0), axis)[0]
+
+    @property
+    def weight_view(self) -> tuple[tuple[int, ...], None]:
+        return (*self.rows, 1), None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return prod(self.shape), 1
+
+
+@dataclass(frozen=True)
+class ChannelNorm(_Norm):
+    """Batch, group and instance norm: channels in dimension 1."""
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.shape[0], axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class FeatureNorm(_Norm):
+    """Layer and RMS norm: the normalised features are the last dimensions."""
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         g = axis.split(g.flatten(g.ndim - len(self.shape)), lead=1)  # [K, B, r, ..., C]
@@ -252,14 +234,6 @@ class FeatureNorm(Layer):
 
     def row_dims(self, ndim: int) -> int:
         return ndim - len(self.shape)
-
-    @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (prod(self.shape), 1, 1), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return prod(self.shape), 1
 
 
 def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:
@@ -274,53 +248,3 @@ def _channels_to_groups(g: Tensor, groups: int, axis: Rows) -> Tensor:
     g = g.unflatten(2, (groups, -1)).flatten(4) if g.ndim > 3 else g.unflatten(2, (groups, -1)).unsqueeze(-1)
     g = axis.split(g, lead=1).permute(0, 3, 1, 2, 5, 4)  # [K, G, B, r, S, O]
     return g.flatten(3, 4)
-
-
-def from_call(name: str, arguments: dict[str, Any], normalised: Callable[[], Tensor] | None) -> Layer | None:
-    """The layer that a functional call stands for; `None` where it has options that change what a gradient is."""
-    x = arguments["input"].detach()
-    if name in ("layer_norm", "rms_norm"):
-        assert normalised is not None
-        return FeatureNorm(normalised, tuple(arguments["normalized_shape"]))
-    if name.endswith("norm"):
-        assert normalised is not None
-        return ChannelNorm(normalised, x.shape[1])
-    weight: Tensor = arguments["weight"]
-    if name.startswith("conv"):
-        return _convolution(name, x, tuple(weight.shape), arguments)
-    if weight.ndim != 2:
-        return None
-    shape = (weight.shape[0], weight.shape[1])
-    if name == "linear":
-        return LinearLayer(x, shape)
-    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
-        return None
-    padding_idx = arguments["padding_idx"]
-    return Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
-
-
-def _convolution(name: str, x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any]) -> Layer | None:
-    n = len(shape) - 2
-    if x.ndim != n + 2:  # one example without a batch dimension
-        return None
-    stride, dilation = _tuple(arguments["stride"], n), _tuple(arguments["dilation"], n)
-    padding, groups = arguments["padding"], arguments["groups"]
-    if name.startswith("conv_transpose"):
-        output_padding = _tuple(arguments["output_padding"], n)
-        return TransposedConvolution(x, shape, stride, _tuple(padding, n), output_padding, dilation, groups)
-    return Convolution(x, shape, stride, _around(padding, shape[2:], dilation), dilation, groups)
-
-
-def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Zeros before and after each dimension; of an odd number, "same" puts one more after."""
-    if padding == "valid":
-        return ((0, 0),) * len(kernel)
-    if padding == "same":
-        reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return tuple((r // 2, r - r // 2) for r in reach)
-    return tuple((p, p) for p in _tuple(padding, len(kernel)))
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) * n if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values

@@ -52,7 +52,7 @@ def check_examples_apart(network: nn.Module, f: Tensor, beside: Tensor) -> None:
         )
 
 
-def agree(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
+def agree(sums: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
     """Whether two ways to a sum of gradients gave the same, up to rounding: that of each parameter's gradient, or, of a
     gradient that is zero up to rounding, that of the largest."""
     norms = {name: float(torch.linalg.vector_norm(g)) for name, g in true.items()}
@@ -60,7 +60,7 @@ def agree(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
     close = {}
     for name, g in true.items():
         tolerance = TOLERANCE.get(g.dtype, 0.1) * norms[name] + 100 * torch.finfo(g.dtype).eps * largest + 1e-30
-        close[name] = bool(torch.linalg.vector_norm(found[name] - g) <= tolerance)
+        close[name] = bool(torch.linalg.vector_norm(sums[name] - g) <= tolerance)
     return close
 
 

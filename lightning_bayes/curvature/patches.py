@@ -49,8 +49,8 @@ def transposed_patches(
 ) -> Tensor:
     """# [B, C, *S] -> [B, C, k, L], the offsets in the order of the transposed convolution's own weight"""
     spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)))
-    every = (slice(None), slice(None), *(slice(None, None, s) for s in stride))
-    spread[every] = x
+    pixels = (slice(None), slice(None), *(slice(None, None, s) for s in stride))
+    spread[pixels] = x
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
     return patches(spread, kernel, [1] * len(kernel), around, dilation).flip(2)

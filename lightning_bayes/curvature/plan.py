@@ -27,7 +27,7 @@ from lightning_bayes.curvature.output_checks import (
     check_output,
     random_numbers,
 )
-from lightning_bayes.curvature.recorder import Call, ParameterRows, recording
+from lightning_bayes.curvature.recorder import Call, ParameterRows, Role, recording
 from lightning_bayes.curvature.rows import RowIndex
 from lightning_bayes.network import inputs
 from lightning_bayes.network.errors import CurvatureError, SubsetError, not_finite
@@ -40,26 +40,11 @@ PROBE = 32  # examples at most: enough to see most of the paths that a network t
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Role):
     """A layer and its parameters; of several calls in one forward pass, the later positions are further shared ones."""
 
-    kind: str
     kronecker: bool  # whether the block is approximated by a Kronecker product
-    weight: ParameterRows | None
-    bias: ParameterRows | None
     layout: Layout  # of [W b] in the concatenation of the subset's parameters
-
-    @property
-    def key(self) -> tuple[str, ParameterRows | None, ParameterRows | None]:
-        return self.kind, self.weight, self.bias
-
-    @property
-    def parameters(self) -> list[ParameterRows]:
-        return [rows for rows in (self.weight, self.bias) if rows is not None]
-
-    @property
-    def name(self) -> str:
-        return self.parameters[0].name
 
     def inputs(self, calls: list[Call], examples: slice = slice(None)) -> Tensor | None:
         """# [G, B, T, I], or None where only the bias is in the subset"""
@@ -158,14 +143,13 @@ class Plan:
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
-    size = inputs.batch_size(x)
-    few = inputs.take(network, x, [n % size for n in range(max(3, min(size, PROBE)))])
+    few = inputs.few(network, x, max(3, min(inputs.batch_size(x), PROBE)))
     with recording(parameters) as calls:
         f = inputs.call(network, few)
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.take(network, x, [0, 1 % size])), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
@@ -177,19 +161,14 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
         for call, rows in zip(calls, find_rows(f, calls, keeps_rows(nodes, len(f))), strict=True)
         if rows is None
     }
-    groups: dict[Any, list[int]] = {}
-    for i, call in enumerate(calls):
-        groups.setdefault(call.key, []).append(i)
-    roles: dict[str, list[ParameterRows]] = {}
-    for members in groups.values():
-        for rows in calls[members[0]].parameters:
-            roles.setdefault(rows.name, []).append(rows)
-    sites = []
-    for key, members in groups.items():
-        call = calls[members[0]]
+    roles = {call.key: call for call in calls}
+    used = [rows for call in roles.values() for rows in call.parameters]
+    sites = [
+        Site(call.kind, call.weight, call.bias, call.layer.kronecker, _layout(call, subset))
+        for key, call in roles.items()
         # Not one weight in two roles, such as an embedding tied to the output layer.
-        if key not in mixed and all(_overlaps(rows, roles[rows.name]) == 1 for rows in call.parameters):
-            sites.append(Site(call.layer.kind, call.layer.kronecker, call.weight, call.bias, _layout(call, subset)))
+        if key not in mixed and all(sum(map(rows.overlaps, used)) == 1 for rows in call.parameters)
+    ]
     wrong |= _disagreeing(sites, calls, grads, true)
     sites = _without(sites, wrong, parameters)
     covered = {rows.name for site in sites for rows in site.parameters}
@@ -202,14 +181,13 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
     """The names of the last layer's parameters: those of the last call before the output that has a rule."""
     parameters = dict(network.named_parameters())
-    one = inputs.take(network, x, [0])
     with recording(parameters) as calls:
-        f = inputs.call(network, one)
+        f = inputs.call(network, inputs.few(network, x, 1))
     check_output(f, 1)
     reached = uses(f)
     for call in reversed(calls):
         if call.layer.kronecker and call.edge.node in reached:
-            return tuple(dict.fromkeys(rows.name for rows in (call.weight, call.bias) if rows is not None))
+            return tuple(dict.fromkeys(rows.name for rows in call.parameters))
     raise SubsetError(
         f"found no last layer in {type(network).__name__}: its output depends on no linear, convolution or embedding "
         "layer; name the parameters instead"
@@ -230,31 +208,21 @@ def _random_gradients(
     """A random combination of all outputs, back-propagated to every layer and every parameter."""
     cotangent = random_numbers(*f.shape, like=f)
     wanted: list[Any] = [*(call.edge for call in calls), *parameters.values()]
-    found = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
-    for call, g in zip(calls, found, strict=False):
+    gradients = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
+    of_calls, of_parameters = gradients[: len(calls)], gradients[len(calls) :]
+    for call, g in zip(calls, of_calls, strict=True):
         if g is not None and not g.isfinite().all():
             raise not_finite(call.name)
-    grads = [
-        torch.zeros(call.output_shape, dtype=f.dtype, device=f.device) if g is None else g
-        for call, g in zip(calls, found, strict=False)
-    ]
-    true = {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(parameters.items(), found[len(calls) :], strict=True)
-    }
-    return grads, true
-
-
-def _overlaps(rows: ParameterRows, others: list[ParameterRows]) -> int:
-    """How many of the `others`, parts of the same parameter, have rows in common with these."""
-    return sum(rows.start < other.stop and other.start < rows.stop for other in others)
+    grads = [f.new_zeros(call.output_shape) if g is None else g for call, g in zip(calls, of_calls, strict=True)]
+    pairs = zip(parameters.items(), of_parameters, strict=True)
+    return grads, {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
 
 
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:
     """The parameters that a graph uses more often than the recorded calls do."""
     seen = Counter(rows.name for call in calls if call.edge.node in nodes for rows in call.parameters)
-    every = parameter_uses(nodes)
-    return {name for name, p in parameters.items() if every[id(p)] > seen[name]}
+    total = parameter_uses(nodes)
+    return {name for name, p in parameters.items() if total[id(p)] > seen[name]}
 
 
 def _without(sites: list[Site], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[Site]:
@@ -282,7 +250,7 @@ def _layout(call: Call, subset: Subset) -> Layout:
 
 def _disagreeing(sites: list[Site], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]) -> set[str]:
     """The parameters that get from the rules another gradient of all examples together than from autograd."""
-    found = {name: torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for name, g in true.items()}
+    sums = {name: torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for name, g in true.items()}
     for site in sites:
         own = [(replace(call, rows=all_rows(call)), g) for call, g in zip(calls, grads, strict=True)]
         own = [(call, g) for call, g in own if call.key == site.key]
@@ -292,6 +260,6 @@ def _disagreeing(sites: list[Site], calls: list[Call], grads: list[Tensor], true
         for piece, part, where in zip(site.layout.pieces, parts, site.parameters, strict=True):
             alone = torch.empty(piece.size, dtype=J.dtype, device=J.device)
             Layout((Piece(0, piece.shape, piece.order),)).scatter(part.flatten(), alone)
-            target = found[where.name][where.start : where.stop]
+            target = sums[where.name][where.start : where.stop]
             target += alone.reshape(target.shape)
-    return {name for name, close in agree(found, true).items() if not close}
+    return {name for name, close in agree(sums, true).items() if not close}

@@ -7,8 +7,7 @@ module, without a hook to remove afterwards.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,28 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.curvature.layers import Layer, from_call
+from lightning_bayes.curvature.functional_calls import bind, layer_arguments, make_layer
+from lightning_bayes.curvature.layers import Layer
 from lightning_bayes.curvature.rows import PLAIN, Rows
 from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.network.version import Version
 
-_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_BUILTINS: dict[Any, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    F.linear: ("linear", ("input", "weight", "bias"), {"bias": None}),
-    **{getattr(F, name): (name, _CONV, _CONV_DEFAULTS) for name in ("conv1d", "conv2d", "conv3d")},
-    **{
-        getattr(F, name): (name, _TRANSPOSED, {**_CONV_DEFAULTS, "output_padding": 0})
-        for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-    },
-}
-_PYTHON = {
-    getattr(F, name): name
-    for name in ("embedding", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
-    if hasattr(F, name)
-}
 _ATTENTION = F.multi_head_attention_forward
-_ATTENTION_SIGNATURE = inspect.signature(_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -51,23 +35,17 @@ class ParameterRows:
     start: int
     stop: int
 
+    def overlaps(self, other: ParameterRows) -> bool:
+        return self.name == other.name and self.start < other.stop and other.start < self.stop
+
 
 @dataclass(frozen=True)
-class Call:
-    """One use of a layer: its parameters, if they are tracked, its input, and the edge of its output in the graph."""
+class Role:
+    """The parameters that a layer uses, as far as they are tracked, and what for."""
 
-    layer: Layer
+    kind: str  # of layer
     weight: ParameterRows | None
     bias: ParameterRows | None
-    edge: GradientEdge
-    output_shape: torch.Size
-    version: tuple[Tensor, int]  # the input and its version: it must not be overwritten before it is used
-    rows: Rows = PLAIN  # of the output, by example
-
-    @property
-    def row_dims(self) -> int:
-        """How many of the output's first dimensions count rows."""
-        return self.layer.row_dims(len(self.output_shape))
 
     @property
     def parameters(self) -> list[ParameterRows]:
@@ -79,12 +57,26 @@ class Call:
 
     @property
     def key(self) -> tuple[str, ParameterRows | None, ParameterRows | None]:
-        """Calls with the same key use the same parameters in the same way."""
-        return self.layer.kind, self.weight, self.bias
+        return self.kind, self.weight, self.bias
+
+
+@dataclass(frozen=True)
+class Call(Role):
+    """One use of a layer: what it is, its input, and the edge of its output in the graph."""
+
+    layer: Layer
+    edge: GradientEdge
+    output_shape: torch.Size
+    input: Version  # which must not be overwritten before it is used
+    rows: Rows = PLAIN  # of the output, by example
+
+    @property
+    def row_dims(self) -> int:
+        """How many of the output's first dimensions count rows."""
+        return self.layer.row_dims(len(self.output_shape))
 
     def check_input(self) -> None:
-        x, version = self.version
-        if self.weight is not None and x._version != version:  # a bias needs no input
+        if self.weight is not None and self.input.overwritten:  # a bias needs no input
             raise CurvatureError(
                 f"{self.name}: the layer's input was overwritten in place after the layer had used it; "
                 "replace the in-place operation on it by one that makes a new tensor"
@@ -101,86 +93,55 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _BUILTINS:
-            name, parts, defaults = _BUILTINS[func]
-            arguments = {**defaults, **dict(zip(parts, args, strict=False)), **kwargs}
-            return self._layer(name, arguments, lambda: func(*args, **kwargs))
-        if func in _PYTHON:
-            arguments = _bind(func, args, kwargs)
-            return self._layer(_PYTHON[func], arguments, lambda: func(*args, **kwargs), without_affine(func, arguments))
         if func is _ATTENTION:
             return self._attention(args, kwargs)
-        return func(*args, **kwargs)
-
-    def _layer(
-        self,
-        name: str,
-        arguments: dict[str, Any],
-        run: Callable[[], Tensor],
-        normalised: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        z = run()
-        weight, bias = (self._rows(arguments.get(part)) for part in ("weight", "bias"))
-        if weight is not None or bias is not None:
-            self._record(from_call(name, arguments, normalised), arguments["input"], weight, bias, z)
+        z = func(*args, **kwargs)
+        arguments = layer_arguments(func, args, kwargs)
+        if arguments is not None:
+            self._record(func, arguments, z, *(self._rows(arguments.get(part)) for part in ("weight", "bias")))
         return z
 
     def _record(
-        self, layer: Layer | None, x: Tensor, weight: ParameterRows | None, bias: ParameterRows | None, z: Tensor
+        self, func: Any, arguments: dict[str, Any], z: Tensor, weight: ParameterRows | None, bias: ParameterRows | None
     ) -> None:
         # A call under no_grad, or of a form without a rule, is left to the exact per-example gradients.
-        if layer is not None and z.requires_grad:
-            # The edge, not the tensor: an in-place activation may overwrite z.
-            self.calls.append(Call(layer, weight, bias, get_gradient_edge(z), z.shape, (x, x._version)))
+        if (weight or bias) and z.requires_grad and (layer := make_layer(func, arguments)) is not None:
+            # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
+            edge, x = get_gradient_edge(z), arguments["input"]
+            self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
-    def _rows(self, parameter: Tensor | None) -> ParameterRows | None:
-        name = None if parameter is None else self._names.get(id(parameter))
-        return None if name is None else ParameterRows(name, 0, parameter.shape[0])  # type: ignore[union-attr]
+    def _rows(self, parameter: Tensor | None, rows: slice = slice(None)) -> ParameterRows | None:
+        name = self._names.get(id(parameter))
+        return None if parameter is None or name is None else ParameterRows(name, *rows.indices(len(parameter))[:2])
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
         """Multi-head attention as what it is: four linear layers around an attention without parameters.
 
         The inner call gets identity projections, which change no number, so that masks and options stay PyTorch's.
         """
-        bound = _ATTENTION_SIGNATURE.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bind(_ATTENTION, args, kwargs)
         a = bound.arguments
         E = a["embed_dim_to_check"]
         separate = a["use_separate_proj_weight"]
         for i, part in enumerate(("query", "key", "value")):
             rows = slice(i * E, (i + 1) * E)
-            packed = a["in_proj_weight"] if not separate else a[f"{part[0]}_proj_weight"]
-            weight = packed if separate else packed[rows]
-            bias = None if a["in_proj_bias"] is None else a["in_proj_bias"][rows]
-            weight_rows = self._rows(packed) if separate else self._part(packed, rows)
-            a[part] = self._linear(a[part], weight, bias, weight_rows, self._part(a["in_proj_bias"], rows))
+            weight = a[f"{part[0]}_proj_weight"] if separate else a["in_proj_weight"]
+            a[part] = self._linear(a[part], weight, a["in_proj_bias"], slice(None) if separate else rows, rows)
         identity = torch.eye(E, dtype=a["query"].dtype, device=a["query"].device)
         out_weight, out_bias = a["out_proj_weight"], a["out_proj_bias"]
         a.update(dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight"), identity))
         a.update(use_separate_proj_weight=True, in_proj_weight=None, in_proj_bias=None, out_proj_bias=None)
         z, attention = _ATTENTION(*bound.args, **bound.kwargs)
-        return self._linear(z, out_weight, out_bias, self._rows(out_weight), self._rows(out_bias)), attention
+        return self._linear(z, out_weight, out_bias), attention
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, weight_rows: Any, bias_rows: Any) -> Tensor:
-        z = F.linear(x, weight, bias)
-        if weight_rows is not None or bias_rows is not None:
-            self._record(from_call("linear", {"input": x, "weight": weight}, None), x, weight_rows, bias_rows, z)
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: slice = slice(None), biased: slice = slice(None)
+    ) -> Tensor:
+        """With some rows of the weight and of the bias."""
+        part = weight if out == slice(None) else weight[out]
+        z = F.linear(x, part, bias if bias is None or biased == slice(None) else bias[biased])
+        self._record(F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased))
         return z
-
-    def _part(self, parameter: Tensor | None, rows: slice) -> ParameterRows | None:
-        whole = self._rows(parameter)
-        return None if whole is None else ParameterRows(whole.name, rows.start, rows.stop)
-
-
-def layer_of_call(func: Any, args: Any, kwargs: Any) -> Layer | None:
-    """The layer that one function call is, if it is one."""
-    if func in _BUILTINS:
-        name, parts, defaults = _BUILTINS[func]
-        return from_call(name, {**defaults, **dict(zip(parts, args, strict=False)), **kwargs}, None)
-    if func in _PYTHON:
-        arguments = _bind(func, args, kwargs)
-        return from_call(_PYTHON[func], arguments, without_affine(func, arguments))
-    return None
 
 
 @contextmanager
@@ -189,20 +150,3 @@ def recording(parameters: Mapping[str, Tensor]) -> Iterator[list[Call]]:
     recorder = Recorder(parameters)
     with recorder:
         yield recorder.calls
-
-
-def without_affine(func: Any, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """The same norm without scale and shift, to be run when its output is needed."""
-    plain = {name: value for name, value in arguments.items() if name not in ("weight", "bias")}
-
-    def normalised() -> Tensor:
-        with torch.no_grad():
-            return func(**plain)
-
-    return normalised
-
-
-def _bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)

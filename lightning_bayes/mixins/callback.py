@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_bayes.mixins.options import PREDICTIVES, Settings
+from lightning_bayes.mixins.options import Settings
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -20,18 +20,7 @@ class VariationalCallback(PosteriorCallback):
     """Scores and predicts with the module's present posterior; it keeps nothing, since the module's weights do."""
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(
-            settings.name,
-            settings.likelihood,
-            PREDICTIVES[settings.predictive],
-            settings.link,
-            settings.samples,
-            settings.network,
-            settings.ood,
-            settings.plots,
-            settings.seed,
-            settings.predict_step,
-        )
+        super().__init__(settings.use())
 
     def _find_posterior(self) -> GaussianPosterior | None:
         if self._module is None:

@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
 from lightning_bayes.likelihoods import Categorical, Likelihood, UnknownLikelihoodError, resolve
-from lightning_bayes.trainer.arguments import check_use
-from lightning_bayes.trainer.predict_step import PREDICT_STEPS
+from lightning_bayes.trainer.options import UseOptions
 
 CURVATURES = ("fisher", "empirical", "hessian")
 METHODS = ("auto", "exact", "finite_difference")
@@ -96,7 +95,6 @@ class Settings:
     def __post_init__(self) -> None:
         word("predictive", self.predictive, tuple(PREDICTIVES), OptionError)
         word("loss", self.loss, LOSSES, OptionError)
-        word("predict_step", self.predict_step, PREDICT_STEPS, OptionError)
         word("curvature", self.curvature, CURVATURES, OptionError)
         word("method", self.method, METHODS, OptionError)
         if self.curvature == "hessian" and self.method == "finite_difference":
@@ -105,8 +103,23 @@ class Settings:
         count("train_samples", self.train_samples, error=OptionError)
         count("n_data", 1 if self.n_data is None else self.n_data, error=OptionError)
         flag("local_reparameterization", self.local_reparameterization, OptionError)
-        use = (self.link, self.samples, self.network, self.ood, self.plots, self.seed)
-        check_use(self.name, self.likelihood, *use, error=OptionError)
+        self.use()  # which checks itself
+
+    def use(self) -> UseOptions:
+        """What the callback is told."""
+        return UseOptions(
+            name=self.name,
+            likelihood=self.likelihood,
+            predictive=PREDICTIVES[self.predictive],
+            link=self.link,
+            samples=self.samples,
+            network=self.network,
+            ood=self.ood,
+            plots=self.plots,
+            seed=self.seed,
+            predict_step=self.predict_step,
+            error=OptionError,
+        )
 
 
 def settings_from(given: VariationalOptions | None, **defaults: Any) -> Settings:

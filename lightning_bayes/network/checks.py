@@ -1,4 +1,4 @@
-"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own would be a riddle."""
+"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own is hard to read."""
 
 from __future__ import annotations
 

@@ -71,6 +71,12 @@ def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
     return _select(x, batched(network, x), examples)
 
 
+def few(network: nn.Module, x: Any, count: int) -> Any:
+    """The first examples of `x`, over again where there are fewer than `count`."""
+    size = batch_size(x)
+    return take(network, x, [n % size for n in range(count)])
+
+
 def batch_dims(network: nn.Module, x: Any) -> Any:
     """`in_dims` for `vmap` over examples: 0 for each part that has the batch dimension."""
     spec = pytree.tree_structure(x)

@@ -57,8 +57,8 @@ class Subset:
         return full if self.mask is None else full[self.mask.cpu()]
 
     def parameters(self, network: nn.Module) -> dict[str, nn.Parameter]:
-        every = dict(network.named_parameters())
-        return {name: every[name] for name in self.names}
+        parameters = dict(network.named_parameters())
+        return {name: parameters[name] for name in self.names}
 
     def flatten(self, network: nn.Module) -> Tensor:
         """The subset's weights as one vector, detached.  # [P]"""
@@ -116,16 +116,16 @@ def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
     return Subset(tuple(parameters), tuple(p.shape for p in parameters.values()))
 
 
-def _named(every: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
+def _named(parameters: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
     """By parameter name, or by module name for all its parameters."""
     chosen = set()
     for name in wanted:
-        found = {p for p in every if p == name or p.startswith(f"{name}.")}
-        if not found:
-            close = get_close_matches(name, every, n=3, cutoff=0.3) or list(every)[:3]
+        matches = {p for p in parameters if p == name or p.startswith(f"{name}.")}
+        if not matches:
+            close = get_close_matches(name, parameters, n=3, cutoff=0.3) or list(parameters)[:3]
             raise SubsetError(f"the network has no parameter {name!r}; did you mean one of {', '.join(close)}?")
-        chosen |= found
-    return _whole({name: p for name, p in every.items() if name in chosen})
+        chosen |= matches
+    return _whole({name: p for name, p in parameters.items() if name in chosen})
 
 
 def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:

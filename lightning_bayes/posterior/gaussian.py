@@ -185,11 +185,14 @@ class GaussianPosterior:
                 f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
                 "with network.to(dtype), or fit the posterior again"
             )
-        if not same_weights(fingerprint(self.network), self.fingerprint):
+        if not self._has_same_weights():
             raise PosteriorError(
                 "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
                 "the posterior again"
             )
+
+    def _has_same_weights(self) -> bool:
+        return same_weights(fingerprint(self.network), self.fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
@@ -215,9 +218,14 @@ class GaussianPosterior:
 
     @staticmethod
     def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        """The posterior in a file that `save` wrote, for the network with the weights that it was fitted to."""
+        """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
+        it was fitted to."""
         from lightning_bayes.posterior.files import read
+        from lightning_bayes.posterior.sharded import ShardedPosterior
+        from lightning_bayes.posterior.sharded_files import is_folder_of_shards
 
+        if is_folder_of_shards(path):
+            return ShardedPosterior.load(path, network, likelihood)
         return GaussianPosterior.from_state_dict(network, read(path), likelihood)
 
     def log_marginal_likelihood(

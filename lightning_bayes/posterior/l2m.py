@@ -1,15 +1,17 @@
-"""L2M: a diagonal Laplace posterior from the second moment that the optimizer has kept (Perone et al., eqs. (5), (6)).
+"""L2M: a diagonal Laplace posterior from the second moment `v̂` that the optimizer has kept (Perone et al., eq. (6)).
 
-The buffer `v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without
-replacement from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the
-diagonal of the dataset's centred empirical Fisher. So, for a loss of `c` times the mean negative log-likelihood,
+    θ ~ N(θ*, P⁻¹),    P = v̂ + δ + ε                                               (`scaling="paper"`)
+                       P = H + δ,    H = N·B·v̂ · (N − 1)/(N − B) / c²              (`scaling="dataset"`)
 
-    H = N·B·v̂ · (N − 1)/(N − B) / c²,    P = H + δ        (`scaling="dataset"`)
-    P = v̂ + δ + ε                                          (`scaling="paper"`, eq. (6))
+`v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without replacement
+from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the diagonal of
+the dataset's centred empirical Fisher. For a loss of `c` times the mean negative log-likelihood, this is the `H` of the
+second line. The paper writes the prior's *variance* `1/λ` where a precision is meant; so does
+`scaling="paper_literal"`.
 
-The paper writes the prior's *variance* `1/λ` where a precision is meant; `scaling="paper_literal"` does so too. Where
-no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside it as
-in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
+Where no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside
+the gradient as in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's
+form, `δ = wd`.
 
 A weight without a gradient (of a ReLU unit that no example switches on) has `v̂ᵢ = 0`, and that formula would leave it
 with no prior but `ε`. AdamW's step is then `−lr·wd·θ`, that of plain gradient descent with the penalty `wd/2·θ²`, and
@@ -43,7 +45,6 @@ from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
 SCALINGS = ("dataset", "paper", "paper_literal")
-KIND = "second_moment"
 DEAD = 1e-3  # the share of a parameter's typical √v̂ + ε below which a weight counts as one without a gradient
 
 
@@ -81,40 +82,30 @@ def fit_l2m(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
-    every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     reshard(network)
     parameters = trainable(network)
-    moments = second_moments(every, parameters)
-    shapes = tuple(parameters[name].shape for name in moments)
+    moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
     factor = c = 1.0
     if scaling == "dataset":
         c = loss_scale if loss_scale is not None else default_loss_scale(likelihood, n_outputs)
         factor = fisher_factor(n_data, batch_size) / c**2
     with torch.inference_mode(False), torch.no_grad():
-        H = _curvature(moments, scaling, factor)
+        H = _curvature(moments, factor, with_eps=scaling != "dataset")
         δ = prior_precision
         if δ is None:
             processes = Processes.current() if is_sharded(network) else Processes()
-            δ = _from_weight_decay(moments, scaling, n_data / c, processes)
-    found = Curvature(
+            δ = _prior_from_weight_decay(moments, scaling, n_data / c, processes)
+    curvature = Curvature(
         structure=Diagonal(H),
-        subset=Subset(tuple(moments), shapes),
+        subset=Subset(tuple(moments), tuple(parameters[name].shape for name in moments)),
         likelihood=likelihood,
-        kind=KIND,
+        kind="second_moment",
         n_data=n_data,
         n_outputs=0,
     )
     if is_sharded(network):
-        return ShardedPosterior.from_curvature(network, found, δ)
-    return from_curvature(network, found, δ)
-
-
-def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
-    """Refuse what is known to be wrong without an optimizer."""
-    if prior_precision is not None:
-        check_precision(prior_precision)
-    if loss_scale is not None:
-        positive("loss_scale", loss_scale)
+        return ShardedPosterior.from_curvature(network, curvature, δ)
+    return from_curvature(network, curvature, δ)
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:
@@ -141,21 +132,42 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     return 2 * float(σ) ** 2 / n_outputs
 
 
-def _curvature(moments: dict[str, SecondMoment], scaling: str, factor: float) -> Tensor:
+def decay_precision(weight_decay: float, scaling: str, n_over_c: float) -> float:
+    """The prior precision that weight decay stands for, `N·wd/c`; 1 without weight decay."""
+    if weight_decay == 0:
+        return 1.0
+    return {"dataset": n_over_c * weight_decay, "paper": weight_decay, "paper_literal": 1 / weight_decay}[scaling]
+
+
+def adamw_precision(m: SecondMoment, δ: float, mean: float, out: Tensor) -> Tensor:
+    """`δᵢ = δ·(√v̂ᵢ + ε)`, and `δ` for a dead weight; `mean` is that of the optimizer's buffer."""
+    typical = math.sqrt(mean * m.correction) + m.eps
+    denominator = m.denominator(out)
+    return denominator.masked_fill_(denominator <= DEAD * typical, 1.0).mul_(δ)
+
+
+def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
+    """Refuse what is known to be wrong without an optimizer."""
+    if prior_precision is not None:
+        check_precision(prior_precision)
+    if loss_scale is not None:
+        positive("loss_scale", loss_scale)
+
+
+def _curvature(moments: dict[str, SecondMoment], factor: float, with_eps: bool) -> Tensor:
     """`factor · v̂`, in the paper's form with `ε`.  # [P]"""
     H, parts = _vector(moments)
     for m, part in zip(moments.values(), parts, strict=True):
-        v = m.buffer.reshape(-1).to(H.dtype)
-        torch.mul(v - m.offset if m.offset else v, m.correction * factor, out=part)
-        if scaling != "dataset":
+        m.scaled(factor, out=part)
+        if with_eps:
             part.add_(m.eps)
     return H
 
 
-def _from_weight_decay(
-    moments: dict[str, SecondMoment], scaling: str, scale: float, processes: Processes
+def _prior_from_weight_decay(
+    moments: dict[str, SecondMoment], scaling: str, n_over_c: float, processes: Processes
 ) -> Tensor | float:
-    """The prior precision that weight decay stands for; one where there is none.  # a number or [P]"""
+    """# a number or [P]"""
     without = [name for name, m in moments.items() if m.weight_decay == 0]
     if without:
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
@@ -164,37 +176,28 @@ def _from_weight_decay(
             "or tune it",
             stacklevel=3,
         )
-
-    def number(m: SecondMoment) -> float:
-        if m.weight_decay == 0:
-            return 1.0
-        return {"paper": m.weight_decay, "paper_literal": 1 / m.weight_decay}.get(scaling, scale * m.weight_decay)
-
-    numbers = [number(m) for m in moments.values()]
-    varying = [scaling == "dataset" and m.decoupled and m.weight_decay > 0 for m in moments.values()]
-    if not any(varying) and len(set(numbers)) == 1:
-        return numbers[0]
+    precisions = [decay_precision(m.weight_decay, scaling, n_over_c) for m in moments.values()]
+    decoupled = [scaling == "dataset" and m.decoupled and m.weight_decay > 0 for m in moments.values()]
+    if not any(decoupled) and len(set(precisions)) == 1:
+        return precisions[0]
     δ, parts = _vector(moments)
-    means = _means([m.largest for m in moments.values()], processes) if any(varying) else [0.0] * len(moments)
-    for m, part, value, varies, mean in zip(moments.values(), parts, numbers, varying, means, strict=True):
+    means = _means([m.largest for m in moments.values()], processes) if any(decoupled) else [0.0] * len(moments)
+    for m, part, precision, varies, mean in zip(moments.values(), parts, precisions, decoupled, means, strict=True):
         if varies:
-            denominator = m.denominator_into(part.view(m.buffer.shape))
-            typical = math.sqrt(mean * m.correction) + m.eps
-            denominator.masked_fill_(denominator <= DEAD * typical, 1.0).mul_(value)
+            adamw_precision(m, precision, mean, out=part)
         else:
-            part.fill_(value)
+            part.fill_(precision)
     return δ
 
 
 def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
     """The mean of each buffer over the shards of all processes, or of all buffers for one that is zero."""
-    wide = torch.promote_types(buffers[0].dtype, torch.float32)
-    sums = torch.stack([b.sum(dtype=wide) for b in buffers])
-    counts = torch.tensor([b.numel() for b in buffers], dtype=wide, device=sums.device)
+    dtype = torch.promote_types(buffers[0].dtype, torch.float32)
+    sums = torch.stack([b.sum(dtype=dtype) for b in buffers])
+    counts = torch.tensor([b.numel() for b in buffers], dtype=dtype, device=sums.device)
     processes.sum_([sums, counts])
-    found: list[float] = (sums / counts).tolist()
     overall = float(sums.sum() / counts.sum())
-    return [mean or overall for mean in found]
+    return [mean or overall for mean in (sums / counts).tolist()]
 
 
 def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:

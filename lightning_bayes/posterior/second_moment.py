@@ -55,26 +55,25 @@ class SecondMoment:
     @property
     def v(self) -> Tensor:
         """`v̂`, in at least float32."""
-        return (_wide(self.buffer) - self.offset) * self.correction if self.offset else self.scaled(1.0)
+        return self.scaled(1.0)
 
-    def scaled(self, factor: float) -> Tensor:
-        """`factor · v̂`, in one pass where that is possible."""
-        return self.v * factor if self.offset else _wide(self.buffer) * (self.correction * factor)
+    def scaled(self, factor: float, out: Tensor | None = None) -> Tensor:
+        """`factor · v̂`, in one pass; `out` is flat."""
+        v = _wide(self.buffer)
+        v = v - self.offset if self.offset else v
+        return torch.mul(v if out is None else v.reshape(-1), self.correction * factor, out=out)
 
-    @property
-    def denominator(self) -> Tensor:
-        """`√v̂ + ε`, by which Adam and its kin divide a step."""
-        return self.denominator_into(torch.empty_like(_wide(self.largest)))
-
-    def denominator_into(self, out: Tensor) -> Tensor:
-        """The same, written into a tensor in at least float32."""
-        return torch.mul(_wide(self.largest), self.correction, out=out).sqrt_().add_(self.eps)
+    def denominator(self, out: Tensor | None = None) -> Tensor:
+        """`√v̂ + ε`, by which Adam and its relatives divide a step; `out` is flat."""
+        v = _wide(self.largest)
+        return torch.mul(v if out is None else v.reshape(-1), self.correction, out=out).sqrt_().add_(self.eps)
 
 
 def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, SecondMoment]:
-    """The second moment of each of `parameters` that an optimizer holds. One whose gradient never came has none."""
+    """The second moment of each of `parameters` that an optimizer holds. A parameter that never had a gradient has
+    none."""
     names = {id(p): name for name, p in parameters.items()}
-    found, holding = {}, _holding(optimizers, names)
+    moments, holding = {}, _holding(optimizers, parameters)
     for optimizer in holding:
         key, decay = _rule(optimizer)
         for group in optimizer.param_groups:
@@ -82,17 +81,17 @@ def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.
             for p in group["params"]:
                 state = optimizer.state.get(p, {})
                 if id(p) in names and key in state:
-                    found[names[id(p)]] = _of_parameter(key, decay, group, state, bool(decoupled))
+                    moments[names[id(p)]] = _of_parameter(key, decay, group, state, bool(decoupled))
     if not holding:
         raise OptimizerError("no optimizer holds a parameter of the network: pass the one that trained it")
-    if not found:
+    if not moments:
         raise OptimizerError("the optimizer has made no step and holds no second moment yet: train first")
-    return {name: found[name] for name in parameters if name in found}
+    return {name: moments[name] for name in parameters if name in moments}
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise for an optimizer that will not have a second moment of the parameters it holds."""
-    holding = _holding(optimizers, {id(p): name for name, p in parameters.items()})
+    holding = _holding(optimizers, parameters)
     if not holding:
         raise OptimizerError("no optimizer holds a parameter of the network: configure one that does")
     for optimizer in holding:
@@ -100,12 +99,12 @@ def check_optimizers(optimizers: Iterable[Optimizer], parameters: Mapping[str, n
 
 
 def longest_memory(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> float:
-    """What an average keeps of itself from one step to the next, the most of several optimizers; one is all."""
-    found = []
-    for optimizer in _holding(optimizers, {id(p): name for name, p in parameters.items()}):
+    """The largest decay (`β₂`, `α`, `ρ`) of the averages; 1 for a sum, which forgets nothing."""
+    decays = []
+    for optimizer in _holding(optimizers, parameters):
         _, decay = _rule(optimizer)
-        found += [1.0 if decay is None else float(decay(group)) for group in optimizer.param_groups]
-    return max(found)
+        decays += [1.0 if decay is None else float(decay(group)) for group in optimizer.param_groups]
+    return max(decays)
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
@@ -122,15 +121,16 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _holding(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[Optimizer]:
+def _holding(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
     """Those that hold one of the parameters."""
+    wanted = {id(p) for p in parameters.values()}
     bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]
     for optimizer in bare:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"optimizers must be the optimizer that trained the network, or a list of them, got {shown(optimizer)}"
             )
-    return [o for o in bare if any(id(p) in names for group in o.param_groups for p in group["params"])]
+    return [o for o in bare if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 
 
 def _rule(optimizer: Optimizer) -> tuple[str, Any]:

@@ -65,13 +65,17 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         raise PosteriorError(
             f"the state holds no posterior that this version reads (format {kind!r}): it is {describe(state)}"
         )
+    if state.get("type") == "ShardedPosterior":
+        from lightning_bayes.posterior.sharded import ShardedPosterior
+
+        return ShardedPosterior.from_state_dict(check_network(unwrap(network)), state, likelihood)
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
     state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files do not have
     _check_keys(state)
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
-    _check_network(network, subset)
+    check_parameters(network, subset)
     matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
     structure = _read_structure(state[matrix])
     _check_numbers(state, subset, structure, matrix)
@@ -80,7 +84,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     common = {
         "network": network,
         "subset": subset,
-        "likelihood": likelihood or _likelihood_from(inputs.to_device(state["likelihood"], device)),
+        "likelihood": likelihood or likelihood_from(state["likelihood"], device),
         "mean": mean,
         "n_data": state["n_data"],
         "fingerprint": state["fingerprint"].cpu(),
@@ -141,7 +145,7 @@ def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, 
             )
 
 
-def _check_network(network: nn.Module, subset: Subset) -> None:
+def check_parameters(network: nn.Module, subset: Subset) -> None:
     shapes = {name: p.shape for name, p in network.named_parameters()}
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if shapes.get(name) != shape:
@@ -151,9 +155,9 @@ def _check_network(network: nn.Module, subset: Subset) -> None:
             )
 
 
-def _likelihood_from(state: dict[str, Any]) -> Likelihood:
+def likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
     try:
-        return Likelihood.from_state(state)
+        return Likelihood.from_state(inputs.to_device(state, device))
     except UnknownLikelihoodError:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="

@@ -9,9 +9,7 @@ whole network on every process (the linearised network, the evidence, held-out c
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -27,6 +25,8 @@ from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
+from lightning_bayes.posterior.serialization import FORMAT, check_parameters, likelihood_from
+from lightning_bayes.posterior.sharded_files import VECTORS, read, write
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard, ShardedDiagonal
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
 
 NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
-_VECTORS = ("curvature", "prior_precision", "mean")
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -73,7 +72,7 @@ class ShardedPosterior(LaplacePosterior):
             mean=mean,
             precision=structure,
             n_data=curvature.n_data,
-            fingerprint=mean.new_empty(0, 2),  # `check_weights` compares the weights themselves with the mean
+            fingerprint=mean.new_empty(0, 2),  # the weights themselves are compared with the mean
             curvature=replace(curvature, structure=structure),
             prior_precision=mean.new_ones(()),
         )
@@ -130,17 +129,13 @@ class ShardedPosterior(LaplacePosterior):
             _refused("predictive='glm'")()
         return super().predict(x, predictive, link, samples, generator, calibrated)
 
-    def check_weights(self) -> None:
-        """Raise, on all processes, if one's shard of the weights is not the one the posterior was made of."""
+    def _has_same_weights(self) -> bool:
+        """Whether all processes have the shards of the mean: where only one raised, the others would wait for ever."""
         reshard(self.network)
         weights = _flat(self.subset.parameters(self.network).values())
-        changed = torch.tensor(int(not torch.equal(weights.to(self.mean), self.mean)), device=self.device)
-        Processes.current().sum_([changed])  # where only one raised, the others would wait for it for ever
-        if changed:
-            raise PosteriorError(
-                "the network's weights are not those the posterior was fitted to: load the matching weights, or fit "
-                "the posterior again"
-            )
+        changed = torch.tensor(int(not torch.equal(weights, self.mean)), device=self.device)
+        Processes.current().sum_([changed])
+        return not changed
 
     def gather(self, network: nn.Module) -> LaplacePosterior:
         """The ordinary posterior, for a `network` that holds the whole weights."""
@@ -165,81 +160,56 @@ class ShardedPosterior(LaplacePosterior):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Each vector as one tensor per parameter, distributed as the parameter is."""
+        """Each vector as one tensor per parameter, distributed as the parameter is; the rest plain."""
         vectors = {
             "curvature": self.curvature.structure.diagonal(),
             "prior_precision": self.prior_precision.expand_as(self.mean),
             "mean": self.mean,
         }
-        tensors = {what: self._by_parameter(vector) for what, vector in vectors.items()}
-        return {"n_data": torch.tensor(self.n_data), **tensors}
+        return {
+            "format": FORMAT,
+            "type": type(self).__name__,
+            "likelihood": self.likelihood.to_state(),
+            "n_data": int(self.n_data),
+            **{name: self._by_parameter(vector) for name, vector in vectors.items()},
+        }
 
     @staticmethod
     def from_state_dict(
-        network: nn.Module, state: dict[str, Any], likelihood: str | Likelihood | None = None
+        network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
     ) -> ShardedPosterior:
         """The posterior that `state_dict` described, for a network that is sharded in the same way."""
-        if likelihood is None:
-            raise PosteriorError("the state of a sharded posterior does not hold its likelihood: pass likelihood=")
         shapes = {name: t.shape for name, t in state["mean"].items()}
-        H, δ, mean = (_flat(state[what].values()) for what in _VECTORS)
+        subset = Subset(tuple(shapes), tuple(shapes.values()))
+        check_parameters(network, subset)
+        device = next(network.parameters()).device
+        H, δ, mean = (_flat(state[vector].values()).to(device) for vector in VECTORS)
         curvature = Curvature(
             structure=Diagonal(H),
-            subset=Subset(tuple(shapes), tuple(shapes.values())),
-            likelihood=resolve(likelihood),
+            subset=subset,
+            likelihood=likelihood or likelihood_from(state["likelihood"], device),
             kind="second_moment",
-            n_data=int(state["n_data"]),
+            n_data=state["n_data"],
             n_outputs=0,
         )
         return replace(ShardedPosterior.from_curvature(network, curvature, δ), mean=mean)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a folder of all processes' shards, which any number of processes can load; on all processes."""
-        import torch.distributed.checkpoint as checkpoint
-
-        with _quiet():
-            checkpoint.save(self.state_dict(), storage_writer=checkpoint.FileSystemWriter(str(path), overwrite=True))
+        write(self.state_dict(), path)
 
     @staticmethod
     def load(
         path: str | PathLike[str], network: nn.Module, likelihood: str | Likelihood | None = None
     ) -> ShardedPosterior:
         """The posterior in that folder, for a network that is sharded in whatever way; on all processes."""
-        import torch.distributed.checkpoint as checkpoint
-
-        reshard(network)
-        saved = checkpoint.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        stored = {key: meta for key, meta in saved.items() if isinstance(meta, checkpoint.TensorStorageMetadata)}
-        shapes = {key.removeprefix("mean."): meta.size for key, meta in stored.items() if key.startswith("mean.")}
-        parameters = {name: p for name, p in network.named_parameters() if shapes.get(name) == p.shape}
-        for name in shapes.keys() - parameters.keys():
-            raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shapes[name])}, this one "
-                "has no such parameter"
-            )
-
-        def empty(what: str, name: str, p: Tensor) -> Tensor:
-            return torch.empty_like(p, dtype=stored[f"{what}.{name}"].properties.dtype, requires_grad=False)
-
-        state: dict[str, Any] = {
-            what: {name: empty(what, name, p) for name, p in parameters.items()} for what in _VECTORS
-        }
-        state["n_data"] = torch.tensor(0)
-        with _quiet():
-            checkpoint.load(state, checkpoint_id=str(path))
-        return ShardedPosterior.from_state_dict(network, state, likelihood)
+        state = read(path, network)
+        if likelihood is None and "likelihood" not in state:
+            raise PosteriorError(f"{path} is of an older version, which did not save the likelihood: pass likelihood=")
+        return ShardedPosterior.from_state_dict(network, state, None if likelihood is None else resolve(likelihood))
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """This process's shards as one vector, in at least float32.  # [p]"""
     flat = torch.cat([local(t).reshape(-1) for t in tensors])
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's notices that a process alone is a process alone, and that an older file is written over."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-        yield

@@ -7,7 +7,7 @@ posterior is an encoder `e_ψ` and the decoder `d_φ` that belongs to it,
     z_s = e_ψ_s(x),    f_s = d_φ_s(z_s),    mean = Σ_s f_s / S,    variance = Σ_s (f_s − mean)² / S,
 
 and alike in `z`. These are the moments of what was drawn, so that the squared error of a sampled network, averaged over
-the samples, is that of the mean plus the variance. `x` is handed to `encoder`, and what comes out of it to `decoder`;
+the samples, is that of the mean plus the variance. `x` goes into `encoder`, and its output into `decoder`;
 the module's own `forward` is not called. Weights that the posterior does not cover are as the network has them: with a
 posterior of the decoder alone, the latent variance is zero.
 """
@@ -106,16 +106,16 @@ def _moments(
     check_generator(generator)
     flag("keep_samples", keep_samples)
     _check_parts(posterior.network)
-    found = [_Moments(part, keep_samples) for part in parts]
+    moments = [_Moments(part, keep_samples) for part in parts]
     with at_mean(posterior, x) as x:
         chain = _Chain(posterior.network, parts)
         mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
         for _ in range(samples):
             moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
             weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
-            for each, value in zip(found, call_with(chain, weights, (x,)), strict=True):
-                each.add(value)
-    return found
+            for part, value in zip(moments, call_with(chain, weights, (x,)), strict=True):
+                part.add(value)
+    return moments
 
 
 def _check_parts(network: nn.Module) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_bayes.arguments import instance, listed
 from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
@@ -16,7 +18,9 @@ from lightning_bayes.network.errors import DataError
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.scores import OODScores, Scores, check_targets
+from lightning_bayes.predictive.scores import ScoreTable
+
+Predict = Callable[[Any], Prediction]
 
 
 def evaluate(
@@ -33,44 +37,65 @@ def evaluate(
 
     Classification: "nll", "acc", "ece", "brier"; regression: "nll", "rmse", "coverage" (of the 95 % interval), all of
     the Gaussian with the prediction's mean and variance. With `ood_loaders`, whose targets are not looked at, also how
-    well two scores tell their inputs from the others: "ood_auroc_entropy" and "ood_auroc_epistemic", with "/0", "/1", …
-    where there are several. The other arguments are those of `predict`; the seed is the same for every batch.
+    well two scores tell their inputs from the others: "ood_auroc_entropy" and "ood_auroc_epistemic", which end in
+    "/dataloader_idx_1", "/dataloader_idx_2", … where there are several, as in a Trainer's log. The other arguments are
+    those of `predict`; the seed is the same for every batch.
     """
     instance("predictor", predictor, (GaussianPosterior, DeepEnsemble), "a posterior or a DeepEnsemble")
     check_loader(loader)
     for others in listed("ood_loaders", ood_loaders, "loaders"):
         check_loader(others, "ood_loaders", "batches")
     check_seed("seed", seed)
+    device = predictor.device
 
     def predict(x: Any) -> Prediction:
-        generator = torch.Generator().manual_seed(seed)
-        return predictor.predict(x, predictive, link, samples, generator)
+        return predictor.predict(x, predictive, link, samples, torch.Generator().manual_seed(seed))
 
-    device = predictor.device
-    scores = Scores(device, getattr(predictor.likelihood, "ignore_index", None))
-    unknown = [OODScores(device) for _ in ood_loaders]
-    likelihood, batches, targets = predictor.likelihood, 0, 0
+    def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
+        if is_ood:
+            return (batch[0] if isinstance(batch, (tuple, list)) else batch), None
+        x, y = inputs.split_targets(batch)
+        return x, y.to(device)
+
+    others = {f"ood_loaders[{number}]": loader for number, loader in enumerate(ood_loaders)}
+    return score_loaders({"": predict}, loader, others, split, predictor.likelihood, device)
+
+
+def score_loaders(
+    predictors: Mapping[str, Predict],
+    loader: Iterable[Any],
+    ood_loaders: Mapping[str, Iterable[Any]],
+    split: Callable[[Any, bool], tuple[Any, Tensor | None]],
+    likelihood: Likelihood,
+    device: torch.device,
+) -> dict[str, float]:
+    """The scores of each predictor, under the keys of a `ScoreTable`.
+
+    Args:
+        predictors: what makes a prediction from x, by name.
+        loader: batches with targets.
+        ood_loaders: batches of out-of-distribution inputs, by the words for them in a message.
+        split: of a batch and whether it is out-of-distribution, `(x, y)`; in the second case y may be None.
+        likelihood: of the targets.
+        device: of the predictions.
+    """
+    table, batches, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0, 0
     with preserved_rng():  # a shuffling loader draws from the global generator
         for batch in loader:
-            x, y = inputs.split_targets(batch)
-            prediction, y = predict(x), y.to(device)
-            check_targets(likelihood, prediction, y)
-            batches, targets = batches + 1, targets + likelihood.n_targets(y)
-            scores.update(prediction, y)
-            for ood in unknown:
-                ood.update(prediction, is_ood=False)
+            x, y = split(batch, False)
+            for name, predict in predictors.items():
+                table.update(name, predict(x), y)
+            batches, targets = batches + 1, targets + (0 if y is None else likelihood.n_targets(y))
         if not targets:
             why = "all targets are marked as unknown (ignore_index)" if batches else "the loader is empty"
             raise DataError(f"{why}: evaluate needs at least one (x, y) to score")
-        for number, (ood, others) in enumerate(zip(unknown, ood_loaders, strict=True)):
+        for number, (words, others) in enumerate(ood_loaders.items(), start=1):
             batches = 0
             for batch in others:
+                x, _ = split(batch, True)
+                for name, predict in predictors.items():
+                    table.update(name, predict(x), None, number)
                 batches += 1
-                ood.update(predict(batch[0] if isinstance(batch, (tuple, list)) else batch), is_ood=True)
             if not batches:
-                raise DataError(f"ood_loaders[{number}] is empty: it needs at least one batch of inputs")
-    found = {name: float(value) for name, value in scores.compute().items()}
-    for number, ood in enumerate(unknown):
-        suffix = f"/{number}" if len(unknown) > 1 else ""
-        found.update({f"{name}{suffix}": float(value) for name, value in ood.compute().items()})
-    return found
+                raise DataError(f"{words} is empty: it needs at least one batch of inputs")
+    return {key: float(value) for key, value in table.compute().items()}

@@ -76,7 +76,7 @@ class Linearised:
         log_slow_path(lack, "it is linearised by two backward passes")
         u = torch.zeros_like(f, requires_grad=True)
         try:
-            found = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
         except RuntimeError as error:
             if not is_missing_rule(error):
                 raise
@@ -84,7 +84,7 @@ class Linearised:
                 "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
                 "that its linearisation cannot be sampled: use predictive='bnn'"
             ) from error
-        used = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         return f.detach(), u, list(used), list(used.values())
 
 

@@ -1,12 +1,13 @@
-"""The numbers reported for a predictive: one small set for classification, one for regression."""
+"""The numbers reported for predictions: one small set for classification, one for regression."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics import MeanMetric, MeanSquaredError, Metric
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
@@ -20,6 +21,59 @@ from lightning_bayes.metrics import (
 )
 from lightning_bayes.network import DataError
 from lightning_bayes.predictive import Prediction
+
+
+class ScoreTable:
+    """Predictors scored side by side, on several dataloaders.
+
+    Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are not looked at. Keys are
+    `<metric>_<predictor>`, just `<metric>` for a predictor that is called "", and end in `/dataloader_idx_<number>` for
+    scores of dataloaders after the first and where there are several out-of-distribution ones.
+    """
+
+    def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
+        self._likelihood, self._device, self._n_ood = likelihood, device, n_ood
+        self._scores: dict[tuple[str, int], Scores] = {}  # by predictor and dataloader
+        self._ood_scores: dict[tuple[str, int], OODScores] = {}
+
+    def is_ood(self, dataloader: int) -> bool:
+        return 1 <= dataloader <= self._n_ood
+
+    def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
+        """With the predictions of a batch; its targets may be None where `is_ood`."""
+        is_ood = self.is_ood(dataloader)
+        for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
+            self._ood_scores_of(predictor, number).update(prediction, is_ood)
+        if not is_ood:
+            assert y is not None
+            check_targets(self._likelihood, prediction, y)
+            ignored = getattr(self._likelihood, "ignore_index", None)
+            self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
+
+    def compute(self) -> dict[str, Tensor]:
+        numbers: dict[str, Tensor] = {}
+        for (predictor, number), scores in self._scores.items():
+            numbers.update(_named(scores.compute(), predictor, number))
+        for (predictor, number), ood_scores in self._ood_scores.items():
+            numbers.update(_named(ood_scores.compute(), predictor, number if self._n_ood > 1 else 0))
+        return numbers
+
+    def pictures(self) -> Iterator[tuple[str, Metric]]:
+        """What `plots=True` draws: names, and the metrics that draw."""
+        for (predictor, number), scores in self._scores.items():
+            if scores.picture is not None:
+                kind, metric = scores.picture
+                yield f"{kind}_{predictor}" + (f"_{number}" if number else ""), metric
+
+    def _ood_scores_of(self, predictor: str, number: int) -> OODScores:
+        """The plain network knows nothing epistemic: its entropy is all there is."""
+        scores = ("entropy",) if predictor == "map" else ("entropy", "epistemic")
+        return self._ood_scores.setdefault((predictor, number), OODScores(self._device, scores))
+
+
+def _named(numbers: dict[str, Tensor], predictor: str, dataloader: int) -> dict[str, Tensor]:
+    suffix = (f"_{predictor}" if predictor else "") + (f"/dataloader_idx_{dataloader}" if dataloader else "")
+    return {f"{metric}{suffix}": value for metric, value in numbers.items()}
 
 
 class Scores:
@@ -40,8 +94,8 @@ class Scores:
         return {name: metric.compute() for name, metric in self._metrics.items()}
 
     @property
-    def picture(self) -> tuple[str, Any] | None:
-        """What `plots=True` draws: its name, and the metric that draws it."""
+    def picture(self) -> tuple[str, Metric] | None:
+        """The kind of picture that shows these predictions, and the metric that draws it."""
         if "ece" in self._metrics:
             return "reliability", self._metrics["ece"]
         return None if self._curve is None else ("calibration", self._curve)
@@ -82,7 +136,7 @@ class Scores:
         metrics["rmse"].update(mean, y)
         self._curve.update(mean, variance, y)
 
-    def _make(self, **kinds: Any) -> dict[str, Any]:
+    def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self._metrics:
             # In float64 whatever the default, which a Trainer in half precision changes.
             self._metrics = {name: kind().set_dtype(torch.float64).to(self._device) for name, kind in kinds.items()}

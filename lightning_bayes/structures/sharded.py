@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.shards import distributed
 from lightning_bayes.structures.base import positive
 from lightning_bayes.structures.diagonal import Diagonal
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +115,9 @@ class ParameterShard:
         return torch.special.ndtri(unit)
 
 
-class Mesh(Protocol):
-    """What is asked of a `DeviceMesh`."""
-
-    def size(self, mesh_dim: int) -> int: ...
-
-    def get_local_rank(self, mesh_dim: int) -> int: ...
-
-
-def own_indices(shape: torch.Size, placements: Sequence[Any] = (), mesh: Mesh | None = None) -> tuple[Tensor, ...]:
+def own_indices(
+    shape: torch.Size, placements: Sequence[Any] = (), mesh: DeviceMesh | None = None
+) -> tuple[Tensor, ...]:
     """The indices of a process's shard along each dimension of a tensor of this shape."""
     indices = [torch.arange(length) for length in shape]
     for mesh_dim, placement in enumerate(placements):

@@ -2,66 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from lightning_bayes.arguments import count, flag, seed, shown, text, word
-from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.plots.style import require_matplotlib
+from lightning_bayes.arguments import flag, shown, word
 from lightning_bayes.posterior.tuning import METHODS
 
 CALIBRATIONS = ("auto", "outputs", "probs", None)
-
-
-def check_use(
-    name: Any,
-    likelihood: Likelihood,
-    link: Any,
-    samples: Any,
-    network: Any,
-    ood: Any,
-    plots: Any,
-    number: Any,
-    error: type[Exception] = ValueError,
-) -> None:
-    """What a posterior's use is told; `number` is the seed."""
-    check_name(name, error)
-    likelihood.choose_link(link)
-    count("samples", samples, error=error)
-    if network is not None:
-        text("network", network, "the dotted name of a submodule", error)
-    flag("ood", ood, error)
-    if flag("plots", plots, error):
-        require_matplotlib()
-    seed("seed", number, error)
-
-
-def check_name(name: Any, error: type[Exception] = ValueError) -> None:
-    """Of logged numbers, and of a file."""
-    text("name", name, "a word that tells this posterior from others", error)
-    if name == "map":
-        raise error("name='map' is the name of the plain network's own scores: choose another")
-    if "/" in name or "\\" in name:
-        raise error(f"name must not hold a slash, got {name!r}")
-
-
-def check_save(save: Any) -> None:
-    """Whether and where the posterior's file is written."""
-    if save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip()):
-        return
-    raise ValueError(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")
-
-
-def check_data(data: Any) -> None:
-    """A loader for the fit, or the name of a method that returns one."""
-    if isinstance(data, str):
-        text("data", data, "a loader, or the name of a method that returns one")
-    elif data is not None:
-        check_loader(data, "data", "batches")
 
 
 def check_tuning(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
@@ -87,9 +90,9 @@ def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]
     are the same; `weights` is one of `WEIGHTS`."""
     roles = {"both": ("best", "last"), "best": ("best",), "last": ()}[weights]
     groups: dict[str, list[Stored]] = {}
-    for each in checkpoints:
-        if each.role in roles and not each.in_memory:
-            groups.setdefault(each.weights, []).append(each)
+    for checkpoint in checkpoints:
+        if checkpoint.role in roles and not checkpoint.in_memory:
+            groups.setdefault(checkpoint.weights, []).append(checkpoint)
     return list(groups.values())
 
 
@@ -124,12 +127,25 @@ def beside(path: Any, name: str) -> str:
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"
 
 
-def has_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
-    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+def is_of_weights(posterior: GaussianPosterior) -> bool:
+    """Whether the network still has the weights that the posterior was fitted to."""
+    try:
+        posterior.check_weights()
+    except PosteriorError:
+        return False
+    return True
+
+
+def warn_of_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """If the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
-        return False
-    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+        return
+    if _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"]):
+        rank_zero_warn(
+            "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
+            "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
+        )
 
 
 @contextmanager
@@ -138,14 +154,16 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
     tensors = [*module.parameters(), *module.buffers()]
     own = [t.detach().clone() for t in tensors]
     try:
-        problem = None
+        error: Exception | None = None
         if trainer.is_global_zero:
             try:
                 module.load_state_dict(_read(trainer, path)["state_dict"], strict=module.strict_loading)
-            except Exception as error:
-                problem = " ".join(str(error).split())
-        problem = trainer.strategy.broadcast(problem)
+            except Exception as raised:  # whatever it is: the other processes wait to hear of it
+                error = raised
+        problem = trainer.strategy.broadcast(None if error is None else " ".join(str(error).split()))
         if problem is not None:
+            if error is not None and not _is_unreadable(error):
+                raise error
             raise CheckpointError(f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}")
         share(tensors)  # their file systems may not have the checkpoint
         yield
@@ -161,9 +179,17 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
     try:
         return _read(trainer, path)
     except Exception as error:
+        if not _is_unreadable(error):
+            raise
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
         return None
+
+
+def _is_unreadable(error: Exception) -> bool:
+    """Whether a file that is damaged, foreign or of other weights may raise it."""
+    kinds = (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError, RuntimeError)
+    return isinstance(error, (*kinds, pickle.UnpicklingError)) and not is_out_of_memory(error)
 
 
 def _read(trainer: Trainer, path: str) -> dict[str, Any]:

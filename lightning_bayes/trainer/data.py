@@ -91,17 +91,17 @@ def exact_pass(
                 "that the loader repeats on several processes count several times",
                 stacklevel=2,
             )
-        limits = [each for each in (limit, max_batches) if isinstance(each, int)]
+        limits = [number for number in (limit, max_batches) if isinstance(number, int)]
         return ExactPass(_First(loader, min(limits)) if limits else loader, None, module, trainer)
     size = batch_size(loader)  # None: the dataset gives whole batches
     indices = _indices(loader)
-    for each in (limit, max_batches):
-        indices = indices[: _limit(each, len(indices), size or 1)]
+    for number in (limit, max_batches):
+        indices = indices[: _limit(number, len(indices), size or 1)]
     if not indices:
         raise DataError("the data are empty: at least one example is needed")
-    mine = indices[processes.rank :: processes.size]
+    own_indices = indices[processes.rank :: processes.size]
     probe = _rebuild(loader, indices[:1] if size is None else indices[:3], size and 3)
-    return ExactPass(_rebuild(loader, mine, size), probe, module, trainer)
+    return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
 
 
 def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
@@ -112,7 +112,7 @@ def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
 
 def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """The data module or the module, whichever has a `name`."""
-    owners = [each for each in (datamodule_of(trainer), module) if each is not None]
+    owners = [owner for owner in (datamodule_of(trainer), module) if owner is not None]
     for owner in owners:
         if hasattr(owner, name):
             return owner

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
 from lightning_bayes.trainer.private import gradient_scale, is_compiled
@@ -87,13 +87,13 @@ class DryRun:
             if seen and f is None:
                 y = self._callback.align_targets(seen[0], y)
                 likelihood.check(seen[0].detach(), y)
-            found: LossFit | None = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
-        if found is None and f is not None and self._callback.trains_at_its_weights:
+            fit = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
+        if fit is None and f is not None and self._callback.trains_at_its_weights:
             network = unwrap(network_of(module, self._callback.network))
             now = _in_own_mode(network, self._x, self._rng, trainer)
             if isinstance(now, Tensor) and now.shape == f.shape:
-                found = compare_values(likelihood, loss, now, y, scale)
-        return found
+                fit = compare_values(likelihood, loss, now, y, scale)
+        return fit
 
     @property
     def outputs(self) -> Tensor | None:
@@ -127,22 +127,11 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
 def check_memory(size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a full matrix, and its Cholesky factor, that the device cannot hold."""
     needed = 2 * size**2 * torch.promote_types(dtype, torch.float32).itemsize
-    there = _memory(device)
-    if needed > there:
+    available = _memory(device)
+    if needed > available:
         raise CurvatureError(
-            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has {there / 1e9:.3g} GB: "
-            "use structure='kron' or 'diag', or subset='last_layer'"
-        )
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a folder on this machine that what is fitted cannot be written to."""
-    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        why = "cannot be written to" if existing.is_dir() else "is a file"
-        raise RuntimeError(
-            f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
-            "default_root_dir= or logger="
+            f"structure='full' over {size} weights needs {needed / 1e9:.3g} GB, but {device} has "
+            f"{available / 1e9:.3g} GB: use structure='kron' or 'diag', or subset='last_layer'"
         )
 
 
@@ -162,7 +151,9 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
         stack.callback(register_module_forward_hook(note).remove)
         try:
             f = inputs.call(network, x)
-        except Exception as error:
+        except Exception as error:  # of the user's own network, which may raise anything
+            if is_out_of_memory(error):
+                raise
             shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
             raise ModuleError(
                 f"{what} cannot be run on the x of a batch, of shape {shapes} ({_first_line(error)}): name the "
@@ -193,7 +184,9 @@ def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> A
         torch.set_rng_state(rng)
         try:
             return functional_call(network, buffers, tuple(args), dict(kwargs))
-        except Exception:  # in this mode the step itself may not call it so
+        except Exception as error:  # anything, for the step itself may never call the network so
+            if is_out_of_memory(error):
+                raise
             return None
 
 
@@ -210,7 +203,7 @@ def _memory(device: torch.device) -> float:
         return float(torch.cuda.get_device_properties(device).total_memory)
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):  # not told by this system
+    except (AttributeError, ValueError, OSError):  # unknown on this system
         return float("inf")
 
 

@@ -1,4 +1,4 @@
-"""Where a callback's files go, on any file system that Lightning writes to, and how one takes another's place."""
+"""Where a callback's files go, on any file system that Lightning writes to, and how one replaces another."""
 
 from __future__ import annotations
 
@@ -31,34 +31,58 @@ def run_folder(trainer: Trainer) -> str:
 
 
 def directory(trainer: Trainer) -> Path:
-    """Where files go; on all processes, for Lightning tells them what rank zero says."""
+    """Where files go: rank zero's answer, on all processes."""
     return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
 
 
-def posterior_file(trainer: Trainer, name: str, save: bool | str | None, own: File | None) -> File | None:
-    """Where the posterior called `name` goes, or None for nowhere; on all processes the answer of rank zero.
+class PosteriorFile:
+    """The file of a callback's posterior called `name`, or the folder of a sharded one.
 
-    `save` is a file, a folder, or whether to save; None means wherever Lightning leaves files too. A file that is
-    not this callback's `own` is another run's, and stays.
+    `save` is a file, a folder, or whether to save; None means wherever Lightning leaves files too.
     """
-    chosen = _choose(trainer, name, save, own) if trainer.is_global_zero else None
-    chosen = trainer.strategy.broadcast(chosen)
-    return None if chosen is None else as_file(chosen)
 
+    def __init__(self, name: str, save: bool | str | None) -> None:
+        self._name, self._save = f"{name}_posterior", save
+        self.path: File | None = None  # once it has been written
 
-def _choose(trainer: Trainer, name: str, save: bool | str | None, own: File | None) -> str | None:
-    if isinstance(save, (str, os.PathLike)) and Path(save).suffix:
-        return str(save)
-    folder = str(save) if isinstance(save, (str, os.PathLike)) else run_folder(trainer)
-    leaves_files = bool(trainer.loggers or trainer.checkpoint_callbacks) or not _is_working_directory(folder)
-    if save is False or (save is None and not leaves_files):
-        return None
-    path, number = os.path.join(folder, name), 0
-    while exists(path) and as_file(path) != own:
-        number += 1
-        stem, suffix = os.path.splitext(name)
-        path = os.path.join(folder, f"{stem}-v{number}{suffix}")
-    return path
+    def check(self, trainer: Trainer) -> None:
+        """Before training: refuse a folder on this machine that cannot be written to."""
+        path = self._choose(trainer, ".pt")
+        if not isinstance(path, Path) or not trainer.is_global_zero:
+            return
+        folder = path.parent
+        existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            why = "cannot be written to" if existing.is_dir() else "is a file"
+            raise RuntimeError(
+                f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
+                "default_root_dir= or logger="
+            )
+
+    def write(self, trainer: Trainer, posterior: GaussianPosterior) -> None:
+        """On all processes: rank zero writes the file, and every one its part of a sharded posterior."""
+        self.path = self._choose(trainer, "" if posterior.is_sharded else ".pt")
+        if self.path is not None and (posterior.is_sharded or trainer.is_global_zero):
+            save_posterior(posterior, self.path)
+
+    def _choose(self, trainer: Trainer, suffix: str) -> File | None:
+        """On all processes the answer of rank zero; None for nowhere."""
+        path = trainer.strategy.broadcast(self._choose_here(trainer, suffix) if trainer.is_global_zero else None)
+        return None if path is None else as_file(path)
+
+    def _choose_here(self, trainer: Trainer, suffix: str) -> str | None:
+        save = self._save
+        if isinstance(save, (str, os.PathLike)) and Path(save).suffix:
+            return str(save)
+        folder = str(save) if isinstance(save, (str, os.PathLike)) else run_folder(trainer)
+        leaves_files = bool(trainer.loggers or trainer.checkpoint_callbacks) or not _is_working_directory(folder)
+        if save is False or (save is None and not leaves_files):
+            return None
+        path, number = os.path.join(folder, f"{self._name}{suffix}"), 0
+        while exists(path) and as_file(path) != self.path:  # another run's file stays
+            number += 1
+            path = os.path.join(folder, f"{self._name}-v{number}{suffix}")
+        return path
 
 
 def _is_working_directory(folder: str) -> bool:
@@ -85,7 +109,7 @@ def save_posterior(posterior: GaussianPosterior, path: File) -> None:
 
 
 def replace_file(path: File, content: dict[str, Any]) -> None:
-    """Write `content` in the place of what is there: a process that is killed meanwhile leaves the old file whole."""
+    """Replace a file: a process that is killed meanwhile leaves the old one whole."""
     if not is_local(path):
         buffer = io.BytesIO()
         torch.save(content, buffer)

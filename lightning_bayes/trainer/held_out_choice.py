@@ -7,7 +7,7 @@ so that it can come out worse than the plain network. Then all of them choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, validation_pass
 from lightning_bayes.trainer.module import ModuleError
+from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
 
 FEWEST = 4  # examples
@@ -63,31 +64,42 @@ class HeldOutScores:
             )
 
 
+def choose_on_validation(
+    trainer: Trainer | None,
+    module: LightningModule,
+    posterior: LaplacePosterior,
+    use: UseOptions,
+    tune: str | None,
+    calibrate: str | None,
+) -> tuple[LaplacePosterior, HeldOutScores | None]:
+    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the very predictions that `use` makes; and what
+    came of it, where that was scored."""
+    if tune == "grid":
+        link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
+        data, samples, seed = validation_pass(trainer, module), use.samples, use.seed
+        posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
+    if tune != "auto" and calibrate is None:
+        return posterior, None
+    place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
+    scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
+    by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
+    try:
+        held_out = validation_data(trainer, module)
+        if held_out is not None:
+            choice = survey(posterior, held_out, scoring, by_auto, calibrate is not None)
+            return choice.on(), two_fold(choice, held_out)
+        if by_auto:
+            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
+    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
+        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
+    return without_held_out_data(posterior) if by_auto else posterior, None
+
+
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
     if trainer is None or trainer.val_dataloaders is None or is_dev_run(trainer):
         return None
     return validation_pass(trainer, module)
-
-
-def tune_and_calibrate(
-    posterior: LaplacePosterior,
-    data: Callable[[], Iterable[Any] | None],
-    scoring: Scoring,
-    tune: str | None,
-    calibrate: str | None,
-) -> tuple[LaplacePosterior, HeldOutScores | None]:
-    """`tune` is "auto" or None: other ways have had their turn. Data that cannot be used are said, and not used."""
-    try:
-        held_out = data()
-        if held_out is not None:
-            choice = survey(posterior, held_out, scoring, tune == "auto", calibrate is not None)
-            return choice.on(), two_fold(choice, held_out)
-        if tune == "auto":
-            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
-    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:
-        rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return without_held_out_data(posterior) if tune == "auto" else posterior, None
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:

@@ -50,11 +50,11 @@ def _remove(path: str) -> None:
 
 
 def module_of(callback: Callback) -> LightningModule | None:
-    """The module of the Trainer that has this callback. No hook runs in the parent of launched processes, so that
-    nothing has told the callback of either."""
+    """The module of the Trainer that has this callback. No hook runs in the parent of launched processes, so
+    the callback knows neither."""
     packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
     kinds: Any = tuple(package.Trainer for package in packages if package is not None)
-    for each in gc.get_objects():
-        if issubclass(type(each), kinds) and any(other is callback for other in getattr(each, "callbacks", ())):
-            return each.lightning_module
+    for thing in gc.get_objects():
+        if issubclass(type(thing), kinds) and any(other is callback for other in getattr(thing, "callbacks", ())):
+            return thing.lightning_module
     return None

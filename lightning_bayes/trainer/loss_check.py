@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
+from lightning_bayes.network.slow_path import is_out_of_memory
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
 _FLAT = 1e-3  # a residual below this is mostly rounding
@@ -46,13 +47,17 @@ def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
     return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
 
 
-def compare_gradients(likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float) -> Any:
+def compare_gradients(
+    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float
+) -> LossFit | None:
     """A `LossFit` from the graph of `loss` (times `scale`); None where that says nothing."""
     try:
-        found = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # the graph cannot be walked twice, or not by `autograd.grad`
+        gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:  # the graph cannot be walked twice, or not by `autograd.grad`
+        if is_out_of_memory(error):
+            raise
         return None
-    used = [(f, g) for f, g in zip(outputs, found, strict=True) if g is not None]
+    used = [(f, g) for f, g in zip(outputs, gradients, strict=True) if g is not None]
     if not used:
         return None
     with torch.no_grad():
@@ -95,15 +100,20 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
     return LossFit(value, total / B, c, least <= FAR_OFF)
 
 
-def explain(likelihood: Likelihood, f: Tensor | None) -> str:
-    """What is usually the cause of a loss that is not the likelihood's."""
+def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
+    """A loss that is not the likelihood's, and what is usually the cause."""
+    cause = (
+        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
+        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+    )
     if f is not None and likelihood.chooses_one_class and bool((f >= 0).all()):
         ones = widen(f).sum(1)
         if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
-            return "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
+            cause = "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
     return (
-        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
-        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+        f"the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on the network's outputs "
+        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean is {fit.nll:.6g}. The "
+        f"posterior assumes this likelihood; {cause}"
     )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
-PREDICT_STEPS = ("replace", "keep", "both")
 USER = "user"  # key of the module's own output beside the predictions
 
 
@@ -24,7 +24,7 @@ class PredictStep:
 
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
         self._module, self._callbacks = module, callbacks
-        self._both = any(callback.predict_step == "both" for callback in callbacks)
+        self._both = any(callback.use.predict_step == "both" for callback in callbacks)
         if self._both and USER in [callback.name for callback in callbacks]:
             raise ValueError(
                 f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
@@ -33,10 +33,15 @@ class PredictStep:
         self._set = module.__dict__.get("predict_step")  # if the user had set one on the instance
         self._own = module.predict_step
 
-    @property
-    def replaces_own(self) -> bool:
-        """Whether a `predict_step` of the user's own is not run."""
-        return not self._both and not is_default_predict_step(self._own)
+    def say_replaced(self) -> bool:
+        """Whether a `predict_step` of the user's own is not run; then that is said."""
+        if self._both or is_default_predict_step(self._own):
+            return False
+        rank_zero_info(
+            f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
+            f"{type(self._module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
+        )
+        return True
 
     def install(self) -> None:
         def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:

@@ -32,7 +32,7 @@ def run_last(trainer: Trainer, last: list[Any]) -> None:
     checkpoints = [callback for callback in callbacks if class_name(callback, {"Checkpoint"})]
     moved = {id(callback) for callback in (*last, *checkpoints)}
     # A new list: Lightning may be walking through the old one.
-    set_callbacks(trainer, [*(each for each in callbacks if id(each) not in moved), *last, *checkpoints])
+    set_callbacks(trainer, [*(other for other in callbacks if id(other) not in moved), *last, *checkpoints])
 
 
 @contextmanager

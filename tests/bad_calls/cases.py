@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -125,6 +126,15 @@ def mlp(inputs: int = 3, outputs: int = 3) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+class LitNet(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
 
 
 class Autoencoder(nn.Module):

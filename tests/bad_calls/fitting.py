@@ -3,13 +3,12 @@
 from inspect import signature
 from typing import Any
 
-import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bad_calls.callbacks import COUNT, counts, flags, positives, priors, words
-from bad_calls.cases import Of, Table, Things, mlp
+from bad_calls.cases import LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import (
     Categorical,
@@ -122,15 +121,6 @@ l2m("optimizers", torch.optim.SGD(_fresh.parameters(), 0.1), "SGD keeps no secon
 l2m("optimizers", torch.optim.Adam(_fresh.parameters()), "has made no step", named=False, network=_fresh)
 
 # -- a callback's own calls ------------------------------------------------------------------------------------------
-
-
-class LitNet(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
 
 
 def _now(t: Things, module: Any = None, dataloader: Any = ((X, Y),), trainer: Any = None, **options: Any) -> Any:

@@ -1,25 +1,16 @@
 """The options of variational modules, the multiplier, and the functions beside them."""
 
 import math
-from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bad_calls.callbacks import FLAG, POSITIVE, counts, flags
-from bad_calls.cases import Of, Table, mlp
+from bad_calls.cases import LitNet as Lit
+from bad_calls.cases import Of, Table
 from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
-
-
-class Lit(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from helpers.training import trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,6 +87,10 @@ def train_loader(n: int = 37, batch_size: int = 8, shuffle: bool = True) -> Data
     return DataLoader(labelled(n), batch_size=batch_size, shuffle=shuffle)
 
 
+def plain_loader() -> DataLoader[Any]:
+    return train_loader(shuffle=False)
+
+
 def held_out(n: int = 11, batch_size: int = 4, seed: int = 5) -> DataLoader[Any]:
     return DataLoader(labelled(n, seed), batch_size=batch_size)
 
@@ -97,21 +102,6 @@ def laplace(**arguments: Any) -> LaplaceCallback:
 def by_evidence(**arguments: Any) -> LaplaceCallback:
     """One that leaves validation data alone."""
     return laplace(**{"tune": "marglik", "calibrate": None, **arguments})
-
-
-def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-        "callbacks": list(callbacks),
-    }
-    return L.Trainer(**{**quiet, **arguments})
 
 
 def fitted(folder: Path, callback: LaplaceCallback, model: L.LightningModule | None = None, **arguments: Any) -> Any:

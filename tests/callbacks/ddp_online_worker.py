@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from callback_cases import trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from online_cases import Autoencoder, flat, noted, online, vectors
+from online_cases import Autoencoder, adam, flat, noted, online, still, vectors
 from torch.utils.data import DataLoader, DistributedSampler
 
 GLOBAL = 8  # examples in a step of all processes
@@ -29,14 +29,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated": ({"at": "sample"}, {"accumulate_grad_batches": 2}),
     "limited": ({}, {"limit_train_batches": 2}),
 }
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, 0.01)
-
-
-def still(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.0)
 
 
 class Save(L.Callback):

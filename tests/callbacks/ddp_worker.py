@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ class Scenarios:
         for kind, loader in loaders.items():
             parts = fit.test(model, [loader, far], verbose=False)
             self.results[f"test/{kind}"] = {key: value for part in parts for key, value in part.items()}
-            callback.plots = False  # one pair of pictures is enough
+            callback.use = replace(callback.use, plots=False)  # one pair of pictures is enough
         self.results["val"] = fit.validate(model, [loaders["plain"]], verbose=False)[0]
         predictions = fit.predict(model, loaders["plain"])
         self.results["predict"] = torch.cat([each.probs for each in predictions])

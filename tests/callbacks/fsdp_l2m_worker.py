@@ -183,7 +183,7 @@ class Scenarios:
 
         held_out = self.loader(12)
         self.results["test"] = fit.test(model, held_out, verbose=False)[0]
-        self.results["predict"] = torch.cat([each.probs for each in fit.predict(model, held_out)])
+        self.results["predict"] = torch.cat([prediction.probs for prediction in fit.predict(model, held_out)])
 
         path = self.folder / "kept"
         posterior.save(path)
@@ -286,6 +286,6 @@ def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where = Path(sys.argv[1])
-    found = run(where, int(sys.argv[2]), int(sys.argv[3]))
-    torch.save(found, where / f"rank{os.environ['LOCAL_RANK']}.pt")
+    folder = Path(sys.argv[1])
+    results = run(folder, int(sys.argv[2]), int(sys.argv[3]))
+    torch.save(results, folder / f"rank{os.environ['LOCAL_RANK']}.pt")

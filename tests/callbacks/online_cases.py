@@ -25,6 +25,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.05)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.01)
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.0)
+
+
 class Autoencoder(L.LightningModule):
     """Bare tensors are its batches."""
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from real_processes import launched
+from helpers.processes import launched
 
 WORKER = str(Path(__file__).with_name("ddp_dry_run_worker.py"))
 

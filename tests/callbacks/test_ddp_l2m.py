@@ -6,8 +6,8 @@ import ddp_l2m_worker
 import pytest
 import torch
 from ddp_l2m_worker import CASES, EXAMPLES
+from helpers.processes import launched, results
 from l2m_cases import adam
-from real_processes import launched, results
 
 from lightning_bayes import GaussianPosterior
 

@@ -7,7 +7,7 @@ import ddp_worker
 import pytest
 import torch
 from callback_cases import labelled
-from real_processes import launched, results
+from helpers.processes import launched, results
 
 from lightning_bayes import GaussianPosterior
 

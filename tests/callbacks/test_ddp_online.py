@@ -7,8 +7,8 @@ import ddp_online_worker
 import pytest
 import torch
 from ddp_online_worker import CASES, EXAMPLES, GLOBAL, ODD
+from helpers.processes import launched, results
 from online_cases import Autoencoder, ByHand, flat, same, vectors
-from real_processes import launched, results
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

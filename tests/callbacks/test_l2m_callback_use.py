@@ -1,6 +1,5 @@
 """What comes after the fit: test, predict, checkpoints, resumed runs, LightningCLI."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
+from helpers.processes import environment
 from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
@@ -185,9 +185,9 @@ def test_a_fresh_process_reads_the_checkpoint(tmp_path: Path) -> None:
     expected = fit.test(model, HELD_OUT, verbose=False)[0]["test_nll_l2m"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    variables = environment(Path(__file__).parent)
     command = [sys.executable, str(program), str(tmp_path), path]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert said.returncode == 0, said.stderr
     assert float(said.stdout.split()[-1]) == pytest.approx(expected, rel=1e-9)
 

@@ -10,10 +10,18 @@ import interrupted_worker
 import lightning as L
 import pytest
 import torch
-from callback_cases import Classifier, draw, held_out, labelled, laplace, same_posterior, train_loader, trainer
+from callback_cases import (
+    Classifier,
+    draw,
+    held_out,
+    laplace,
+    plain_loader,
+    same_posterior,
+    train_loader,
+    trainer,
+)
+from helpers.processes import launched
 from lightning.pytorch.callbacks import ModelCheckpoint
-from real_processes import launched
-from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, L2MCallback, OnlineLaplaceCallback, fit_laplace
 
@@ -24,10 +32,6 @@ pytestmark = [
 
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
-
-
-def plain_loader() -> DataLoader[Any]:
-    return DataLoader(labelled(37), batch_size=8)
 
 
 @pytest.mark.parametrize(

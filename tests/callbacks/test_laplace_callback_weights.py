@@ -6,7 +6,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from callback_cases import Classifier, by_evidence, draw, held_out, labelled, same_numbers, same_posterior, trainer
+from callback_cases import (
+    Classifier,
+    by_evidence,
+    draw,
+    held_out,
+    labelled,
+    plain_loader,
+    same_numbers,
+    same_posterior,
+    trainer,
+)
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -28,10 +38,6 @@ pytestmark = [
 
 X = draw(5, 4, seed=9)
 KEY = "LaplaceCallback[laplace]"
-
-
-def plain_loader() -> DataLoader[Any]:
-    return DataLoader(labelled(37), batch_size=8)
 
 
 def fit_with(folder: Path, *callbacks: Any, model: Any = None, data: Any = None, **arguments: Any) -> tuple[Any, Any]:

@@ -1,6 +1,5 @@
 """Strategies that fork or spawn hand the posterior back to the process that called `fit`."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +7,14 @@ from pathlib import Path
 import launched_worker
 import pytest
 import torch
-from real_processes import free_port
+from helpers.processes import environment, free_port
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_the_parent_has_the_posterior(tmp_path: Path, strategy: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, launched_worker.__file__, str(tmp_path), strategy]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    variables = environment(MASTER_PORT=str(free_port()))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert found["is the model's"]

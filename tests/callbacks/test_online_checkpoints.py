@@ -17,6 +17,7 @@ from online_cases import (
     Convolutional,
     Given,
     Run,
+    adam,
     agree,
     flat,
     images,
@@ -36,10 +37,6 @@ pytestmark = [
 
 KEY = "OnlineLaplaceCallback[online_laplace]"
 X = draw(5, 4, seed=9).double()
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, 0.01)
 
 
 class Resumable(Given):

@@ -1,6 +1,7 @@
 """Online Laplace against the update by hand: the same weights and curvature, whatever a training loop does."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian
-from lightning_bayes.callbacks.memory import CurvatureMemory
+from lightning_bayes.callbacks.memory import CurvatureMemory, MemoryRule, numbered_noise
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.network import Processes
@@ -327,7 +328,7 @@ def test_the_other_diagonals_enter_the_same_update(tmp_path: Path, hessian: str)
     for x in images() * 2:
         C = 0.8 * C + EXAMPLES / len(x) * diagonal(x, x)
     same(run.C, C)
-    assert (hessian == "approx") == (run.callback._diagonal.mode == "approx")  # type: ignore[union-attr]
+    assert (hessian == "approx") == (run.callback._sampled.diagonal.mode == "approx")  # type: ignore[union-attr]
 
 
 def test_the_noise_of_the_likelihood_scales_the_curvature(tmp_path: Path) -> None:
@@ -359,28 +360,32 @@ def test_curvature_that_is_not_finite_stops_training_before_it_is_remembered(tmp
 def memory(P: int = 1000) -> CurvatureMemory:
     network = nn.Linear(P, 1, bias=False)
     subset = choose_subset(network, draw(1, P, seed=0), "all")
-    return CurvatureMemory(torch.zeros(P, dtype=torch.float64), subset, 1, 0.1, False, "dataset", 0)
+    return CurvatureMemory(torch.zeros(P, dtype=torch.float64), subset, 1, MemoryRule(memory_factor=0.1), 0)
 
 
 def test_noise_is_standard_normal_and_differs_by_seed_number_and_rank() -> None:
     """Also numbers and seeds that agree in their low bits: torch's generator on the CPU looks at 32 of them."""
     numbers = [(s, n, r) for s in (0, 1, 2**16, 2**32) for n in (1, 2, 2**16 + 1, 2**32 + 1) for r in (0, 1)]
     one = torch.ones(1000, dtype=torch.float64)
-    drawn = torch.stack([memory().draw(n, one, s, r, None) for s, n, r in numbers])  # [32, 1000]
+    drawn = torch.stack([numbered_noise(one, s, n, r) for s, n, r in numbers])  # [32, 1000]
     correlation = torch.corrcoef(drawn) - torch.eye(len(numbers), dtype=torch.float64)
     assert correlation.abs().max() < 0.15  # 4.7 standard errors
     assert abs(float(drawn.mean())) < 0.025
     assert abs(float(drawn.var()) - 1) < 0.035
-    again = memory().draw(2, one, 1, 1, None)
+    again = numbered_noise(one, 1, 2, 1)
     assert torch.equal(again, drawn[numbers.index((1, 2, 1))])
 
 
 def test_a_sample_has_the_posteriors_variance() -> None:
     precision = torch.logspace(-2, 4, 1000, dtype=torch.float64)
-    drawn = torch.stack([memory().draw(n, precision, 0, 0, None) for n in range(500)])
+    found = memory()
+    found.C = (precision - 0.005) / 2
+    found.rule = MemoryRule(scale=2.0, prior_precision=0.005)
+    drawn = torch.stack([found.draw(n, 0, 0) for n in range(500)])
     scaled = drawn.square().mean(0) * precision
     assert abs(float(scaled.mean()) - 1) < 0.01
-    limited = torch.stack([memory().draw(n, precision, 0, 0, 0.5) for n in range(500)])
+    found.rule = replace(found.rule, max_std=0.5)
+    limited = torch.stack([found.draw(n, 0, 0) for n in range(500)])
     std = precision.rsqrt().clamp(max=0.5)
     same(limited, drawn * (std / precision.rsqrt()))
 

@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from callback_cases import Classifier, Regressor, draw, held_out, labelled, laplace, measured, train_loader, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.tuner import Tuner
-from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, trained, vectors
+from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, still, trained, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback
 
 X = draw(5, 4, seed=9).double()
-
-
-def still(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.0)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -388,8 +384,9 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, mo
 
     L.seed_everything(0, verbose=False)
     same_words = OnlineLaplaceCallback(
-        "classification", 0.01, "mixed", 2, 2.5, 0.5, True, "sample", True, 3.0, "batch", 0.1, 4, 100,
-        ["net.0", "net.4.bias"], "glm", "probit", 7, None, "mine", False, False, 3,
+        "classification", memory_factor=0.01, hessian="mixed", samples=2, prior_precision=2.5, scale=0.5, average=True,
+        at="sample", same_sample=True, initial_curvature=3.0, scaling="batch", max_std=0.1, threshold=4, n_data=100,
+        subset=["net.0", "net.4.bias"], predictive="glm", link="probit", predictive_samples=7, name="mine", seed=3,
     )  # fmt: skip
     model = Classifier()
     trainer(tmp_path, same_words, max_epochs=1).fit(model, train_loader(shuffle=False))
@@ -403,4 +400,4 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, mo
     cli = LightningCLI(Classifier, Data, args=["--config", str(path)], run=False, **arguments)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
     assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.memory_factor, callback.hessian, callback.at) == (1e-4, "auto", "mean")
+    assert (callback.rule.memory_factor, callback.hessian, callback.at) == (1e-4, "auto", "mean")

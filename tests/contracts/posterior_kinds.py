@@ -13,12 +13,14 @@ from helpers.training import TASKS, LitNet, loader, trainer
 from lightning_bayes import (
     DeepEnsemble,
     GaussianPosterior,
+    LaplacePosterior,
     OnlineLaplaceCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     fit_l2m,
     fit_laplace,
 )
+from lightning_bayes.posterior import ShardedPosterior
 
 N = 11
 STRUCTURES, SUBSETS = ("full", "diag", "kron"), ("all", "last_layer")
@@ -37,7 +39,7 @@ def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int =
     return fit_laplace(net, loader(task), TASKS[task], structure, subset, prior_precision=2.0)
 
 
-def l2m(task: str) -> GaussianPosterior:
+def l2m(task: str) -> LaplacePosterior:
     module = LitNet(task)
     optimizer: Any = module.configure_optimizers()
     for batch in loader(task):
@@ -45,9 +47,13 @@ def l2m(task: str) -> GaussianPosterior:
         module.nll(*batch).backward()
         optimizer.step()
     optimizer.zero_grad()
-    posterior = fit_l2m(module.net, optimizer, TASKS[task], n_data=N, batch_size=N / 3, loss_scale=1.0)
-    assert isinstance(posterior, GaussianPosterior)
-    return posterior
+    return fit_l2m(module.net, optimizer, TASKS[task], n_data=N, batch_size=N / 3, loss_scale=1.0)
+
+
+def sharded(task: str) -> ShardedPosterior:
+    """That of one process, which has all shards."""
+    whole = l2m(task)
+    return ShardedPosterior.from_curvature(whole.network, whole.curvature, whole.prior_precision)
 
 
 def online(task: str) -> GaussianPosterior:
@@ -79,12 +85,14 @@ MAKERS: dict[str, Callable[[str], Any]] = {
         for structure, subset in product(STRUCTURES, SUBSETS)
     },
     "l2m": l2m,
+    "sharded": sharded,
     "online": online,
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
     "ensemble": ensemble,
 }
 GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]
+LINEARISED = [kind for kind in GAUSSIANS if kind != "sharded"]  # which needs the whole network for that
 OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith("variational")]
 
 

@@ -16,7 +16,7 @@ from helpers.oracles import at_weights, jacobian
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import FEATURES, OUTPUTS, TASKS, dataset, loader
 from helpers.untouched import untouched
-from posterior_kinds import GAUSSIANS, MAKERS, OF_LAPLACE, N, made, members
+from posterior_kinds import GAUSSIANS, LINEARISED, MAKERS, OF_LAPLACE, N, made, members
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
@@ -28,8 +28,13 @@ X = real(B, FEATURES, seed=7)
 
 every_posterior = pytest.mark.parametrize("kind", MAKERS)
 every_gaussian = pytest.mark.parametrize("kind", GAUSSIANS)
+every_linearised = pytest.mark.parametrize("kind", LINEARISED)
 every_task = pytest.mark.parametrize("task", TASKS)
 both_kinds_of_targets = pytest.mark.parametrize("task", ["classification", "regression"])
+
+
+def predictives(kind: str) -> tuple[str, ...]:
+    return ("bnn", "map") if kind == "sharded" else ("glm", "bnn", "map")
 
 
 def covariance(posterior: GaussianPosterior) -> Tensor:
@@ -99,7 +104,7 @@ def test_the_generator_decides_what_is_drawn(kind: str) -> None:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-@every_gaussian
+@every_linearised
 def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> None:
     """`f(x; θ*)` and `J P⁻¹ Jᵀ`."""
     posterior = made(kind, "classification")
@@ -111,9 +116,8 @@ def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> Non
     torch.testing.assert_close(joint, J.flatten(0, 1) @ Σ @ J.flatten(0, 1).mT, **TIGHT)
 
 
-@every_posterior
+@pytest.mark.parametrize(("kind", "predictive"), [(kind, each) for kind in MAKERS for each in predictives(kind)])
 @every_task
-@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
 def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
     posterior = made(kind, task)
     for link in (None, *TASKS[task].links) if predictive == "glm" else (None,):
@@ -164,7 +168,7 @@ def test_predictions_are_those_of_the_network_at_its_weights_and_at_draws(kind: 
     torch.testing.assert_close(sampled.aleatoric, variance.mean(0), **TIGHT)
 
 
-@every_gaussian
+@every_linearised
 def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
     """`f(x; θ*)`, `diag(J P⁻¹ Jᵀ)`, and the noise."""
     posterior = made(kind, "regression")
@@ -190,7 +194,7 @@ def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
     torch.testing.assert_close(found.epistemic, within + between, **TIGHT)
 
 
-@every_posterior
+@pytest.mark.parametrize("kind", [*LINEARISED, "ensemble"])
 @both_kinds_of_targets
 def test_scores_have_the_same_keys(kind: str, task: str) -> None:
     scores = evaluate(made(kind, task), loader(task), samples=5)
@@ -216,7 +220,7 @@ def reloaded(posterior: Any, how: str, folder: Path) -> Any:
     paths = [folder / f"{number}.pt" for number, _ in enumerate(networks)]
     for member, path in zip(members(posterior), paths, strict=True):
         member.save(path)
-        assert isinstance(torch.load(path, weights_only=True), dict)
+        assert path.is_dir() if member.is_sharded else isinstance(torch.load(path, weights_only=True), dict)
     if isinstance(posterior, DeepEnsemble):
         return DeepEnsemble.load(paths, networks, weights=posterior.weights)
     return GaussianPosterior.load(paths[0], networks[0])
@@ -233,7 +237,7 @@ def test_what_comes_back_is_the_same_posterior(kind: str, how: str, task: str, t
     posterior = made(kind, task)
     found = reloaded(posterior, how, tmp_path)
     assert type(found) is type(posterior)
-    for predictive in ("glm", "bnn", "map"):
+    for predictive in predictives(kind):
         one, two = (p.predict(X, predictive, samples=5, generator=seeded()) for p in (found, posterior))
         for name, value in tensors(two).items():
             torch.testing.assert_close(tensors(one)[name], value, **TIGHT)
@@ -284,7 +288,7 @@ def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
             call()
 
 
-@every_gaussian
+@every_linearised
 @both_kinds_of_targets
 def test_calibration_is_kept_and_changes_predictions_alone(kind: str, task: str) -> None:
     posterior = made(kind, task)
@@ -310,11 +314,11 @@ USES: dict[str, Callable[[Any], Any]] = {
     "functional": lambda p: p.functional(X),
     "calibrate": lambda p: p.calibrate(loader(), samples=3),
 }
-OF_ENSEMBLES = ("glm", "glm, mc", "bnn", "map", "evaluate")
+OF_SOME = {"ensemble": ("glm", "glm, mc", "bnn", "map", "evaluate"), "sharded": ("bnn", "map")}
 
 
 def uses(kind: str) -> list[Callable[[Any], Any]]:
-    return [use for name, use in USES.items() if kind != "ensemble" or name in OF_ENSEMBLES]
+    return [USES[name] for name in OF_SOME.get(kind, USES)]
 
 
 @every_posterior

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.networks import Wired
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -79,19 +80,6 @@ class Apply(nn.Module):
 
     def forward(self, *args: Tensor) -> Tensor:
         return self.function(*args)
-
-
-class Wired(nn.Module):
-    """Named parts and a forward that is given as a function of them."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._forward = forward
-
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        return self._forward(self, *args, **kwargs)
 
 
 @case

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from helpers.oracles import call
 from networks import Case
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -21,12 +22,6 @@ def example(x: Any, n: int) -> Any:
     if isinstance(x, tuple):
         return tuple(value[n : n + 1] for value in x)
     return x[n : n + 1]
-
-
-def call(network: nn.Module, x: Any) -> Tensor:
-    if isinstance(x, dict):
-        return network(**x)
-    return network(*x) if isinstance(x, tuple) else network(x)
 
 
 def subset(network: nn.Module, names: list[str] | None = None) -> tuple[nn.Module, dict[str, nn.Parameter]]:

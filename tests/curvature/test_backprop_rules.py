@@ -30,7 +30,7 @@ def found(module: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
     walk = Walk(tape.ops_to(y), y, {}, 0.0, parts.values())
     with torch.no_grad():
         walk.from_diagonal(d)
-    return {name: walk.found[id(t)] for name, t in parts.items()}
+    return {name: walk.diagonals[id(t)] for name, t in parts.items()}
 
 
 def expected(module: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
@@ -562,7 +562,7 @@ def test_embedding(sparse: bool) -> None:
     by_hand = torch.zeros(5, 3, dtype=torch.float64)
     for b, t in ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2)):  # but not the padding
         by_hand[tokens[b, t]] += d[b, t]
-    torch.testing.assert_close(walk.found[id(table.weight)], by_hand, **TIGHT)
+    torch.testing.assert_close(walk.diagonals[id(table.weight)], by_hand, **TIGHT)
 
 
 def test_residual_sum_drops_the_cross_terms() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from helpers.untouched import assert_same, snapshot
 from networks import CASES, Case, Wired, real
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,51 +55,6 @@ def make() -> Network:
     network.head.register_forward_hook(lambda m, args, z: None)
     network.norm.register_full_backward_hook(lambda m, g_in, g_out: None)
     return network
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
-
-
-def snapshot(network: nn.Module) -> dict[str, Any]:
-    parameters = dict(network.named_parameters())
-    return {
-        "weights": {name: p.detach().clone() for name, p in parameters.items()},
-        "identity": {name: id(p) for name, p in parameters.items()},
-        "pointer": {name: p.data_ptr() for name, p in parameters.items()},
-        "version": {name: p._version for name, p in parameters.items()},
-        "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
-        "grad": {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()},
-        "buffers": {name: b.clone() for name, b in network.named_buffers()},
-        "modes": {name: m.training for name, m in network.named_modules()},
-        "hooks": {name: [len(getattr(m, kind)) for kind in HOOKS] for name, m in network.named_modules()},
-        "attributes": {name: sorted(vars(m)) for name, m in network.named_modules()},
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "threads": torch.get_num_threads(),
-        "attention": torch.backends.mha.get_fastpath_enabled(),
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "cudnn": torch.backends.cudnn.enabled,
-    }
-
-
-def assert_same(before: Any, after: Any, where: str = "") -> None:
-    if isinstance(before, dict):
-        assert before.keys() == after.keys(), where
-        for key in before:
-            assert_same(before[key], after[key], f"{where}/{key}")
-    elif isinstance(before, (tuple, list)):
-        assert len(before) == len(after), where
-        for i, (a, b) in enumerate(zip(before, after, strict=True)):
-            assert_same(a, b, f"{where}/{i}")
-    elif isinstance(before, Tensor):
-        assert torch.equal(before, after), where
-    elif isinstance(before, np.ndarray):
-        assert np.array_equal(before, after), where
-    else:
-        assert before == after, where
 
 
 def data(batches: int = 3) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import pkgutil
 import re
 import textwrap
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
     torch.testing.assert_close(names["diagonal"](x, torch.zeros(32, 3)), squares, rtol=1e-4, atol=1e-5)
     assert H.n_data == 64
     assert H.structure.size == H.subset.size == 40 + 8 + 435
+    assert (names["posterior"].n_data, names["posterior"].precision.size) == (96, 64 * 300 + 300 + 602 + 192)
     page = (DOCS / "curvature.md").read_text(encoding="utf-8")
     (said,) = re.findall(r"^curvature blocks: .*$", page, re.MULTILINE)
     assert said in caplog.messages
@@ -88,6 +90,29 @@ def test_metrics() -> None:
     (said,) = re.findall(r"^ood\.compute\(\)\s+# (.*)$", page, re.MULTILINE)
     assert {k: float(v) for k, v in names["ood"].compute().items()} == pytest.approx(ast.literal_eval(said))
     assert names["ax"].get_xlabel() == "confidence"
+
+
+def test_every_name_of_the_api_page_exists() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    entries = re.split(r"^::: ", page, flags=re.MULTILINE)[1:]
+    assert len(entries) > 20
+    for entry in entries:
+        path, _, options = entry.partition("\n")
+        thing = pkgutil.resolve_name(path.strip())
+        listed = re.search(r"members: \[(.*?)\]", options) or re.search(r"members:\n((?:\s+- \w+\n)+)", options)
+        for name in re.findall(r"\w+", listed.group(1)) if listed else []:
+            assert hasattr(thing, name), f"{path.strip()} has no {name}"
+
+
+def test_every_module_and_file_that_a_page_names_exists() -> None:
+    for page in DOCS.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"\blightning_bayes(?:\.\w+)+", text):
+            pkgutil.resolve_name(name)
+        for path in re.findall(r"\b(?:recipes|benchmarks)/[\w/.]*\w", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), f"{page.name}: {module}"
 
 
 class Model(L.LightningModule):

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from helpers.tensors import real as logits
 from torch import Tensor
 
 from lightning_bayes.likelihoods import Bernoulli, Categorical, LikelihoodError
-
-
-def logits(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def quadrature(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from helpers.tensors import real as logits
 
 from lightning_bayes.likelihoods import Categorical, LikelihoodError
 from lightning_bayes.likelihoods.outputs import draw_gaussian
-
-
-def logits(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def covariance(B: int, C: int, rank: int | None = None, seed: int = 1) -> torch.Tensor:

@@ -5,14 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.tensors import real as randn
 from torch import Tensor
 
 from lightning_bayes.likelihoods import Gaussian, LikelihoodError
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 NOISES = [0.3, torch.tensor(0.3), torch.tensor([0.3, 2.0, 0.7], dtype=torch.float64)]
 

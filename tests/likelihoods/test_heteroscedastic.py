@@ -5,15 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from helpers.tensors import real as randn
 
 from lightning_bayes.likelihoods import HeteroscedasticGaussian, LikelihoodError
 
 LIKELIHOOD = HeteroscedasticGaussian()
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_log_likelihood_matches_torch() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from helpers import training
+from helpers.tensors import real as draw
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -19,10 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin
 
 Configure = Callable[[Any], Any]
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def loader() -> DataLoader[Any]:
@@ -99,18 +97,7 @@ class Record(L.Callback):
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 3,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-        "callbacks": list(callbacks),
-    }
-    return L.Trainer(**{**quiet, **arguments})
+    return training.trainer(folder, *callbacks, **{"max_epochs": 3, **arguments})
 
 
 def moves(folder: Path, module: L.LightningModule, **arguments: Any) -> dict[str, Tensor]:

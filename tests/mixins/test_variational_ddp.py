@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import variational_ddp_worker
-from real_processes import launched
-from real_processes import results as results_of
+from helpers.processes import launched
+from helpers.processes import results as results_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),

@@ -6,6 +6,8 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from helpers import training
+from helpers.tensors import real as draw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,10 +17,6 @@ from lightning_bayes.mixins import VariationalInferenceMixin, VariationalLaplace
 SIDE, CHANNELS = 4, 2  # of the images
 NOISE = 0.6
 LIKELIHOODS = {"classification": Categorical(), "binary": Bernoulli(), "regression": Gaussian(NOISE)}
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class Tied(nn.Module):
@@ -202,16 +200,5 @@ def log_p(task: str, f: Tensor, y: Tensor) -> Tensor:
     return torch.distributions.Normal(f, NOISE).log_prob(y).sum(1)
 
 
-def trainer(folder: Path, **arguments: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-        "precision": "64-true",
-    }
-    return L.Trainer(**{**quiet, **arguments})
+def trainer(folder: Path, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
+    return training.trainer(folder, *callbacks, **{"precision": "64-true", **arguments})

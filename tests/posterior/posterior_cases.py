@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.networks import Wired, mlp
+from helpers.tensors import real
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
 
 from lightning_bayes import Categorical, Gaussian
 from lightning_bayes.likelihoods import Likelihood
 
-TIGHT = {"rtol": 1e-8, "atol": 1e-10}
 STRUCTURES = ("full", "diag", "kron")
 N = 7
 
@@ -41,33 +40,6 @@ def pick(x: Any, part: Any) -> Any:
     if isinstance(x, dict):
         return {key: value[part] for key, value in x.items()}
     return tuple(value[part] for value in x) if isinstance(x, tuple) else x[part]
-
-
-def call(network: nn.Module, x: Any) -> Tensor:
-    if isinstance(x, dict):
-        return network(**x)
-    return network(*x) if isinstance(x, tuple) else network(x)
-
-
-def real(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Wired(nn.Module):
-    """Named parts and a forward that is given as a function of them."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._forward = forward
-
-    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        return self._forward(self, *args, **kwargs)
-
-
-def mlp(inputs: int = 3, hidden: int = 4, outputs: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
 
 
 def _moved(norm: Any) -> Any:
@@ -143,23 +115,6 @@ def case(name: str) -> Case:
         torch.manual_seed(len(name))
         network, x, y, likelihood = _MAKERS[name]()
         return Case(network.double(), x, y, likelihood)
-
-
-def jacobian(network: nn.Module, x: Any, names: Sequence[str] | None = None) -> Tensor:
-    """The Jacobian of all outputs by the parameters `names`, by PyTorch's own transform.  # [B, C, P]"""
-    network = copy.deepcopy(network).eval()
-    chosen = {n: p.detach() for n, p in network.named_parameters() if names is None or n in names}
-    rest = {n: p.detach() for n, p in network.named_parameters() if n not in chosen}
-
-    def f(parameters: dict[str, Tensor]) -> Tensor:
-        everything = {**rest, **parameters}
-        if isinstance(x, dict):
-            return functional_call(network, everything, (), x)
-        return functional_call(network, everything, x if isinstance(x, tuple) else (x,))
-
-    found = jacrev(f)(chosen)
-    B = len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)
-    return torch.cat([found[n].reshape(B, -1, p.numel()) for n, p in chosen.items()], dim=-1)
 
 
 def flat_weights(network: nn.Module) -> Tensor:

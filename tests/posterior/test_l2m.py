@@ -109,24 +109,26 @@ def test_the_same_curvature_comes_out_of_adam_and_of_another_batch_size() -> Non
     x, y = data(True)
     net = linear()
     optimum(net, x, y, loss, 0.05)
-    found = []
+    curvatures = []
     for batch in (2, 8):
         optimizer = Adam(net.parameters(), lr=0.0, betas=(0.9, 0.9998), weight_decay=0.05)
         run(net, optimizer, x, y, loss, batch, epochs=200 * batch)
-        found.append(fit_l2m(net, optimizer, likelihood, n_data=N, batch_size=batch).curvature.structure.diagonal())
-    torch.testing.assert_close(found[0], found[1], rtol=0.2, atol=0)
-    assert (found[0].sum() / found[1].sum() - 1).abs() < 0.05
+        curvatures.append(
+            fit_l2m(net, optimizer, likelihood, n_data=N, batch_size=batch).curvature.structure.diagonal()
+        )
+    torch.testing.assert_close(curvatures[0], curvatures[1], rtol=0.2, atol=0)
+    assert (curvatures[0].sum() / curvatures[1].sum() - 1).abs() < 0.05
 
 
 def test_what_adagrad_starts_with_is_no_gradient() -> None:
     """Another `initial_accumulator_value` is another step, but at a learning rate of zero the same curvature."""
     x, y = data(True)
-    net, found = linear(), []
+    net, curvatures = linear(), []
     for start in (0.0, 0.7):
         optimizer = Adagrad(net.parameters(), lr=0.0, weight_decay=0.05, initial_accumulator_value=start)
         run(net, optimizer, x, y, nn.CrossEntropyLoss(), 5, epochs=3)
-        found.append(fit_l2m(net, optimizer, n_data=N, batch_size=5).curvature.structure.diagonal())  # type: ignore[union-attr]
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+        curvatures.append(fit_l2m(net, optimizer, n_data=N, batch_size=5).curvature.structure.diagonal())
+    torch.testing.assert_close(curvatures[1], curvatures[0], rtol=1e-9, atol=1e-12)
 
 
 def test_the_prior_of_decoupled_weight_decay_is_that_of_adamws_stationary_point() -> None:
@@ -208,7 +210,7 @@ def test_it_is_an_ordinary_posterior(tmp_path: Path) -> None:
     x, _ = data(True)
     before = {name: t.clone() for name, t in net.state_dict().items()}
     posterior = fit_l2m(net, optimizer, n_data=N, batch_size=5)
-    assert isinstance(posterior, LaplacePosterior)
+    assert type(posterior) is LaplacePosterior
     posterior.save(tmp_path / "l2m.pt")
     loaded = GaussianPosterior.load(tmp_path / "l2m.pt", net)
     for predictive in ("glm", "bnn", "map"):

@@ -57,9 +57,7 @@ def second_moment(net: nn.Module, optimizer: Optimizer, key: str = "exp_avg_sq")
 
 
 def fitted(net: nn.Module, optimizer: Optimizer, **arguments: float) -> LaplacePosterior:
-    posterior = fit_l2m(net, optimizer, n_data=N, batch_size=B, **arguments)  # type: ignore[arg-type]
-    assert isinstance(posterior, LaplacePosterior)
-    return posterior
+    return fit_l2m(net, optimizer, n_data=N, batch_size=B, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("c", [1.0, 4.0])
@@ -89,13 +87,13 @@ def test_sampled_predictions_stay_near_those_at_the_mean() -> None:
     unheld = posterior.with_prior(N * WD * (second_moment(net, optimizer).sqrt() + 1e-8))
     at_mean = posterior.predict(x, "map").probs
     assert at_mean is not None
-    found, without = (
+    held, without = (
         p.predict(x, "bnn", samples=200, generator=torch.Generator().manual_seed(0)).probs for p in (posterior, unheld)
     )
-    assert found is not None
+    assert held is not None
     assert without is not None
-    assert found.isfinite().all()
-    assert (found - at_mean).abs().max() < 0.03
+    assert held.isfinite().all()
+    assert (held - at_mean).abs().max() < 0.03
     assert (without - at_mean).abs().max() > 0.2
 
 
@@ -161,6 +159,6 @@ def test_the_papers_forms_and_a_given_prior_are_as_they_are(scaling: str) -> Non
     prior = {"paper": WD, "paper_literal": 1 / WD}[scaling]
     posterior = fit_l2m(net, optimizer, n_data=N, batch_size=B, scaling=scaling)
     expected = second_moment(net, optimizer) + prior + 1e-8
-    torch.testing.assert_close(posterior.precision.diagonal(), expected, rtol=1e-12, atol=0)  # type: ignore[union-attr]
+    torch.testing.assert_close(posterior.precision.diagonal(), expected, rtol=1e-12, atol=0)
     given = fit_l2m(net, optimizer, Gaussian(1.0), n_data=N, batch_size=B, prior_precision=0.5, loss_scale=1.0)
     assert given.prior_precision == 0.5

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, case, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import real
+from posterior_cases import STRUCTURES, case
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace

@@ -1,7 +1,9 @@
 """Damping in place of the exact sum: `(A + √δ) ⊗ (G + √δ)` with the factors written out from inputs and gradients."""
 
 import torch
-from posterior_cases import TIGHT, case, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import case
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, Case, case
+from helpers.tensors import TIGHT
+from posterior_cases import STRUCTURES, Case, case
 from torch import Tensor
 
 from lightning_bayes import Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace

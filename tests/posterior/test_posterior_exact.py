@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, fit_map, real, set_weights
+from helpers.tensors import TIGHT, real
+from posterior_cases import STRUCTURES, fit_map, set_weights
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 

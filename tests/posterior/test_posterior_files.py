@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from posterior_cases import TIGHT, case, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import case
 from torch import Tensor, nn
 
 from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from posterior_cases import CASES, STRUCTURES, TIGHT, Case, call, case, jacobian, mlp, pick, real
+from helpers.networks import mlp
+from helpers.oracles import call, jacobian
+from helpers.tensors import TIGHT, real
+from posterior_cases import CASES, STRUCTURES, Case, case, pick
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace

@@ -1,13 +1,16 @@
 """`tune_prior("grid")`: the prior that a loop over real predictions would choose, in one pass over the data."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from posterior_cases import case, mlp, real
+from helpers.loaders import CountingLoader
+from helpers.networks import mlp
+from helpers.tensors import real
+from posterior_cases import case
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
@@ -25,15 +28,6 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import GaussianNLL, NegativeLogLikelihood
 
 CANDIDATES = torch.logspace(-4, 4, 33, dtype=torch.float64)
-
-
-class CountingLoader:
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.passes = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        return iter(self.batches)
 
 
 def overconfident(problem: str) -> tuple[LaplacePosterior, Any]:

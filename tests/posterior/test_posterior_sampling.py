@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, case
+from helpers.tensors import TIGHT, seeded
+from posterior_cases import STRUCTURES, case
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
@@ -18,10 +19,6 @@ def fitted(structure: str, subset: str = "all") -> LaplacePosterior:
 
 
 CASES = [(s, u) for s in STRUCTURES for u in SUBSETS if (s, u) != ("kron", "mask")]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])

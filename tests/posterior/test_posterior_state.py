@@ -8,7 +8,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, Case, case, mlp, pick, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import STRUCTURES, Case, case, pick
 from torch import Tensor, nn
 
 from lightning_bayes import (

@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from posterior_cases import STRUCTURES, TIGHT, Case, case, fit_map, flat_weights, mlp, real
+from helpers.networks import mlp
+from helpers.tensors import TIGHT, real
+from posterior_cases import STRUCTURES, Case, case, fit_map, flat_weights
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace

@@ -54,13 +54,13 @@ def test_an_exponential_average_has_weights_that_sum_to_one(case: str, steps: in
     optimizer = kind(net.parameters(), **arguments)
     given = walk(net, optimizer, steps)
     weights = torch.tensor([decay ** (steps - 1 - i) for i in range(steps)], dtype=torch.float64)
-    found = second_moments([optimizer], dict(net.named_parameters()))
-    assert list(found) == list(given)
+    moments = second_moments([optimizer], dict(net.named_parameters()))
+    assert list(moments) == list(given)
     for name, gradients in given.items():
         squares = torch.stack(gradients).square()
         mean = torch.einsum("t,t...->...", weights / weights.sum(), squares)
-        torch.testing.assert_close(found[name].v, mean, rtol=1e-9, atol=0)
-        torch.testing.assert_close(found[name].scaled(3.5), 3.5 * mean, rtol=1e-9, atol=0)
+        torch.testing.assert_close(moments[name].v, mean, rtol=1e-9, atol=0)
+        torch.testing.assert_close(moments[name].scaled(3.5), 3.5 * mean, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("case", PLAIN)
@@ -97,7 +97,7 @@ def test_the_denominator_is_what_the_optimizer_divides_by(kind: type[AdamW], ams
     optimizer.step()
     for name, moment in second_moments([optimizer], dict(net.named_parameters())).items():
         step = before[name] - net.get_parameter(name)
-        torch.testing.assert_close(1e-3 * 1e-9 / step, moment.denominator, rtol=1e-3, atol=0)
+        torch.testing.assert_close(1e-3 * 1e-9 / step, moment.denominator(), rtol=1e-3, atol=0)
         assert moment.decoupled
 
 
@@ -109,19 +109,19 @@ def test_groups_of_several_optimizers_and_parameters_outside_them() -> None:
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     second.step()
-    found = second_moments([first, second], dict(net.named_parameters()))
-    assert list(found) == ["0.weight", "0.bias", "2.weight"]  # 2.bias is outside
-    assert [m.weight_decay for m in found.values()] == [0.5, 0.0, 0.1]
-    assert [m.decoupled for m in found.values()] == [True, True, False]
+    moments = second_moments([first, second], dict(net.named_parameters()))
+    assert list(moments) == ["0.weight", "0.bias", "2.weight"]  # 2.bias is outside
+    assert [m.weight_decay for m in moments.values()] == [0.5, 0.0, 0.1]
+    assert [m.decoupled for m in moments.values()] == [True, True, False]
 
 
 def test_they_come_in_the_networks_order_and_not_in_the_optimizers() -> None:
     net = network()
     optimizer = Adam(reversed(list(net.parameters())))
     walk(net, optimizer, 2)
-    found = second_moments([optimizer], dict(net.named_parameters()))
-    assert list(found) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert [m.buffer.shape for m in found.values()] == [p.shape for p in net.parameters()]
+    moments = second_moments([optimizer], dict(net.named_parameters()))
+    assert list(moments) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [m.buffer.shape for m in moments.values()] == [p.shape for p in net.parameters()]
 
 
 def test_half_precision_buffers_are_widened() -> None:

@@ -1,5 +1,6 @@
 """`ShardedPosterior` on one process: places, draws, densities; on several it is tested beside the callbacks."""
 
+import warnings
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.nn import functional as F
 
-from lightning_bayes import Categorical, GaussianPosterior
+from lightning_bayes import Bernoulli, Categorical, GaussianPosterior
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, PriorError, ShardedPosterior, fit_l2m
 from lightning_bayes.predictive import sample_functions
 from lightning_bayes.structures.sharded import ParameterShard, own_indices
@@ -74,9 +76,9 @@ def test_a_shard_is_the_chunk_that_torch_cuts(shape: tuple[int, ...], world: int
     if dim >= len(shape):
         dim = 0
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = shards(shape, (Shard(dim),), (world,))
+    places = shards(shape, (Shard(dim),), (world,))
     for rank, expected in enumerate(cut(whole, world, dim)):
-        assert torch.equal(found[(rank,)], expected)
+        assert torch.equal(places[(rank,)], expected)
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 3), (1, 4)])
@@ -95,9 +97,9 @@ def test_a_shard_of_a_shard(shape: tuple[int, ...]) -> None:
 
 def test_even_shards_along_the_same_dimension_are_cut_by_tensor_parallelism_first() -> None:
     whole = torch.arange(12 * 2).view(12, 2)
-    found = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
+    places = shards((12, 2), (_StridedShard(0, split_factor=3), Shard(0)), (2, 3))
     for data, tensor in product(range(2), range(3)):
-        assert torch.equal(found[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
+        assert torch.equal(places[data, tensor], whole.chunk(3)[tensor].chunk(2)[data])
 
 
 def test_a_whole_tensor_is_all_there_is() -> None:
@@ -205,11 +207,11 @@ def test_predictions_at_the_mean_are_the_networks() -> None:
 
 
 def weights(net: nn.Module, θ: Tensor) -> dict[str, Tensor]:
-    found, start = {}, 0
+    parameters, start = {}, 0
     for name, p in net.named_parameters():
-        found[name] = θ[start : start + p.numel()].view(p.shape)
+        parameters[name] = θ[start : start + p.numel()].view(p.shape)
         start += p.numel()
-    return found
+    return parameters
 
 
 def test_the_network_is_borrowed() -> None:
@@ -271,14 +273,15 @@ def test_a_saved_posterior_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dt
     net, _, posterior = trained(dtype)
     posterior.save(tmp_path / "kept")
     posterior.save(tmp_path / "kept")  # over the first
-    loaded = ShardedPosterior.load(tmp_path / "kept", net, Categorical())
+    loaded = GaussianPosterior.load(tmp_path / "kept", net)
+    assert isinstance(loaded, ShardedPosterior)
     assert loaded.n_data == N
+    assert loaded.likelihood == posterior.likelihood == Categorical()
+    assert isinstance(ShardedPosterior.load(tmp_path / "kept", net, "binary").likelihood, Bernoulli)
     for got, kept in zip(vectors(loaded), vectors(posterior), strict=True):
         assert got.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
         assert torch.equal(got, kept)
     loaded.check_weights()
-    with pytest.raises(PosteriorError, match="does not hold its likelihood: pass likelihood="):
-        ShardedPosterior.load(tmp_path / "kept", net)
 
 
 def vectors(posterior: ShardedPosterior) -> tuple[Tensor, ...]:
@@ -288,10 +291,27 @@ def vectors(posterior: ShardedPosterior) -> tuple[Tensor, ...]:
 
 def test_a_state_is_that_of_the_same_posterior() -> None:
     net, _, posterior = trained()
-    again = ShardedPosterior.from_state_dict(net, posterior.state_dict(), "classification")
+    again = GaussianPosterior.from_state_dict(net, posterior.state_dict())
+    assert isinstance(again, ShardedPosterior)
     assert all(torch.equal(a, b) for a, b in zip(vectors(again), vectors(posterior), strict=True))
     assert again.n_data == N
-    assert isinstance(again, GaussianPosterior)
+    with pytest.raises(PosteriorError, match=r"another network: it has 0\.weight of shape"):
+        GaussianPosterior.from_state_dict(nn.Linear(4, 5), posterior.state_dict())
+
+
+def test_a_folder_of_an_older_version_needs_the_likelihood(tmp_path: Path) -> None:
+    net, _, posterior = trained()
+    state = {**posterior.state_dict(), "n_data": torch.tensor(N)}
+    for key in ("format", "type", "likelihood"):
+        del state[key]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old")
+    with pytest.raises(PosteriorError, match="older version, which did not save the likelihood: pass likelihood="):
+        GaussianPosterior.load(tmp_path / "old", net)
+    loaded = GaussianPosterior.load(tmp_path / "old", net, Categorical())
+    assert torch.equal(loaded.precision.diagonal(), posterior.precision.diagonal())
+    assert loaded.n_data == N
 
 
 def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None:
@@ -304,7 +324,7 @@ def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None
 
 def test_gathered_it_is_the_ordinary_posterior() -> None:
     net, whole, posterior = trained()
-    found = posterior.gather(net)
-    assert torch.equal(found.precision.diagonal(), whole.precision.diagonal())
+    gathered = posterior.gather(net)
+    assert torch.equal(gathered.precision.diagonal(), whole.precision.diagonal())
     x = torch.randn(5, 4, dtype=torch.float64)
-    torch.testing.assert_close(found.predict(x).probs, whole.predict(x).probs)
+    torch.testing.assert_close(gathered.predict(x).probs, whole.predict(x).probs)

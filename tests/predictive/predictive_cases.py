@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import networks
+from helpers.networks import made
+from helpers.oracles import jacobian
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
-
-TIGHT = {"rtol": 1e-8, "atol": 1e-10}
-
-
-def real(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def made(make: Callable[[], nn.Module], seed: int = 0) -> Any:
-    """A network with weights that depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().double()
 
 
 def mlp(outputs: int = 3, hidden: int = 4) -> nn.Sequential:
-    return made(lambda: nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, outputs)))
+    """In float64, always the same."""
+    return made(lambda: networks.mlp(3, hidden, outputs))
 
 
 class Shaped(nn.Module):
@@ -42,16 +26,6 @@ class Shaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x).reshape(len(x), *self.shape)
-
-
-def jacobian(network: nn.Module, x: Tensor) -> Tensor:
-    """# [B, outputs, P]"""
-    network = copy.deepcopy(network).eval()
-    parameters = {name: p.detach() for name, p in network.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        found = jacrev(lambda p: functional_call(network, p, (x,)))(parameters)
-    return torch.cat([found[n].reshape(len(x), -1, p.numel()) for n, p in parameters.items()], dim=-1)
 
 
 def linearised_draws(posterior: Any, x: Tensor, n: int, generator: torch.Generator) -> Tensor:

@@ -1,27 +1,18 @@
 """`tune_prior("auto")`: on held-out data the widest posterior that they do not mind; without them the evidence."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.loaders import CountingLoader
 from test_calibration import LIKELIHOODS, fitted, network, real, targets
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.predictive.auto import NEGLIGIBLE, PRIORS, PriorChoice, survey
 from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring
-
-
-class Counting:
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.passes = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        return iter(self.batches)
 
 
 def held_out_nll(posterior: LaplacePosterior, batches: Any, **options: Any) -> Tensor:
@@ -35,7 +26,7 @@ def held_out_nll(posterior: LaplacePosterior, batches: Any, **options: Any) -> T
 
 def test_the_choice_is_the_widest_near_the_best_written_out() -> None:
     posterior, batches = fitted("classes")
-    loader = Counting(batches)
+    loader = CountingLoader(batches)
     tuned = posterior.tune_prior("auto", loader)
     assert loader.passes == 1
     evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
@@ -120,7 +111,7 @@ def test_a_regression_has_the_training_error_as_noise_and_the_prior_of_its_evide
     expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse))).tune_prior("marglik", noise=False)
     torch.testing.assert_close(tuned.prior_precision, expected.prior_precision, rtol=1e-3, atol=0)
     # Held-out data scale the predictive variance by the mean of (y − m)²/v, but never below one.
-    loader = Counting(batches)
+    loader = CountingLoader(batches)
     scaled = posterior.tune_prior("auto", loader)
     assert loader.passes == 1
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))

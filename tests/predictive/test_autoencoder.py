@@ -1,7 +1,6 @@
 """Moments in latent and output space against networks whose weights are really replaced, one by one."""
 
 import copy
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
@@ -10,7 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from predictive_cases import TIGHT, made, positions, real, seeded
+from helpers.networks import made
+from helpers.tensors import TIGHT, real, seeded
+from helpers.untouched import assert_same, snapshot
+from predictive_cases import positions
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
@@ -183,29 +185,6 @@ def test_batches_share_their_networks() -> None:
 def test_one_sample_has_no_variance() -> None:
     found = fitted().reconstruct(X_TEST, samples=1)
     assert torch.equal(found.variance, torch.zeros(4, 5).double())
-
-
-def snapshot(network: nn.Module) -> list[Any]:
-    return [
-        [t.clone() for t in network.state_dict().values()],
-        [module.training for module in network.modules()],
-        [p.requires_grad for p in network.parameters()],
-        [None if p.grad is None else p.grad.clone() for p in network.parameters()],
-        sorted(network.__dict__),
-        torch.get_rng_state(),
-        random.getstate(),
-        torch.is_grad_enabled(),
-    ]
-
-
-def assert_same(now: Any, before: Any) -> None:
-    if isinstance(before, Tensor):
-        assert torch.equal(now, before)
-    elif isinstance(before, (list, tuple)):
-        for a, b in zip(now, before, strict=True):
-            assert_same(a, b)
-    else:
-        assert now == before
 
 
 @pytest.mark.parametrize("training", [True, False])

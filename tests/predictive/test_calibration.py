@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.tensors import real
 from torch import Tensor, nn
 
 from lightning_bayes import (
@@ -20,10 +21,6 @@ from lightning_bayes.likelihoods.outputs import LikelihoodError
 from lightning_bayes.network import DataError
 
 N = 60
-
-
-def real(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def network(outputs: int, seed: int = 0) -> nn.Sequential:

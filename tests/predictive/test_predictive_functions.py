@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from predictive_cases import TIGHT, Shaped, jacobian, linearised_draws, made, mlp, network_draws, real, seeded
+from helpers.networks import made
+from helpers.oracles import jacobian
+from helpers.tensors import TIGHT, real, seeded
+from predictive_cases import Shaped, linearised_draws, mlp, network_draws
 from torch import Tensor, nn
 
 from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace

@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
-from predictive_cases import TIGHT, Shaped, jacobian, made, mlp, real, seeded
+from helpers.networks import made
+from helpers.oracles import jacobian
+from helpers.tensors import TIGHT, real, seeded
+from predictive_cases import Shaped, mlp
 from torch import Tensor, nn
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace

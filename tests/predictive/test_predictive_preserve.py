@@ -2,16 +2,16 @@
 wherever Lightning runs it."""
 
 import copy
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from predictive_cases import TIGHT, made, real, seeded
+from helpers.networks import made
+from helpers.tensors import TIGHT, real, seeded
+from helpers.untouched import untouched
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, Prediction, fit_laplace
@@ -44,39 +44,6 @@ def fitted() -> LaplacePosterior:
     return fit_laplace(network, [(X, LABELS)], structure="kron")
 
 
-def snapshot(network: nn.Module) -> dict[str, Any]:
-    return {
-        "weights": {name: t.clone() for name, t in network.state_dict().items()},
-        "modes": [module.training for module in network.modules()],
-        "requires_grad": [p.requires_grad for p in network.parameters()],
-        "grads": [None if p.grad is None else p.grad.clone() for p in network.parameters()],
-        "attributes": sorted(network.__dict__),
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in network.modules()],
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state()[1].copy(),  # noqa: NPY002
-        "grad_enabled": torch.is_grad_enabled(),
-        "fastpath": torch.backends.mha.get_fastpath_enabled(),
-    }
-
-
-def assert_unchanged(now: Any, before: Any) -> None:
-    assert type(now) is type(before)
-    if isinstance(before, Tensor):
-        assert torch.equal(now, before)
-    elif isinstance(before, numpy.ndarray):
-        assert (now == before).all()
-    elif isinstance(before, dict):
-        assert now.keys() == before.keys()
-        for key in before:
-            assert_unchanged(now[key], before[key])
-    elif isinstance(before, (list, tuple)):
-        for a, b in zip(now, before, strict=True):
-            assert_unchanged(a, b)
-    else:
-        assert now == before
-
-
 USES: dict[str, Callable[[LaplacePosterior], Any]] = {
     "glm": lambda p: p.predict(X_TEST),
     "glm, mc": lambda p: p.predict(X_TEST, link="mc"),
@@ -101,9 +68,8 @@ def test_nothing_is_left_behind(use: str, training: bool) -> None:
     network.train(training)
     network.body[2].train(not training)
     network.head.weight.grad = torch.ones_like(network.head.weight)
-    before = snapshot(network)
-    USES[use](posterior)
-    assert_unchanged(snapshot(network), before)
+    with untouched(network):
+        USES[use](posterior)
 
 
 @pytest.mark.parametrize("use", [use for use in USES if use != "marglik"])
@@ -111,10 +77,8 @@ def test_nothing_is_left_behind_by_an_exception(use: str) -> None:
     posterior = fitted()
     posterior.network.train()
     posterior.network.broken = True
-    before = snapshot(posterior.network)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
+    with pytest.raises(RuntimeError, match="broken on purpose"), untouched(posterior.network):
         USES[use](posterior)
-    assert_unchanged(snapshot(posterior.network), before)
 
 
 MODES: dict[str, Callable[[], Any]] = {

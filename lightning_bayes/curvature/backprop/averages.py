@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op
+from lightning_bayes.curvature.functional_calls import as_tuple
 
 
 def mean(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -27,9 +28,9 @@ def average_pool(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tens
     if op.name.startswith("adaptive"):
         return adaptive_average(op, d, inputs, n)
     (x,), (out,) = inputs, op.outputs
-    kernel = _tuple(op.argument("kernel_size", 1), n)
-    stride = _tuple(op.argument("stride", 2) or kernel, n)
-    padding = _tuple(op.argument("padding", 3, 0), n)
+    kernel = as_tuple(op.argument("kernel_size", 1), n)
+    stride = as_tuple(op.argument("stride", 2) or kernel, n)
+    padding = as_tuple(op.argument("padding", 3, 0), n)
     if (divisor := op.argument("divisor_override", 6)) is not None:
         return _weighted(op, d[0] / divisor)
     counts = []
@@ -58,11 +59,11 @@ def interpolate(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tenso
     mode, n = op.argument("mode", 3), x.ndim - 2
     if mode == "area":
         return adaptive_average(op, d, inputs, n)
-    found = d[0]
+    d_in = d[0]
     for i in range(n):
-        A = _matrix(op, mode, i, x.shape[2 + i], out.shape[2 + i]).to(found)  # [out, in]
-        found = (found.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
-    return [found]
+        A = _matrix(op, mode, i, x.shape[2 + i], out.shape[2 + i]).to(d_in)  # [out, in]
+        d_in = (d_in.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
+    return [d_in]
 
 
 def _matrix(op: Op, mode: str, i: int, size: int, places: int) -> Tensor:
@@ -93,8 +94,3 @@ def _outer(counts: list[Tensor]) -> Tensor:
         (c.view([-1 if k == i else 1 for k in range(len(counts))]) for i, c in enumerate(counts)),
         start=torch.ones((), dtype=torch.long, device=counts[0].device),
     )
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) * n if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op
-from lightning_bayes.curvature.backprop.rules import CONVOLUTIONS
 from lightning_bayes.curvature.backprop.trace import Kind
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS
 
 MERGING = 4.0  # the cost of an operation inside an orthogonal decomposition, in those of a matrix product
 
@@ -68,5 +68,5 @@ def _cost(op: Op, B: int) -> float:
         return 2 * out * op.argument("weight", 1).shape[1]
     if op.name in CONVOLUTIONS:
         weight, x = op.argument("weight", 1), op.argument("input", 0)
-        return 2 * weight[0].numel() * (x.numel() / B if CONVOLUTIONS[op.name][0] else out)
+        return 2 * weight[0].numel() * (x.numel() / B if "transpose" in op.name else out)
     return out

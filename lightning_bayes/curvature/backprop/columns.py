@@ -13,16 +13,16 @@ from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op
 from lightning_bayes.curvature.backprop.rules import (
-    CONVOLUTIONS,
     ELEMENTWISE,
     POOLS,
     SELECTION,
     SUMS,
-    Kernel,
     batch_norm_slope,
+    convolution_backward,
     find_rule,
     slopes,
 )
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.structures.base import eigh
 
@@ -37,9 +37,9 @@ UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "
 def backward(op: Op, S: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """`JᵀS` for some of the tracked inputs.  # [K, *output] -> [K, *input]"""
     if len(inputs) == 1 and len(S) == 1 and S[0] is not None:
-        found = _together(op, S[0], inputs[0])
-        if found is not None:
-            return [found]
+        columns = _together(op, S[0], inputs[0])
+        if columns is not None:
+            return [columns]
     wide = next(c.dtype for c in S if c is not None)
     return [g.to(wide) for g in op.pull_many(S, inputs)]
 
@@ -97,13 +97,14 @@ def mixes(op: Op, features: Sequence[Tensor]) -> bool:
 def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
     if op.name == "linear" and x is op.argument("input", 0):
         return S @ op.argument("weight", 1).to(S.dtype)
-    if op.name in CONVOLUTIONS:
-        a = Kernel.of(op)
-        if a is None or x is not a.x:
+    if op.name in CONVOLUTIONS and x is op.argument("input", 0):
+        convolution = convolution_backward(op)
+        if convolution is None:
             return None
         K, B = S.shape[:2]
-        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # its shape is all that is asked of it
-        return a.backward(S.flatten(0, 1), shape, a.W.to(S.dtype), [True, False, False])[0].unflatten(0, (K, B))
+        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # only its shape counts
+        W = op.argument("weight", 1).to(S.dtype)
+        return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
     if op.name == "batch_norm" and x is op.argument("input", 0):
         find_rule(op)  # refuses what is not elementwise
         return batch_norm_slope(op) * S
@@ -114,5 +115,5 @@ def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
 
 def _active(d: Tensor) -> Tensor:
     """The features that are not zero for all examples; one at least."""
-    found = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
-    return found if len(found) else found.new_zeros(1)
+    features = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
+    return features if len(features) else features.new_zeros(1)

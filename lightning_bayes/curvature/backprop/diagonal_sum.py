@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.backprop.diagonal import BatchDiagonal
-from lightning_bayes.curvature.fit import CurvatureSum
+from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.output_checks import check_finite, check_output
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
@@ -27,9 +27,9 @@ class DiagonalSum(CurvatureSum):
         blocks: DiagonalAccumulator,
         likelihood: Likelihood,
         hessian: str,
-        processes: Processes,
+        processes: Processes | None,
     ) -> None:
-        super().__init__(network, plan, blocks, likelihood, "ggn", samples=1, seed=0, processes=processes)
+        super().__init__(network, plan, blocks, likelihood, processes=processes)
         self._blocks = blocks
         self._of_batch = BatchDiagonal(network, replace(plan.subset, mask=None), likelihood, hessian)
 

@@ -63,12 +63,12 @@ def _norm(
         S0, S1, S2 = (t.sum(-1, keepdim=True) for t in (w, w * x̂, w * x̂.square()))
         return (w * (1 - 2 * (1 + x̂.square()) / D) + (S0 + 2 * S1 * x̂ + S2 * x̂.square()) / D**2).reshape(x.shape)
 
-    found = {
+    diagonals = {
         id(x): of_input,
         id(γ): lambda: (x̂.reshape(x.shape).square() * d).sum(outer).reshape(γ.shape),
         id(β): lambda: d.sum(outer).reshape(β.shape),
     }
-    return [found[id(t)]() for t in inputs]
+    return [diagonals[id(t)]() for t in inputs]
 
 
 def softmax(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

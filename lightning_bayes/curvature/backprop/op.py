@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.gradients import quiet
-from lightning_bayes.curvature.output_checks import agree, random_numbers
+from lightning_bayes.curvature.gradients import disagreeing, quiet
 from lightning_bayes.network.errors import CurvatureError
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
+from lightning_bayes.network.version import Version
 
 
 class RuleError(CurvatureError):
@@ -31,9 +31,13 @@ class Op:
     outputs: list[Tensor]  # those that depend on the parameters
     places: list[int]  # of the outputs among all tensors that the function returns
     tracked: list[Tensor]
-    versions: list[tuple[Tensor, int]]  # of all tensors that went in
+    versions: list[Version]  # of all tensors that went in
     recorded: bool = True  # whether the graph behind the outputs begins with this operation
     where: str = ""  # " in <module>"
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*(version.tensor for version in self.versions), *self.outputs]
 
     def argument(self, name: str, position: int | None = None, default: Any = None) -> Any:
         if name in self.kwargs:
@@ -41,33 +45,33 @@ class Op:
         return self.args[position] if position is not None and len(self.args) > position else default
 
     def run(self, replacements: dict[int, Tensor]) -> list[Tensor]:
-        """The outputs with other tensors in the place of some inputs, by their `id`."""
+        """The outputs with other tensors instead of some inputs, by their `id`."""
         args, kwargs = swapped((self.args, self.kwargs), replacements)
-        found = tensors(self.func(*args, **kwargs))
-        return [found[place] for place in self.places]
+        returned = tensors(self.func(*args, **kwargs))
+        return [returned[place] for place in self.places]
 
     def pull(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
         """`Jᵀc` for some of the tracked inputs, from one `c` per output (`None` for zero)."""
-        found = _grad(*self._graph(cotangents, inputs))
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
+        gradients = _grad(*self._graph(cotangents, inputs))
+        return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
 
     def pull_many(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The same for `K` columns at once.  # [K, *output] -> [K, *input]"""
         outputs, leaves, columns = self._graph(cotangents, inputs)
         K = next(len(c) for c in cotangents if c is not None)
-        found: Sequence[Tensor | None] | None = None
+        gradients: Sequence[Tensor | None] | None = None
         try:
             with quiet():
-                found = _grad(outputs, leaves, columns, is_grads_batched=True)
+                gradients = _grad(outputs, leaves, columns, is_grads_batched=True)
         except RuntimeError as error:
             if not is_missing_rule(error):
                 raise
             reason = f"PyTorch cannot batch a backward pass through {self.name}{self.where} ({first_line(error)})"
             log_slow_path(reason, "columns are taken one at a time")
-        if found is None or not _is_right(found, outputs, leaves, columns):
-            each = [_grad(outputs, leaves, [c[k] for c in columns]) for k in range(K)]
-            found = [None if gs[0] is None else torch.stack(gs) for gs in zip(*each, strict=True)]
-        return [t.new_zeros(K, *t.shape) if g is None else g for t, g in zip(inputs, found, strict=True)]
+        if gradients is None or (columns and disagreeing(gradients, outputs, leaves, columns)):
+            rows = [_grad(outputs, leaves, [c[k] for c in columns]) for k in range(K)]
+            gradients = [None if gs[0] is None else torch.stack(gs) for gs in zip(*rows, strict=True)]
+        return [t.new_zeros(K, *t.shape) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
 
     def _graph(
         self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
@@ -97,19 +101,3 @@ def _grad(
     if not outputs:
         return [None] * len(inputs)
     return torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True, **options)
-
-
-def _is_right(
-    found: Sequence[Tensor | None], outputs: list[Tensor], leaves: list[Tensor], columns: list[Tensor]
-) -> bool:
-    """Whether a random combination of the columns has that combination of their gradients: some of PyTorch's batching
-    rules are wrong."""
-    if not columns:
-        return True
-    r = random_numbers(len(columns[0]), like=columns[0])
-    true = _grad(outputs, leaves, [torch.tensordot(r.to(c), c, dims=1) for c in columns])
-    sums, exact = {}, {}
-    for i, (g, t) in enumerate(zip(found, true, strict=True)):
-        if g is not None and t is not None:
-            sums[str(i)], exact[str(i)] = torch.tensordot(r.to(g), g, dims=1), t
-    return all(agree(sums, exact).values())

@@ -15,6 +15,7 @@ Where a tensor is used twice, as in a residual sum, the parts are added, and the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from lightning_bayes.curvature.backprop.averages import average_pool, interpolate, mean
 from lightning_bayes.curvature.backprop.norms import group_norm, layer_norm, softmax
 from lightning_bayes.curvature.backprop.op import Op, RuleError
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS, layer_of
+from lightning_bayes.curvature.layers import Convolution, TransposedConvolution
 
 Inputs = Sequence[Tensor]
 Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one for each of some tracked inputs
@@ -54,7 +57,6 @@ SELECTION = frozenset(
 )
 POOLS = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3))
 PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
-CONVOLUTIONS = {f"conv{t}{n}d": (t != "", n) for t in ("", "_transpose") for n in (1, 2, 3)}
 
 
 def squared_backward(op: Op, d: Sequence[Tensor | None], inputs: Inputs) -> list[Tensor]:
@@ -98,8 +100,8 @@ def selection(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def elementwise(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    found = zip(slopes(op, inputs), inputs, strict=True)
-    return [slope.to(d[0].dtype).square().mul_(d[0]).sum_to_size(t.shape) for slope, t in found]
+    pairs = zip(slopes(op, inputs), inputs, strict=True)
+    return [slope.to(d[0].dtype).square().mul_(d[0]).sum_to_size(t.shape) for slope, t in pairs]
 
 
 def slopes(op: Op, inputs: Inputs) -> list[Tensor]:
@@ -130,89 +132,73 @@ def _gate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def _prelu(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    found = zip(prelu_slopes(op, inputs), inputs, strict=True)
-    return [(slope.square() * d[0]).sum_to_size(shape).reshape(t.shape) for (slope, shape), t in found]
+    pairs = zip(prelu_slopes(op, inputs), inputs, strict=True)
+    return [(slope.square() * d[0]).sum_to_size(shape).reshape(t.shape) for (slope, shape), t in pairs]
 
 
 def prelu_slopes(op: Op, inputs: Inputs) -> list[tuple[Tensor, tuple[int, ...]]]:
     """`∂y/∂x` or `∂y/∂a` at every entry, and the shape in which `x` or `a` broadcasts: slopes belong to channels."""
     x, a = op.args
     laid = a.view(1, -1, *[1] * (x.ndim - 2)) if x.ndim > 1 else a
-    found = {
+    slopes_of = {
         id(x): lambda: (torch.where(x > 0, torch.ones_like(x), laid), tuple(x.shape)),
         id(a): lambda: (x.clamp_max(0), tuple(laid.shape)),
     }
-    return [found[id(t)]() for t in inputs]
+    return [slopes_of[id(t)]() for t in inputs]
 
 
 def _linear(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     x, W, b = (op.argument(name, i) for i, name in enumerate(("input", "weight", "bias")))
     wide = d[0].dtype
     rows = d[0].reshape(-1, d[0].shape[-1])  # [N, O]
-    found = {
+    diagonals = {
         id(x): lambda: d[0] @ W.to(wide).square(),
         id(W): lambda: rows.mT @ x.reshape(-1, x.shape[-1]).to(wide).square(),
         id(b): lambda: rows.sum(0),
     }
-    return [found[id(t)]() for t in inputs]
+    return [diagonals[id(t)]() for t in inputs]
 
 
 def _convolution(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """The transposed convolution with the squared kernel, and the weight's gradient with the squared input."""
-    a = Kernel.of(op)
-    if a is None:
+    backward = convolution_backward(op)
+    if backward is None:
         return _product(op, d, inputs)
-    x, W, b = a.x, a.W, a.b
-    found: dict[int, Tensor] = {}
+    x, W, b = (op.argument(name, i) for i, name in enumerate(("input", "weight", "bias")))
     wide = d[0].dtype
     wanted = [any(t is part for t in inputs) for part in (x, W, b)]
+    gradients: dict[int, Tensor] = {}
     if wanted[0]:
-        found[id(x)] = a.backward(d[0], x.to(wide), W.to(wide).square(), [True, False, False])[0]
+        gradients[id(x)] = backward(d[0], x.to(wide), W.to(wide).square(), [True, False, False])[0]
     if wanted[1] or wanted[2]:
-        found[id(W)], found[id(b)] = a.backward(d[0], x.to(wide).square(), W.to(wide), [False, *wanted[1:]])[1:]
-    return [found[id(t)] for t in inputs]
+        gradients[id(W)], gradients[id(b)] = backward(d[0], x.to(wide).square(), W.to(wide), [False, *wanted[1:]])[1:]
+    return [gradients[id(t)] for t in inputs]
 
 
-class Kernel:
-    """The arguments of a convolution in the form that its backward pass takes."""
-
-    def __init__(self, op: Op) -> None:
-        self.transposed, n = CONVOLUTIONS[op.name]
-        order = ["input", "weight", "bias", "stride", "padding"]
-        order += ["output_padding", "groups", "dilation"] if self.transposed else ["dilation", "groups"]
-        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-        a = {name: op.argument(name, i, defaults.get(name)) for i, name in enumerate(order)}
-        self.x, self.W, self.b, self.groups = a["input"], a["weight"], a["bias"], a["groups"]
-        self.stride, self.dilation = _tuple(a["stride"], n), _tuple(a["dilation"], n)
-        self.output_padding = _tuple(a.get("output_padding", 0), n)
-        reach = [step * (k - 1) for step, k in zip(self.dilation, self.W.shape[2:], strict=True)]
-        named = {"valid": [0] * n, "same": [r // 2 for r in reach]}
-        self.padding = named[a["padding"]] if isinstance(a["padding"], str) else _tuple(a["padding"], n)
-        self.uneven = a["padding"] == "same" and any(r % 2 for r in reach)
-
-    @classmethod
-    def of(cls, op: Op) -> Kernel | None:
-        """`None` where the padding is uneven, or the batch dimension is missing."""
-        found = cls(op)
-        return None if found.uneven or found.x.ndim < found.W.ndim else found
-
-    def backward(self, g: Tensor, x: Tensor, W: Tensor, mask: list[bool]) -> Any:
-        """Gradients of input, weight and bias, as far as `mask` asks for them."""
-        size = None if self.b is None else [len(self.b)]
-        options = (self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups)
-        return torch.ops.aten.convolution_backward(g, x, W, size, *options, mask)
+def convolution_backward(op: Op) -> Callable[[Tensor, Tensor, Tensor, list[bool]], list[Tensor]] | None:
+    """From the output's gradient, input and kernel to the gradients of input, weight and bias, where a mask asks for
+    them. `None` where the padding is uneven, or the batch dimension is missing."""
+    layer = layer_of(op.func, op.args, op.kwargs)
+    if isinstance(layer, TransposedConvolution):
+        padding, transposed, output_padding = layer.padding, True, layer.output_padding
+    elif isinstance(layer, Convolution) and all(before == after for before, after in layer.padding):
+        padding, transposed, output_padding = tuple(n for n, _ in layer.padding), False, (0,) * len(layer.padding)
+    else:
+        return None
+    options = ([prod(layer.rows)], layer.stride, padding, layer.dilation, transposed, output_padding, layer.groups)
+    return lambda g, x, W, mask: torch.ops.aten.convolution_backward(g, x, W, *options, mask)
 
 
 def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """Each entry of one operand's Jacobian is an entry of the other operand, or one for a bias."""
-    found: list[Tensor] = []
+    diagonals: list[Tensor] = []
     for t in inputs:
         others = {id(o): o.detach().square() for o in _operands(op) if o is not t}
         with torch.enable_grad():
             leaf = t.detach().requires_grad_()
             outputs = op.run({**others, id(t): leaf})
-        found += torch.autograd.grad(outputs, [leaf], [d[0].to(outputs[0].dtype)])
-    return found
+        diagonals += torch.autograd.grad(outputs, [leaf], [d[0].to(outputs[0].dtype)])
+    return diagonals
 
 
 def _operands(op: Op) -> list[Tensor]:
@@ -225,12 +211,12 @@ def _batch_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """In eval mode, `γ (x − μ)/√(v + ε) + β`: elementwise in `x`, and in scale and shift of each channel."""
     x, γ, β = op.argument("input", 0), op.argument("weight", 3), op.argument("bias", 4)
     dims = [i for i in range(x.ndim) if i != 1]
-    found = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
+    diagonals = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
     if γ is not None:
-        found[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
+        diagonals[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
     if β is not None:
-        found[id(β)] = lambda: d[0].sum(dims)
-    return [found[id(t)]() for t in inputs]
+        diagonals[id(β)] = lambda: d[0].sum(dims)
+    return [diagonals[id(t)]() for t in inputs]
 
 
 def batch_norm_slope(op: Op) -> Tensor:
@@ -246,11 +232,6 @@ def _laid(op: Op, name: str, position: int) -> Any:
     """A number per channel, laid out along dimension 1."""
     value = op.argument(name, position)
     return None if value is None else value.view(1, -1, *[1] * (op.outputs[0].ndim - 2))
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) * n if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values
 
 
 _RULES: dict[str, Rule] = {

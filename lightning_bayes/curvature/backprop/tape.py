@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
+from lightning_bayes.network.version import Version
 
 
 class Tape(TorchFunctionMode):
@@ -44,9 +45,9 @@ class Tape(TorchFunctionMode):
         name = _name(func)
         target = _target(name, args, kwargs)
         copies = {} if target is None else self._copies(target)
-        versions = [(t, _version(t)) for t in given]
-        found = func(*args, **kwargs)
-        written = [t for t, version in versions if _version(t) != version]
+        versions = [Version.of(t) for t in given]
+        result = func(*args, **kwargs)
+        written = [version.tensor for version in versions if version.overwritten]
         if written:
             plain = _out_of_place(func, name) if len(written) == 1 and written[0] is target else None
             if plain is None or target is None:
@@ -58,16 +59,15 @@ class Tape(TorchFunctionMode):
             func, name = plain, name.removesuffix("_")
             args, kwargs = swapped((args, {k: v for k, v in kwargs.items() if k != "inplace"}), copies)
             tracked = [copies.get(id(t), t) for t in tracked]
-            versions = [(copies.get(id(t), t), version) for t, version in versions]
-            versions = [(t, _version(t)) for t, _ in versions]
+            versions = [Version.of(copies.get(id(t), t)) for t in given]
         unchanged = {id(t) for t in given} - {id(t) for t in written}
-        every = tensors(found)
-        places = [i for i, t in enumerate(every) if t.requires_grad and id(t) not in unchanged]
+        returned = tensors(result)
+        places = [i for i, t in enumerate(returned) if t.requires_grad and id(t) not in unchanged]
         if places:
-            outputs = [every[i] for i in places]
+            outputs = [returned[i] for i in places]
             args, kwargs = swapped((args, kwargs), {})  # a list may grow after it has been concatenated
             self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
-        return found
+        return result
 
     def ops_to(self, f: Tensor) -> list[Op]:
         """The operations that `f` depends on, in order."""
@@ -75,12 +75,11 @@ class Tape(TorchFunctionMode):
         needed, kept = {id(f)}, []
         for op in reversed(self._ops):
             if any(id(t) in needed for t in op.outputs):
-                for t, version in op.versions:
-                    if _version(t) != version:
-                        raise RuleError(
-                            f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
-                            "replace the in-place operation on it by one that makes a new tensor"
-                        )
+                if any(version.overwritten for version in op.versions):
+                    raise RuleError(
+                        f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
+                        "replace the in-place operation on it by one that makes a new tensor"
+                    )
                 needed |= {id(t) for t in op.tracked}
                 kept.append(op)
         return kept[::-1]
@@ -117,22 +116,20 @@ class Tape(TorchFunctionMode):
         memory = target.untyped_storage().data_ptr()
         copies = {id(target): target.detach().clone()}
         for op in self._ops:
-            for t in [*(t for t, _ in op.versions), *op.outputs]:
+            for t in op.held:
                 if id(t) not in copies and t.untyped_storage().data_ptr() == memory:
                     copies[id(t)] = t.detach().clone()
         return copies
 
     def _replace(self, copies: dict[int, Tensor], target: Tensor, name: str) -> None:
-        """From here on the tape has the copies in the place of the tensors."""
+        """From here on the tape holds the copies instead of the tensors."""
         for op in self._ops:
-            held = [t for t, _ in op.versions] + op.outputs
+            held = op.held
             if any(id(t) in copies for t in held):
                 op.args, op.kwargs = swapped((op.args, op.kwargs), copies)
                 op.outputs = [copies.get(id(t), t) for t in op.outputs]
                 op.tracked = [copies.get(id(t), t) for t in op.tracked]
-                op.versions = [
-                    (copies[id(t)], _version(copies[id(t)])) if id(t) in copies else (t, v) for t, v in op.versions
-                ]
+                op.versions = [Version.of(copies[id(v.tensor)]) if id(v.tensor) in copies else v for v in op.versions]
                 op.recorded = False
                 for t in held:
                     if id(t) in copies and t is not target:
@@ -188,7 +185,3 @@ def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
 
 def _same(t: Tensor) -> Tensor:
     return t.view_as(t)
-
-
-def _version(t: Tensor) -> int:
-    return -1 if t.is_inference() else t._version

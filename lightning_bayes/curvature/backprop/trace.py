@@ -28,17 +28,17 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Signature:
     """The names of a network's operations, and the kinds of their outputs."""
 
     names: tuple[str, ...]
     kinds: tuple[tuple[Kind, ...], ...]
 
-    def of(self, ops: list[Op]) -> dict[int, Kind]:
+    def kinds_of(self, ops: list[Op]) -> dict[int, Kind]:
         """By the `id` of each operation's outputs."""
         if tuple(op.name for op in ops) != self.names:
             raise RuleError(
-                "the network's path depends on the data, so that there is no telling which tensors have a row for each "
+                "the network's path depends on the data, so that it is unknown which tensors have a row for each "
                 "example: use hessian='approx'"
             )
         return {
@@ -50,10 +50,9 @@ class Layout:
 
 def run(network: nn.Module, subset: Subset, x: Any, running: Sequence[str] = ()) -> tuple[Tensor, list[Op]]:
     """The output and the operations behind it; `network` must be borrowed (see `network.borrowed`)."""
-    B = inputs.batch_size(x)
     with torch.enable_grad(), Tape(subset.parameters(network).values(), running) as tape:
         f = inputs.call(network, x)
-    check_output(f, B)
+    check_output(f, inputs.batch_size(x))
     return f, tape.ops_to(f)
 
 
@@ -63,21 +62,20 @@ class Probe:
 
     f: Tensor
     ops: list[Op]
-    layout: Layout
+    signature: Signature
 
     @property
     def largest(self) -> float:
         """The most features that an example has in any tensor."""
-        kinds = self.layout.of(self.ops)
+        kinds = self.signature.kinds_of(self.ops)
         return max(t.numel() / 2 for op in self.ops for t in op.outputs if kinds[id(t)] is not Kind.SHARED)
 
 
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     """By two and by three examples of `x`."""
-    size = inputs.batch_size(x)
     with running_modules(network) as running:
-        f, two = run(network, subset, inputs.take(network, x, [n % size for n in range(2)]), running)
-    f_three, three = run(network, subset, inputs.take(network, x, [n % size for n in range(3)]))
+        f, two = run(network, subset, inputs.few(network, x, 2), running)
+    f_three, three = run(network, subset, inputs.few(network, x, 3))
     check_examples_apart(network, f, f_three)
     names = tuple(op.name for op in two)
     if names != tuple(op.name for op in three):
@@ -89,7 +87,7 @@ def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
         tuple(_kind(t.shape, u.shape) for t, u in zip(a.outputs, b.outputs, strict=True))
         for a, b in zip(two, three, strict=True)
     )
-    return Probe(f, two, Layout(names, kinds))
+    return Probe(f, two, Signature(names, kinds))
 
 
 def _kind(two: torch.Size, three: torch.Size) -> Kind:

@@ -63,7 +63,7 @@ class Carried:
 
 
 class Walk:
-    """From the output `f` back to the parameters, whose diagonals it adds up in `found` by their `id`.
+    """From the output `f` back to the parameters, whose diagonals it adds up in `diagonals` by their `id`.
 
     A tensor is whole if it has at most `threshold` features per example. With a threshold of infinity the result is
     exact, or there is an error. The operations are used up.
@@ -73,14 +73,14 @@ class Walk:
         self, ops: list[Op], f: Tensor, kinds: dict[int, Kind], threshold: float, parameters: Iterable[Tensor]
     ) -> None:
         self._ops, self._kinds, self._threshold = ops, kinds, threshold
-        self.found: dict[int, Tensor | None] = {id(p): None for p in parameters}
+        self.diagonals: dict[int, Tensor | None] = {id(p): None for p in parameters}
         self._B, self._output = len(f), id(f)  # an id, because the tensor would keep the whole graph alive
         self.output_is_whole = self._is_whole(f)
         self._at: dict[int, Carried] = {}
         self._cuts, self._cost = find_cuts(ops, f, kinds) if threshold > 0 else ([], 0.0)
         if self._exact:
             uses = Counter(id(t) for op in ops for t in op.tracked)
-            if any(uses[p] > 1 for p in self.found):
+            if any(uses[p] > 1 for p in self.diagonals):
                 raise RuleError("a layer that is used twice has cross terms, which this walk drops")
 
     def merges(self, K: int) -> bool:
@@ -108,7 +108,7 @@ class Walk:
 
     def _is_shared(self, t: Tensor) -> bool:
         """Parameters, and what is made of parameters alone."""
-        return id(t) in self.found or self._kinds.get(id(t)) is Kind.SHARED
+        return id(t) in self.diagonals or self._kinds.get(id(t)) is Kind.SHARED
 
     def _run(self, parts: Iterator[Carried], K: int) -> None:
         """From stop to stop."""
@@ -142,7 +142,7 @@ class Walk:
         while part is not None:
             following = next(parts, None)
             self._at[key] = part
-            for k in range(count):  # the last time, what is done with is given up
+            for k in range(count):  # the last time, each is dropped after its use
                 self._step(self._ops[-1 - k] if following is not None else self._ops.pop())
             if end is not None:
                 total.add(self._at.pop(end.key))
@@ -187,11 +187,11 @@ class Walk:
         becomes_columns &= from_whole or _is_map(op, features)
         direct = [t for t in op.tracked if self._is_shared(t) or not becomes_columns]
         if direct:
-            for t, there in zip(direct, squared_backward(op, d, direct), strict=True):
-                self._arrive(t, there)
+            for t, d_in in zip(direct, squared_backward(op, d, direct), strict=True):
+                self._arrive(t, d_in)
         if becomes_columns and from_whole:
-            for found in backward_from_diagonal(op, d, features):
-                self._arrive_columns(features, found, object())
+            for columns in backward_from_diagonal(op, d, features):
+                self._arrive_columns(features, columns, object())
         elif becomes_columns and d[0] is not None:
             self._arrive_columns(features, [gathered(op, d[0], features[0])], object())
 
@@ -217,16 +217,16 @@ class Walk:
         return squared_backward(op, [None if c is None else c.square().sum(0) for c in columns], shared)
 
     def _arrive(self, t: Tensor, d: Tensor) -> None:
-        if id(t) in self.found:
-            before = self.found[id(t)]
-            self.found[id(t)] = d if before is None else before + d
+        if id(t) in self.diagonals:
+            before = self.diagonals[id(t)]
+            self.diagonals[id(t)] = d if before is None else before + d
         elif self._exact and self._is_shared(t):
             raise RuleError(f"a weight of shape {tuple(t.shape)} is made of parameters, which this walk cannot follow")
         else:
             self._join(t, Carried(diagonal=d))
 
-    def _arrive_columns(self, features: list[Tensor], found: list[Tensor], basis: object) -> None:
-        for t, S in zip(features, found, strict=True):
+    def _arrive_columns(self, features: list[Tensor], columns: list[Tensor], basis: object) -> None:
+        for t, S in zip(features, columns, strict=True):
             whole = self._is_whole(t)
             self._join(t, Carried(columns=S, basis=basis) if whole else Carried(diagonal=S.square().sum(0)))
 
@@ -249,7 +249,7 @@ def _merged(S: Tensor) -> Tensor:
 
 
 def _part(d: Tensor, start: int, stop: int) -> Tensor:
-    """Some of the features, zero in the place of the others."""
+    """Some of the features, zero instead of the others."""
     part = torch.zeros_like(d, memory_format=torch.contiguous_format)
     part.view(len(d), -1)[:, start:stop] = d.reshape(len(d), -1)[:, start:stop]
     return part

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import ELEMENTWISE, SUMS, prelu_slopes, slopes
+from lightning_bayes.curvature.functional_calls import layer_of
 from lightning_bayes.curvature.gradients import CACHE
 from lightning_bayes.curvature.layers import Layer
-from lightning_bayes.curvature.recorder import layer_of_call
 from lightning_bayes.curvature.rows import BatchAxis
 
 
@@ -21,7 +21,7 @@ def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """Summed over the examples.  # S [K, B, …] -> the shape of each weight"""
     if op.name in ELEMENTWISE or op.name in SUMS or op.name == "prelu":
         return _elementwise(op, S, weights)
-    layer = layer_of_call(op.func, op.args, op.kwargs)
+    layer = layer_of(op.func, op.args, op.kwargs)
     if layer is None:
         raise RuleError(f"{op.name}{op.where} with a trainable parameter has no exact rule: use hessian='approx'")
     axis = BatchAxis(0)
@@ -32,15 +32,15 @@ def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 def _elementwise(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
     if op.name == "prelu":
-        each = prelu_slopes(op, weights)
+        laid = prelu_slopes(op, weights)
     else:
-        each = [(slope, tuple(t.shape)) for slope, t in zip(slopes(op, weights), weights, strict=True)]
-    found = []
-    for t, (slope, shape) in zip(weights, each, strict=True):
+        laid = [(slope, tuple(t.shape)) for slope, t in zip(slopes(op, weights), weights, strict=True)]
+    diagonals = []
+    for t, (slope, shape) in zip(weights, laid, strict=True):
         shape = (1,) * (S.ndim - 1 - len(shape)) + shape
         J = (slope * S).sum_to_size(*S.shape[:2], *shape[1:])  # per example
-        found.append(J.square().sum((0, 1)).reshape(t.shape))
-    return found
+        diagonals.append(J.square().sum((0, 1)).reshape(t.shape))
+    return diagonals
 
 
 def _of_bias(g: Tensor, bias: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def _of_weight(layer: Layer, axis: BatchAxis, g: Tensor, weight: Tensor) -> Tens
             part = slice(start, start + chunk)
             rows = g[:, :, part].permute(1, 2, 0, 4, 3).flatten(2, 3)  # [G, b, K·O, T]
             J = (rows @ layer.inputs_of(part, axis).to(g.dtype)).unflatten(2, (K, O))
-            here = J.square_().sum((1, 2))  # [G, O, I]
-            total = here if total is None else total.add_(here)
+            diagonal = J.square_().sum((1, 2))  # [G, O, I]
+            total = diagonal if total is None else total.add_(diagonal)
     assert total is not None
     shape, order = layer.weight_view
     if order is None:

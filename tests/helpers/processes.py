@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+TESTS = Path(__file__).parents[1]
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _ports = count(20_000 + 5_000 * (_worker % 2) + os.getpid() % 4_000)
 
@@ -25,14 +26,20 @@ def free_port() -> int:
     raise AssertionError("there are no free ports")
 
 
+def environment(*folders: Path, **variables: str) -> dict[str, str]:
+    """Of a worker program: one thread, and modules that it imports from the tests and from `folders`."""
+    places = [*map(str, folders), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **variables}
+
+
 @contextmanager
 def launched(program: str, folder: Path, world: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """`program FOLDER WORLD WORDS…` on each of `world` processes, which do not outlive the context."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), NODE_RANK="0")
     processes = [
         subprocess.Popen(
             [sys.executable, program, str(folder), str(world), *words],
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank)},
+            env={**shared, "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

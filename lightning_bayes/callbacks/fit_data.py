@@ -1,0 +1,82 @@
+"""The data of a post-hoc fit: those of training, or others that the user names, as far as they go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_bayes.arguments import count, text
+from lightning_bayes.network import Processes
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.trainer.data import ExactPass, exact_pass, is_sized, named_loader, owner_of, single
+
+_OPEN = (
+    "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
+    "many as training has taken in an epoch; max_batches= sets another number"
+)
+_RANDOM = (
+    "the data differ each time they are read, as augmented data do, so that the posterior depends on the random seed: "
+    "give data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or "
+    "module that returns one)"
+)
+
+
+@dataclass
+class Epoch:
+    """What training has seen of data that do not say how many they are; plain numbers, which a checkpoint holds."""
+
+    batches: int = 0  # of the longest epoch so far
+    has_ended: bool = False  # whether the data of one have come to their end
+
+    def count(self, batch_idx: int, is_last: bool) -> None:
+        self.batches, self.has_ended = max(self.batches, batch_idx + 1), self.has_ended or is_last
+
+    def is_open(self, loader: Any) -> bool:
+        """Whether nothing is known of the data's end, which may never come."""
+        return self.batches > 0 and not self.has_ended and not is_sized(single(loader))
+
+
+class FitData:
+    """`data` is None for the training data, a loader, or the name of a method that returns one."""
+
+    def __init__(self, data: Any, max_batches: int | None) -> None:
+        if isinstance(data, str):
+            text("data", data, "a loader, or the name of a method that returns one")
+        elif data is not None:
+            check_loader(data, "data", "batches")
+        if max_batches is not None:
+            count("max_batches", max_batches)
+        self._data, self._max_batches = data, max_batches
+        self.epoch, self._warned = Epoch(), False
+
+    def check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        """An error for a name that neither the data module nor the module knows."""
+        if isinstance(self._data, str):
+            owner_of(trainer, module, self._data)
+
+    def check_training_data(self, trainer: Trainer) -> None:
+        """An error for several training dataloaders, if those are the data; none is loaded before training starts."""
+        if self._data is None:
+            single(trainer.train_dataloader)
+
+    def loader(self, trainer: Trainer, module: LightningModule) -> Any:
+        if self._data is None:
+            return trainer.train_dataloader
+        return named_loader(trainer, module, self._data) if isinstance(self._data, str) else self._data
+
+    def exact_pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> ExactPass:
+        """As far as `max_batches`, or what training has seen, goes."""
+        limit = None
+        if trainer is not None and self._data is None:
+            limit = trainer.limit_train_batches
+            if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
+                limit = self.epoch.batches
+                rank_zero_warn(_OPEN.format(limit))
+        data = exact_pass(loader, module, trainer, limit, Processes.current(), self._max_batches)
+        if not self._warned and data.is_random():
+            self._warned = True
+            rank_zero_warn(_RANDOM)
+        return data

@@ -1,0 +1,182 @@
+"""The running sum of a fit, `Σₙ JₙᵀΛₙJₙ`, and what the same pass learns of the data."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.curvature.accumulate import Accumulator
+from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.output_columns import output_columns
+from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.curvature.recorder import Call, recording
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import inputs
+from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.processes import Processes
+from lightning_bayes.network.subset import Subset
+from lightning_bayes.structures import Structure
+
+logger = logging.getLogger("lightning_bayes")
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """`H = Σₙ JₙᵀΛₙJₙ` over `subset`, with what the same pass learns of the data."""
+
+    structure: Structure
+    subset: Subset
+    likelihood: Likelihood
+    kind: str
+    n_data: int  # examples seen
+    n_outputs: int  # numbers that the network put out for them
+    # What a fit without a pass over the data does not know:
+    log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
+    gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
+    squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
+
+    @property
+    def knows_likelihood(self) -> bool:
+        return self.log_likelihood is not None
+
+
+class CurvatureSum:
+    """The running sum: one forward pass per batch, and a few batched backward passes to the layers' outputs."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: Plan,
+        accumulator: Accumulator,
+        likelihood: Likelihood,
+        curvature: str = "ggn",
+        samples: int = 1,
+        seed: int = 0,
+        processes: Processes | None = None,
+    ) -> None:
+        self._network, self._plan, self._accumulator = network, plan, accumulator
+        self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
+        self._processes = processes or Processes()
+        self._parameters = plan.subset.parameters(network)
+        self._layer_gradients = LayerGradients()
+        self._leftover_gradients = ParameterGradients(network, self._parameters)
+        self._slow = False  # whether some batch had to be taken one example at a time
+        self._batches = self._n_data = 0
+        first = next(iter(self._parameters.values()))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
+        self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+
+    def add(self, x: Any, y: Tensor) -> None:
+        B = inputs.batch_size(x)
+        outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
+            raise DataError(
+                f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
+                "not finite"
+            )
+        self._batches += 1
+        self._n_data += B
+        self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
+
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        """Returns the outputs."""
+        B = inputs.batch_size(x)
+        with recording(self._parameters) as calls:
+            f = inputs.call(self._network, x)
+        check_output(f, B)
+        outputs = f.detach()
+        check_finite(outputs, x, self._batches)
+        self._likelihood.check(outputs, y)
+        matched = self._plan.match(f, calls, self._parameters)
+        slow = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
+        if slow and B > 1:
+            self._add_one_by_one(x, y, examples, outputs, slow)
+            return outputs
+        used = matched.used
+        with torch.no_grad():
+            self._accumulator.add_inputs(matched.calls)
+        size = LayerGradients.chunk_size(used, f)
+        drawn = (examples.to(f.device), self._samples, self._seed)
+        for chunk in output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn):
+            self._accumulator.begin_chunk(len(chunk), B)
+            self._add_sites(matched.calls, self._layer_gradients(f, used, chunk, matched.plain) if used else [])
+            if matched.leftovers:
+                self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
+            self._accumulator.end_chunk()
+        self._add_gradient(f, -self._likelihood.residual(outputs, y))
+        return outputs
+
+    def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
+        """A single example owns all rows of every layer."""
+        if not self._slow:
+            self._slow = True
+            logger.warning(
+                "batch %d: examples share rows of %s; such batches are taken one example at a time, which is exact and "
+                "slow",
+                self._batches,
+                ", ".join(slow),
+            )
+        ones = [slice(n, n + 1) for n in range(len(y))]
+        alone = [self._add(inputs.take(self._network, x, one), y[one], examples[one]) for one in ones]
+        check_examples_apart(self._network, torch.cat(alone), outputs)
+
+    def finish(self) -> Curvature:
+        self._processes.sum_([*self._accumulator.sums, self._gradient, self._totals])
+        if self._totals[0] == 0:
+            raise DataError("the loader is empty: curvature needs at least one batch")
+        return Curvature(
+            structure=self._accumulator.structure(self._processes),
+            subset=self._plan.subset,
+            likelihood=self._likelihood,
+            kind=self._curvature,
+            **name_totals(self._totals),
+            gradient=self._plan.subset.narrow(self._gradient),
+        )
+
+    def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        self._gradient += torch.cat([part.detach().reshape(-1) for part in parts])
+
+    @torch.no_grad()
+    def _add_sites(self, matched: list[list[Call]], grads: list[Tensor]) -> None:
+        for site, calls in enumerate(matched):
+            if calls:
+                self._accumulator.add_site(site, calls, grads[: len(calls)])
+                del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
+
+    def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
+        for name, J in gradients.items():
+            self._accumulator.add_leftover(name, J, examples)
+
+
+def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """Of a batch, in float64: examples, outputs, log-likelihood, squared error (NaN for a likelihood without one), and
+    targets that count.  # [5]"""
+    error = likelihood.squared_error(f, y)
+    log_likelihood = likelihood.log_likelihood_per_example(f, y).double().sum().item()
+    squared_error = math.nan if error is None else error.item()
+    totals = [len(f), f.numel(), log_likelihood, squared_error, likelihood.n_targets(y)]
+    return torch.tensor(totals, dtype=torch.float64)
+
+
+def name_totals(totals: Tensor) -> dict[str, Any]:
+    n_data, n_outputs, log_likelihood, squared_error, n_targets = totals.cpu()
+    if n_targets == 0:
+        raise DataError(
+            "no target counts: all are marked as unknown (ignore_index), and without targets there is nothing to fit"
+        )
+    return {
+        "n_data": int(n_data),
+        "n_outputs": int(n_outputs),
+        "log_likelihood": log_likelihood,
+        "squared_error": None if squared_error.isnan() else squared_error,
+    }

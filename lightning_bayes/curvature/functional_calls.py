@@ -1,0 +1,125 @@
+"""Functional calls as the layers that they are: `F.conv2d(x, W, b, stride=2)` is a `Convolution`.
+
+Both ways to look into a network read its calls here: the recorder of a fit, and the rules of back-propagation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_bayes.curvature.layers import (
+    ChannelNorm,
+    Convolution,
+    Embedding,
+    FeatureNorm,
+    Layer,
+    LinearLayer,
+    TransposedConvolution,
+)
+
+_LINEAR = ("input", "weight", "bias")
+_CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_LINEAR, "stride", "padding", "output_padding", "groups", "dilation")
+_BUILTINS = {  # PyTorch tells no signature of these
+    "linear": _LINEAR,
+    **{f"conv{n}d": _CONV for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)},
+}
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+_PYTHON = ("embedding", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
+_NAMES = {getattr(F, name): name for name in (*_BUILTINS, *_PYTHON) if hasattr(F, name)}
+CONVOLUTIONS = frozenset(_BUILTINS) - {"linear"}
+
+
+def layer_of(func: Any, args: Any, kwargs: Any) -> Layer | None:
+    """The layer that a call stands for, if it is one with a rule."""
+    arguments = layer_arguments(func, args, kwargs)
+    return None if arguments is None else make_layer(func, arguments)
+
+
+def layer_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """All arguments of a layer's function by name, `None` for any other function."""
+    name = _NAMES.get(func)
+    if name is None:
+        return None
+    if name in _BUILTINS:
+        return {**_DEFAULTS, **dict(zip(_BUILTINS[name], args, strict=False)), **kwargs}
+    return bind(func, args, kwargs).arguments
+
+
+def bind(func: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
+    """`None` where the call has options that change what a gradient is."""
+    name, x = _NAMES[func], arguments["input"].detach()
+    if name in ("layer_norm", "rms_norm"):
+        return FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
+    if name.endswith("norm"):
+        return ChannelNorm(_without_affine(func, arguments), (x.shape[1],))
+    weight: Tensor = arguments["weight"]
+    if name in CONVOLUTIONS:
+        return _convolution(x, tuple(weight.shape), arguments, name.startswith("conv_transpose"))
+    if weight.ndim != 2:
+        return None
+    shape = (weight.shape[0], weight.shape[1])
+    if name == "linear":
+        return LinearLayer(x, shape)
+    if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
+        return None
+    padding_idx = arguments["padding_idx"]
+    return Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
+
+
+def as_tuple(value: Any, n: int) -> tuple[int, ...]:
+    """An option with a number for each of `n` dimensions, or one for all."""
+    values = (value,) * n if isinstance(value, int) else tuple(value)
+    return values * n if len(values) == 1 else values
+
+
+@cache
+def _signature(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _without_affine(func: Any, arguments: dict[str, Any]) -> Callable[[], Tensor]:
+    """The same norm without scale and shift, to be run when its output is needed."""
+    plain = {name: value for name, value in arguments.items() if name not in ("weight", "bias")}
+
+    def normalised() -> Tensor:
+        with torch.no_grad():
+            return func(**plain)
+
+    return normalised
+
+
+def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], transposed: bool) -> Layer | None:
+    n = len(shape) - 2
+    if x.ndim != n + 2:  # one example without a batch dimension
+        return None
+    stride, dilation = (as_tuple(arguments[option], n) for option in ("stride", "dilation"))
+    padding, groups = arguments["padding"], arguments["groups"]
+    if transposed:
+        output_padding = as_tuple(arguments["output_padding"], n)
+        return TransposedConvolution(x, shape, stride, dilation, groups, as_tuple(padding, n), output_padding)
+    return Convolution(x, shape, stride, dilation, groups, _around(padding, shape[2:], dilation))
+
+
+def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Zeros before and after each dimension; of an odd number, "same" puts one more after."""
+    if padding == "valid":
+        return ((0, 0),) * len(kernel)
+    if padding == "same":
+        reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((p, p) for p in as_tuple(padding, len(kernel)))

@@ -1,0 +1,55 @@
+"""`UseOptions`: how a posterior predicts, is scored and is kept; the same for every callback and mixin."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import InitVar, dataclass
+
+from lightning_bayes.arguments import count, flag, seed, shown, text, word
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.plots.style import require_matplotlib
+from lightning_bayes.predictive.output_law import PREDICTIVES
+
+PREDICT_STEPS = ("replace", "keep", "both")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseOptions:
+    """It checks itself when it is made; `error` is the type of its exceptions."""
+
+    name: str  # suffix of logged numbers, key among several callbacks, and part of a file's name
+    likelihood: Likelihood
+    predictive: str
+    link: str | None = None
+    samples: int = 100  # drawn where a prediction draws
+    network: str | None = None  # the submodule that maps x to f
+    ood: bool = False  # whether dataloaders after the first hold out-of-distribution data
+    plots: bool = False
+    seed: int = 0
+    predict_step: str = "replace"
+    save: bool | str | None = None  # whether, or where, the posterior's own file is written
+    error: InitVar[type[Exception]] = ValueError
+
+    def __post_init__(self, error: type[Exception]) -> None:
+        word("predictive", self.predictive, PREDICTIVES, error)
+        _check_name(self.name, error)
+        self.likelihood.choose_link(self.link)
+        count("samples", self.samples, error=error)
+        if self.network is not None:
+            text("network", self.network, "the dotted name of a submodule", error)
+        flag("ood", self.ood, error)
+        if flag("plots", self.plots, error):
+            require_matplotlib()
+        seed("seed", self.seed, error)
+        word("predict_step", self.predict_step, PREDICT_STEPS, error)
+        save = self.save
+        if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
+            raise error(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")
+
+
+def _check_name(name: str, error: type[Exception]) -> None:
+    text("name", name, "a word that tells this posterior from others", error)
+    if name == "map":
+        raise error("name='map' is the name of the plain network's own scores: choose another")
+    if "/" in name or "\\" in name:
+        raise error(f"name must not hold a slash, got {name!r}")

@@ -1,0 +1,87 @@
+"""A Laplace posterior without a Trainer: any `nn.Module`, any iterable of `(x, y)`.
+
+A regression on a sine with a gap in the data. One training, four posteriors that differ in what they keep of the
+curvature. The evidence chooses the prior precision; the noise is known. In the gap a posterior should be less sure.
+
+    python recipes/laplace.py    # seconds; the picture goes to outputs/laplace/
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from support import be_quiet, print_table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace, metrics, plots
+
+OUTPUT = Path("outputs/laplace")
+NOISE, GAP = 0.2, 1.0  # no data for |x| < GAP
+POSTERIORS = {
+    "full": {"structure": "full"},
+    "Kronecker": {"structure": "kron"},
+    "diagonal": {"structure": "diag"},
+    "last layer": {"structure": "full", "subset": "last_layer"},
+}
+
+
+def draw(n: int, low: float, high: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Points on both sides of zero.  # [n, 1] each"""
+    x = low + (high - low) * torch.rand(n, 1, generator=generator)
+    x = x * torch.randn(n, 1, generator=generator).sign()
+    return x, torch.sin(2 * x) + NOISE * torch.randn(n, 1, generator=generator)
+
+
+def train(x: Tensor, y: Tensor, steps: int = 2000) -> nn.Module:
+    """Plain PyTorch."""
+    network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(network(x), y).backward()
+        optimizer.step()
+        schedule.step()
+    return network
+
+
+def judge(posterior: LaplacePosterior, test: tuple[Tensor, Tensor], gap: tuple[Tensor, Tensor]) -> dict[str, float]:
+    row = {"evidence": float(posterior.log_marginal_likelihood()), "prior": float(posterior.prior_precision)}
+    for name, (x, y) in {"data": test, "gap": gap}.items():
+        prediction = posterior.predict(x)
+        row[f"σ of f, {name}"] = float(prediction.epistemic.sqrt().mean())
+        row[f"NLL, {name}"] = float(metrics.functional.gaussian_nll(prediction.mean, prediction.variance, y))
+    return row
+
+
+def save_picture(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> None:
+    """What more data would remove (epistemic), what is noise (aleatoric), and both."""
+    line = torch.linspace(-4, 4, 400)[:, None]
+    prediction = posterior.predict(line)
+    figure, _ = plots.regression_bands(line, prediction.mean, prediction.epistemic, prediction.aleatoric, x, y)
+    figure.savefig(OUTPUT / "bands.png")
+
+
+def main() -> None:
+    be_quiet()
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    x, y = draw(120, GAP, math.pi, generator)
+    network = train(x, y)
+    loader = list(zip(x.split(32), y.split(32), strict=True))  # any iterable will do
+    fits = {
+        name: fit_laplace(network, loader, Gaussian(noise_std=NOISE), **words) for name, words in POSTERIORS.items()
+    }
+    tuned = {name: posterior.tune_prior("marglik", noise=False) for name, posterior in fits.items()}
+    test, gap = draw(1000, GAP, math.pi, generator), draw(1000, 0, GAP, generator)
+    print(f"{len(x)} points on sin(2x) with noise {NOISE}, none for |x| < {GAP:g}:")
+    print_table({name: judge(posterior, test, gap) for name, posterior in tuned.items()})
+    save_picture(tuned["full"], x, y)
+    tuned["full"].save(OUTPUT / "posterior.pt")  # GaussianPosterior.load(path, network) reads it
+    print(f"\nbands.png and posterior.pt are in {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The recipes fit on a screen, use the public API alone, and show what they say they show."""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_bayes
+from lightning_bayes import GaussianPosterior
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FILES = sorted(RECIPES.glob("*.py"))
+LONGEST = 110  # lines
+PUBLIC = {"lightning_bayes": set(lightning_bayes.__all__) | {"likelihoods", "metrics", "plots"}}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_recipe_fits_on_a_screen(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_recipe_imports_public_names_alone(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("lightning_bayes.")]
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            assert not module.startswith(("lightning_bayes.", "recipes")), module
+            assert {alias.name for alias in node.names} <= PUBLIC.get(module, {alias.name for alias in node.names})
+        if isinstance(node, ast.Attribute):
+            assert not re.match("_[a-z]", node.attr), f"{path.name}:{node.lineno}: {node.attr} is private"
+
+
+def test_the_readme_lists_every_recipe_and_no_other() -> None:
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", text))
+    programs = {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.py") if "__main__" in path.read_text()}
+    assert listed == programs
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that runs a recipe with other constants, and returns its table and its folder."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+
+    def call(name: str, **constants: Any) -> tuple[dict[str, dict[str, float]], Path]:
+        recipe, tables = importlib.import_module(name), []
+        for constant, value in {**constants, "be_quiet": lambda: None, "print_table": tables.append}.items():
+            monkeypatch.setattr(recipe, constant, value)
+        with torch.random.fork_rng(devices=[]):
+            recipe.main()
+        assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")} <= {"outputs"}
+        return tables[0], tmp_path / "outputs" / name
+
+    yield call
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(RECIPES)):
+            del sys.modules[name]
+
+
+def test_laplace(run: Any) -> None:
+    table, folder = run("laplace")
+    assert list(table) == ["full", "Kronecker", "diagonal", "last layer"]
+    for name in ("full", "Kronecker", "last layer"):
+        assert table[name]["σ of f, gap"] > 2 * table[name]["σ of f, data"]
+    assert table["full"]["evidence"] > table["Kronecker"]["evidence"] > table["diagonal"]["evidence"]
+    assert (folder / "bands.png").read_bytes().startswith(PNG)
+    network = torch.nn.Sequential(
+        *(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    )
+    state = torch.load(folder / "posterior.pt", weights_only=True)
+    torch.nn.utils.vector_to_parameters(state["mean"], network.parameters())
+    loaded = GaussianPosterior.load(folder / "posterior.pt", network)
+    assert loaded.n_data == 120
+    assert float(loaded.prior_precision) == pytest.approx(table["full"]["prior"], rel=1e-6)
+
+
+def test_l2m(run: Any) -> None:
+    table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
+    assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]
+    for row in table.values():
+        assert row["accuracy"] > 0.9
+        assert row["AUROC 8 and 9"] > 0.8
+    assert table["L2M"]["NLL"] < table["MAP"]["NLL"] + 0.02
+    assert torch.load(folder / "member_1" / "l2m_posterior.pt", weights_only=True)["n_data"] == 800
+
+
+def test_online_laplace(run: Any) -> None:
+    table, folder = run("online_laplace", EPOCHS=10, SAMPLES=20)
+    assert list(table) == ["post-hoc", "online"]
+    for row in table.values():
+        assert 0 < row["error of mean"] < row["of a sample"]
+        assert row["error, letters"] > 0.8
+    assert table["online"]["of a sample"] < table["post-hoc"]["of a sample"]
+    assert (folder / "latent.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run this short says so
+def test_variational_laplace(run: Any) -> None:
+    table, _ = run("variational_laplace", EPOCHS=12)
+    assert list(table) == ["MAP", "VI, at the mean", "VI, 100 samples", "VL, at the mean", "VL"]
+    assert all(row["accuracy"] > 0.8 for row in table.values())
