@@ -18,7 +18,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -235,6 +234,4 @@ def _plain(value: Any) -> Any:
     """For a file: no graph, and no number type of another library."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, Integral) else value
+    return value.item() if hasattr(value, "item") else value

@@ -263,9 +263,12 @@ def test_kronecker_is_the_kronecker_product_of_its_factors_per_group() -> None:
 def test_kronecker_damping_is_the_product_of_damped_factors() -> None:
     left, right = random(1, 2, 2, seed=43), random(1, 3, 3, seed=44)
     G, A = left @ left.mT, right @ right.mT
-    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A)).damped(0.2, 0.5)
-    expected = torch.kron(G[0] + 0.2 * torch.eye(2, dtype=F64), A[0] + 0.5 * torch.eye(3, dtype=F64))
-    torch.testing.assert_close(M.to_dense(), expected)
+    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A))
+    for split in (1.0, 2.5):
+        expected = torch.kron(
+            G[0] / split + 0.2 * torch.eye(2, dtype=F64), A[0] * split + 0.2 * torch.eye(3, dtype=F64)
+        )
+        torch.testing.assert_close(M.add_damping(torch.tensor(0.04, dtype=F64), split).to_dense(), expected)
 
 
 def test_block_diagonal_puts_every_block_to_its_places() -> None:
