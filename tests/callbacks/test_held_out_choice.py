@@ -98,7 +98,7 @@ def test_the_scores_of_a_checkpoints_weights_are_said_and_not_logged(
         )
     lines = [record.message for record in caplog.records if "two-fold" in record.message]
     assert [line.partition(":")[0] for line in lines] == ["laplace", "laplace of first.ckpt"]
-    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     (value,) = [row["held_out_nll_laplace"] for row in rows if row.get("held_out_nll_laplace")]
     assert f"laplace nll {float(value):.4g}" in lines[0]
     assert f"laplace nll {float(value):.4g}" not in lines[1]
