@@ -41,6 +41,7 @@ from lightning_bayes.trainer.checkpoints import (
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.files import run_folder
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -172,7 +173,7 @@ class LaplaceCallback(PosteriorCallback):
             posterior = self._fit(trainer, module, loader)
             if self.tune not in (None, "auto", "grid"):
                 posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-            return self._held_out_choice(trainer, module, posterior, of)
+            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _fit(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         data = self._data.exact_pass(trainer, module, loader)
