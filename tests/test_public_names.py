@@ -43,7 +43,7 @@ FIXED = {
     *("LaplaceCallback", "L2MCallback", "OnlineLaplaceCallback"),
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
-BESIDES = {"DeepEnsemble", "evaluate", "fit_l2m", "replace_activations"}
+BESIDES = {"DeepEnsemble", "Reconstruction", "evaluate", "fit_l2m", "replace_activations"}
 TO_COME = {"MarginalLikelihoodCallback"}
 
 FIXED_METRICS = {

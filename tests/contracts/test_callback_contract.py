@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from helpers.tensors import TIGHT, real, seeded
@@ -27,6 +28,7 @@ from lightning_bayes import (
 from lightning_bayes.trainer import PosteriorCallback
 
 EPOCHS, N, TESTED = 4, 11, 7
+TRAINING: dict[str, Any] = {"precision": "64-true", "reload_dataloaders_every_n_epochs": EPOCHS // 2}
 SCORES = {"classification": {"nll", "acc", "ece", "brier"}, "regression": {"nll", "rmse", "coverage"}}
 X = real(TESTED, FEATURES, seed=3)
 
@@ -58,6 +60,21 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
 ROWS = [(method, task) for method in METHODS for task in SCORES]
 
 
+class Data(L.LightningDataModule):
+    """Uneven batches, of other sizes in the second half of training than in the first."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return loader(self.task, N, batch_size=3 if self.trainer.global_step else 4)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.task, TESTED, seed=5)
+
+
 @dataclass
 class Run:
     """A module, its Trainer and its callback, before and after a fit."""
@@ -81,8 +98,7 @@ class Run:
         return self.trainer.checkpoint_callback.last_model_path
 
     def fit(self, path: str | None = None) -> "Run":
-        task = self.module.task
-        self.trainer.fit(self.module, loader(task, N), loader(task, TESTED, seed=5), ckpt_path=path)
+        self.trainer.fit(self.module, datamodule=Data(self.module.task), ckpt_path=path)
         return self
 
     def test(self, path: str | None = None) -> dict[str, float]:
@@ -102,7 +118,7 @@ def new(folder: Path, method: str, task: str, epochs: int = EPOCHS) -> Run:
     own = None if make_callback is None else make_callback(task)
     torch.manual_seed(0)
     callbacks = [ModelCheckpoint(folder, save_last=True), *([] if own is None else [own])]
-    arguments: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True, "max_epochs": epochs}
+    arguments: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs, **TRAINING}
     return Run(make_module(task), trainer(folder, *callbacks, **arguments), own)
 
 
@@ -177,11 +193,16 @@ def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
         same_predictions([prediction], [expected])
 
 
-def test_a_checkpoint_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["by the Trainer", "by hand"])
+def test_a_checkpoint_holds_the_same_posterior(fitted: Any, saved: str, tmp_path: Path) -> None:
     run, logged, predictions = fitted
+    path = run.last
+    if saved == "by hand":
+        path = str(tmp_path / "kept.ckpt")
+        run.trainer.save_checkpoint(path)
     again = new(tmp_path, run.callback.name, run.module.task)
-    assert again.test(run.last) == pytest.approx(logged, rel=1e-9)
-    same_predictions(again.predict(run.last), predictions)
+    assert again.test(path) == pytest.approx(logged, rel=1e-9)
+    same_predictions(again.predict(path), predictions)
     assert again.posterior.network is not run.posterior.network
     same_posterior(again.posterior, run.posterior)
 
@@ -218,7 +239,7 @@ def test_a_resumed_run_ends_in_the_same_posterior(fitted: Any, tmp_path: Path) -
 def test_what_only_watches_does_not_change_training(method: str, tmp_path: Path) -> None:
     watched = new(tmp_path, method, "classification").fit()
     module = plain("classification")
-    trainer(tmp_path, max_epochs=EPOCHS, precision="64-true").fit(module, loader(n=N))
+    trainer(tmp_path, max_epochs=EPOCHS, **TRAINING).fit(module, datamodule=Data("classification"))
     for name, weight in module.state_dict().items():
         assert torch.equal(watched.module.state_dict()[name], weight), name
 
