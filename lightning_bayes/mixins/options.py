@@ -7,7 +7,8 @@ from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from lightning_bayes.arguments import count, flag, plain_values, positive, shown, word
-from lightning_bayes.likelihoods import Categorical, Likelihood, UnknownLikelihoodError, resolve
+from lightning_bayes.likelihoods import Categorical, Likelihood, resolve
+from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.trainer.options import UseOptions
 
 CURVATURES = ("fisher", "empirical", "hessian")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.likelihoods import ClassPredictive, Likelihood
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.gaussian_weights import Gradients
 from lightning_bayes.mixins.watched_step import ForwardCall
@@ -125,7 +125,7 @@ def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     S = len(f)
     size_r = likelihood.residual(f, y).double().square().sum() / S
     size_f = (f.double() - f.double().mean(0) * (S > 1)).square().sum() / S
-    if issubclass(likelihood.predictive, ClassPredictive):
+    if likelihood.has_probs:
         return 2 * (size_r * (1 + size_f)).sqrt() / S**0.25
     return 3 * (1 + (size_r * size_f).sqrt()).sqrt()
 

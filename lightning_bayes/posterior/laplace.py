@@ -104,7 +104,7 @@ def from_curvature(
             temperature=temperature,
             damping=damping,
         )
-    return bare.with_prior(prior_precision)  # type: ignore[arg-type]
+    return bare.with_prior(as_precision(prior_precision, curvature.subset, mean))
 
 
 @dataclass(frozen=True, eq=False)

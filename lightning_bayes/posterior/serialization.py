@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Likelihood, UnknownLikelihoodError
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network

@@ -113,7 +113,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
     if choice.n_held_out < FEWEST:
         return None
     by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
-    ignored = getattr(choice.posterior.likelihood, "ignore_index", None)
+    ignored = choice.posterior.likelihood.ignore_index
     scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]
     losses: list[list[Tensor]] = [[], [], []]
     scoring, start = choice.scoring, 0
