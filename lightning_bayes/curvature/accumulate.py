@@ -44,8 +44,7 @@ class Accumulator(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__dict__.get("word") is not None:
-            register(STRUCTURES, cls.__dict__["word"], cls)
+        register(STRUCTURES, cls, "word")
 
     @abstractmethod
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None: ...

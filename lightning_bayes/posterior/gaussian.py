@@ -204,8 +204,8 @@ class GaussianPosterior:
     def from_state_dict(
         network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
     ) -> GaussianPosterior:
-        """The posterior that `state_dict` described, on the network's device. A likelihood of your own cannot be
-        stored: pass it again."""
+        """The posterior that `state_dict` described, on the network's device. A likelihood whose class has no `name` of
+        its own is not stored: pass it again."""
         from lightning_bayes.posterior.serialization import from_state
 
         return from_state(network, state, likelihood)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
-        "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
+        "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": posterior.precision.to_state()}
