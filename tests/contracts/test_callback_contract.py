@@ -146,6 +146,7 @@ def same_posterior(found: GaussianPosterior, expected: GaussianPosterior) -> Non
     assert found.n_data == expected.n_data == N
     torch.testing.assert_close(found.mean, expected.mean, **TIGHT)
     torch.testing.assert_close(found.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
+    assert repr(found.likelihood) == repr(expected.likelihood)  # also the noise that was tuned
     assert found.calibrations == expected.calibrations
 
 
@@ -211,10 +212,12 @@ def test_a_file_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
     """The one that the callback has written, or, of a module that is its own posterior, the one it is asked for."""
     run, _, _ = fitted
     path = run.callback.posterior_path
-    assert (path is None) == (run.own is None)
-    if path is None:
+    if run.own is None:
+        assert path is None
         path = tmp_path / "posterior.pt"
         run.posterior.save(path)
+    else:
+        assert path.name == f"{run.callback.name}_posterior.pt"
     network = METHODS[run.callback.name][0](run.module.task).double()
     network.load_state_dict(torch.load(run.last, weights_only=True)["state_dict"])
     found = GaussianPosterior.load(path, network)
