@@ -80,12 +80,13 @@ def test_the_density_is_that_of_the_multivariate_normal(kind: str) -> None:
 
 @every_gaussian
 def test_draws_have_the_mean_and_the_covariance(kind: str) -> None:
-    """Whitened, they are standard normal: five standard errors of each first and second moment."""
-    posterior, n = made(kind, "classification"), 10_000
+    """Whitened, they are standard normal: five standard errors of the first and second moments, and of all together."""
+    posterior, n = made(kind, "classification"), 1_000
     θ = posterior.sample(n, seeded())  # [n, P]
     assert θ.shape == (n, len(posterior.mean))
     z = (θ - posterior.mean) @ torch.linalg.cholesky(posterior.precision.to_dense())
     assert z.mean(0).abs().max() < 5 / n**0.5
+    assert (z.square().mean() - 1).abs() < 5 * (2 / z.numel()) ** 0.5
     moments = z.mT @ z / n
     assert (moments - torch.eye(len(moments))).abs().max() < 5 * (2 / n) ** 0.5
 
