@@ -86,8 +86,8 @@ class Run:
     @property
     def callback(self) -> PosteriorCallback:
         """The one that scores; that of a variational module is known once the Trainer has run."""
-        (found,) = [each for each in self.trainer.callbacks if isinstance(each, PosteriorCallback)]
-        return found
+        (callback,) = [callback for callback in self.trainer.callbacks if isinstance(callback, PosteriorCallback)]
+        return callback
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -134,19 +134,20 @@ def values(prediction: Prediction) -> dict[str, Any]:
     return {f.name: getattr(prediction, f.name) for f in fields(prediction) if getattr(prediction, f.name) is not None}
 
 
-def same_predictions(found: list[Prediction], expected: list[Prediction]) -> None:
-    for one, two in zip(found, expected, strict=True):
+def same_predictions(actual: list[Prediction], expected: list[Prediction]) -> None:
+    for one, two in zip(actual, expected, strict=True):
         assert values(one).keys() == values(two).keys()
         for name, value in values(two).items():
             torch.testing.assert_close(values(one)[name], value, **TIGHT)
 
 
-def same_posterior(found: GaussianPosterior, expected: GaussianPosterior) -> None:
-    assert type(found) is type(expected)
-    assert found.n_data == expected.n_data == N
-    torch.testing.assert_close(found.mean, expected.mean, **TIGHT)
-    torch.testing.assert_close(found.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
-    assert found.calibrations == expected.calibrations
+def same_posterior(actual: GaussianPosterior, expected: GaussianPosterior) -> None:
+    assert type(actual) is type(expected)
+    assert actual.n_data == expected.n_data == N
+    torch.testing.assert_close(actual.mean, expected.mean, **TIGHT)
+    torch.testing.assert_close(actual.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
+    assert repr(actual.likelihood) == repr(expected.likelihood)  # also the noise that was tuned
+    assert actual.calibrations == expected.calibrations
 
 
 def test_the_posterior_is_that_of_the_trained_weights(fitted: Any) -> None:
@@ -181,8 +182,8 @@ def test_the_numbers_are_those_of_the_posterior_and_of_the_network(fitted: Any) 
 
 def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
     run, _, predictions = fitted
-    assert [type(each) for each in predictions] == [Prediction, Prediction]
-    assert [len(each) for each in predictions] == [4, 3]
+    assert [type(prediction) for prediction in predictions] == [Prediction, Prediction]
+    assert [len(prediction) for prediction in predictions] == [4, 3]
     callback = run.callback
     for batch, prediction in zip(held_out(run.module.task), predictions, strict=True):
         x = batch[0]
@@ -211,15 +212,17 @@ def test_a_file_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
     """The one that the callback has written, or, of a module that is its own posterior, the one it is asked for."""
     run, _, _ = fitted
     path = run.callback.posterior_path
-    assert (path is None) == (run.own is None)
-    if path is None:
+    if run.own is None:
+        assert path is None
         path = tmp_path / "posterior.pt"
         run.posterior.save(path)
+    else:
+        assert path.name == f"{run.callback.name}_posterior.pt"
     network = METHODS[run.callback.name][0](run.module.task).double()
     network.load_state_dict(torch.load(run.last, weights_only=True)["state_dict"])
-    found = GaussianPosterior.load(path, network)
-    same_posterior(found, run.posterior)
-    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (found, run.posterior))
+    loaded = GaussianPosterior.load(path, network)
+    same_posterior(loaded, run.posterior)
+    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (loaded, run.posterior))
     same_predictions([one], [two])
 
 

@@ -7,11 +7,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from variational_cases import VI, VL, Lit, dataset, images, options, trainer
+from variational_cases import VI, VL, Lit, dataset, options, trainer
 
-from lightning_bayes import Gaussian, GaussianPosterior
+from lightning_bayes import Gaussian
 from lightning_bayes.mixins import LogSigmaMultiplierMixin, OptionError, VariationalLaplaceMixin
 
 # Lightning's notices that a new Trainer has no ModelCheckpoint, or one that writes elsewhere.
@@ -155,25 +154,6 @@ def test_variational_laplace_goes_on_from_variational_inference(tmp_path: Path) 
     again = VL.load_from_checkpoint(path, variational=options())
     for name, log_σ in module.log_sigma.items():
         assert torch.equal(again.log_sigma[name], log_σ)
-
-
-@pytest.mark.parametrize("kind", [VL, VI])
-def test_testing_from_a_checkpoint_gives_the_same_numbers(kind: Any, tmp_path: Path) -> None:
-    module = kind(variational=options())
-    path = fitted(tmp_path, module)
-    (expected,) = quiet(tmp_path).test(module, data(n=7), verbose=False)
-    (found,) = quiet(tmp_path).test(kind(variational=options()), data(n=7), ckpt_path=path, verbose=False)
-    assert f"test_nll_{module._variational.options.name}" in expected
-    assert found == pytest.approx(expected)
-
-
-def test_the_posterior_has_a_file_of_its_own(tmp_path: Path) -> None:
-    module = VL(variational=options())
-    path = fitted(tmp_path, module)
-    module.posterior.save(tmp_path / "posterior.pt")
-    again = GaussianPosterior.load(tmp_path / "posterior.pt", VL.load_from_checkpoint(path))
-    x: Tensor = images(4).float()
-    torch.testing.assert_close(again.predict(x).probs, module.posterior.predict(x).probs)
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["plain", "save_hyperparameters"])
