@@ -60,7 +60,7 @@ PLOTS = {
 }
 LIKELIHOODS = {
     *("Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Likelihood", "LikelihoodError", "resolve"),
-    *("ClassPredictive", "LabelPredictive", "Predictive", "UnknownLikelihoodError"),
+    *("ClassPredictive", "LabelPredictive", "Predictive"),
 }
 
 
