@@ -39,9 +39,9 @@ def main() -> int:
     text = _conditions(arguments.quick, arguments.threads)
     outcomes = _measure(jobs, Limits(seconds, arguments.memory_gb * GB, arguments.threads))
     for name, topic in TOPICS.items():
-        mine = {job: outcome for job, outcome in outcomes.items() if job.startswith(f"{name}/")}
-        if mine:
-            text += f"\n\n## {topic.TITLE}\n\n{(topic.__doc__ or '').strip()}\n\n{topic.report(mine)}"
+        of_topic = {job: outcome for job, outcome in outcomes.items() if job.startswith(f"{name}/")}
+        if of_topic:
+            text += f"\n\n## {topic.TITLE}\n\n{(topic.__doc__ or '').strip()}\n\n{topic.report(of_topic)}"
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text + "\n", encoding="utf-8")

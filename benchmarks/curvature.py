@@ -66,20 +66,20 @@ TARGETS = {
 
 
 def jobs(quick: bool) -> list[Job]:
-    found = []
+    queue = []
     for network in NETWORKS.values():
         size: dict[str, Any] = {
             "network": network.name,
             "examples": network.quick_examples if quick else network.examples,
         }
         size["repeats"] = 1 if quick else 5
-        found.append(Job(f"curvature/{network.name}/{PLAIN}", measure_epoch, size, verb="failed"))
+        queue.append(Job(f"curvature/{network.name}/{PLAIN}", measure_epoch, size, verb="failed"))
         for fit in FITS:
             for contender in (OURS, *peers.BACKENDS):
                 arguments = {**size, "fit": fit, "contender": contender}
                 verb = "failed" if contender == OURS else "refused"
-                found.append(Job(f"curvature/{network.name}/{fit}/{contender}", measure_fit, arguments, verb))
-    return found
+                queue.append(Job(f"curvature/{network.name}/{fit}/{contender}", measure_fit, arguments, verb))
+    return queue
 
 
 def measure_epoch(network: str, examples: int, repeats: int) -> Result:
@@ -124,12 +124,12 @@ def report(outcomes: dict[str, Outcome]) -> str:
         if (plain := outcomes.get(f"curvature/{network}/{PLAIN}")) is not None:
             rows.append([network, PLAIN, cell(plain, "epochs"), *[""] * (len(headers) - 3)])
         for key, fit in FITS.items():
-            found = [outcomes.get(f"curvature/{network}/{key}/{name}") for name in (OURS, *peers.BACKENDS)]
-            if not any(found):
+            contenders = [outcomes.get(f"curvature/{network}/{key}/{name}") for name in (OURS, *peers.BACKENDS)]
+            if not any(contenders):
                 continue
-            ours, target = found[0], TARGETS[network, key]
+            ours, target = contenders[0], TARGETS[network, key]
             data_pass = f"{number(ours.data_pass)} epochs" if isinstance(ours, Result) else ""
-            cells = [cell(outcome, "epochs") for outcome in found]
+            cells = [cell(outcome, "epochs") for outcome in contenders]
             reached = "" if ours is None else "yes" if target.reached(ours) else "no"
             rows.append([network, fit.label, cells[0], data_pass, *cells[1:], str(target), reached])
     return "\n\n".join(filter(None, [table(headers, rows), _disturbed(outcomes), failures(outcomes)]))

@@ -88,14 +88,14 @@ def report(outcomes: dict[str, Outcome]) -> str:
     sides = sorted({_side(name) for name in outcomes})
     rows = []
     for contender in CONTENDERS:
-        found = {side: outcomes.get(f"diagonal/{side}×{side}/{contender}") for side in sides}
-        if all(outcome is None for outcome in found.values()):
+        by_side = {side: outcomes.get(f"diagonal/{side}×{side}/{contender}") for side in sides}
+        if all(outcome is None for outcome in by_side.values()):
             continue
-        measured = {side: outcome for side, outcome in found.items() if isinstance(outcome, Result)}
+        measured = {side: outcome for side, outcome in by_side.items() if isinstance(outcome, Result)}
         time, memory = (exponent(measured, of) for of in (_seconds, _added))
         last = exponent(dict(list(measured.items())[-2:]), _seconds)
         reached = "" if contender not in LINEAR else "yes" if max(time, memory) <= TARGET else "no"
-        cells = [cell(outcome, "passes") for outcome in found.values()]
+        cells = [cell(outcome, "passes") for outcome in by_side.values()]
         rows.append([contender, *cells, *(_number(e) for e in (time, last, memory)), reached])
     headers = ["diagonal", *(f"{side}×{side}" for side in sides)]
     headers += ["exponent of time", "of the last two", "of memory", f"≤ {TARGET:g}"]
@@ -137,8 +137,8 @@ def _picture(outcomes: dict[str, Outcome], sides: list[int]) -> str:
     figure = Figure(figsize=(9.5, 3.8), layout="constrained", dpi=110)
     axes = figure.subplots(1, 2)
     for contender in CONTENDERS:
-        found = [(s, outcomes.get(f"diagonal/{s}×{s}/{contender}")) for s in sides]
-        kept = [(s, outcome) for s, outcome in found if isinstance(outcome, Result)]
+        by_side = [(s, outcomes.get(f"diagonal/{s}×{s}/{contender}")) for s in sides]
+        kept = [(s, outcome) for s, outcome in by_side if isinstance(outcome, Result)]
         style = "--" if contender in peers.LIBRARIES else "-"
         for ax, scale in zip(axes, ((lambda r: r.seconds), (lambda r: r.added / 1e9)), strict=True):
             ax.loglog([s**2 for s, _ in kept], [scale(r) for _, r in kept], style, marker="o", label=contender)

@@ -40,17 +40,17 @@ class Snapshot(Result):
 
 
 def jobs(quick: bool) -> list[Job]:
-    found = []
+    queue = []
     for network in TRAINING:
         size = {"network": network, "epochs": 1 if quick else 6, "repeats": 1 if quick else 8}
         for contender in (PLAIN, OURS):
             arguments = {**size, "contender": contender}
-            found.append(Job(f"l2m/training/{network}/{contender}", measure_training, arguments, "failed"))
+            queue.append(Job(f"l2m/training/{network}/{contender}", measure_training, arguments, "failed"))
     for network in NETWORKS:
         for optimizer in OPTIMIZERS:
             arguments = {"network": network, "optimizer": optimizer, "repeats": 3 if quick else 40}
-            found.append(Job(f"l2m/snapshot/{network}/{optimizer}", measure_snapshot, arguments, "failed"))
-    return found
+            queue.append(Job(f"l2m/snapshot/{network}/{optimizer}", measure_snapshot, arguments, "failed"))
+    return queue
 
 
 def measure_training(network: str, contender: str, epochs: int, repeats: int) -> Result:
@@ -113,11 +113,11 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Snapshot:
     from lightning_bayes.posterior import fit_l2m
 
     def trained(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        found = OPTIMIZERS[optimizer](net.parameters(), lr=1e-4, weight_decay=1e-2)
+        stepped = OPTIMIZERS[optimizer](net.parameters(), lr=1e-4, weight_decay=1e-2)
         for p in net.parameters():
             p.grad = torch.randn_like(p)
-        found.step()
-        return net, found
+        stepped.step()
+        return net, stepped
 
     def snapshot(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         return fit_l2m(net, optimizer, n_data=50_000, batch_size=128)
@@ -129,8 +129,8 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Snapshot:
     snapshot(*trained(nn.Linear(2, 2)))  # what is set up at first use is no part of it
     both = trained(NETWORKS[network].fresh())
     result = side_by_side(lambda: partial(snapshot, *both), partial(step_and_copy, *both), repeats)
-    found = snapshot(*both)
-    vectors = (found.mean, found.curvature.structure.diagonal(), found.prior_precision)
+    posterior = snapshot(*both)
+    vectors = (posterior.mean, posterior.curvature.structure.diagonal(), posterior.prior_precision)
     weights = sum(p.numel() * p.element_size() for p in both[0].parameters())
     return Snapshot(**vars(result), weights=weights, kept=sum(t.numel() * t.element_size() for t in vectors))
 

@@ -101,7 +101,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 @contextmanager
 def _watched_eigh() -> Iterator[list[float]]:
-    """Note how long each call of `torch.linalg.eigh` takes, whoever calls it, and when."""
+    """Note how long each call of `torch.linalg.eigh` takes, from any caller, and when."""
     original, spent = torch.linalg.eigh, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:

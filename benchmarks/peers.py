@@ -17,7 +17,7 @@ DISTRIBUTIONS = ("laplace-torch", "curvlinops-for-pytorch", "backpack-for-pytorc
 
 
 def installed() -> dict[str, str]:
-    """The versions of those peers that are there."""
+    """The versions of the peers that are installed."""
     versions = {}
     for distribution in DISTRIBUTIONS:
         try:
@@ -74,9 +74,9 @@ def curvlinops_diagonal(network: nn.Module, x: Tensor) -> Tensor:
     data = [(x, torch.zeros_like(network(x)).detach())]
     G = GGNLinearOperator(network, nn.MSELoss(reduction="sum"), parameters, data, check_deterministic=False)
     P = sum(p.numel() for p in parameters)
-    found = torch.empty(P)
+    diagonal = torch.empty(P)
     for i in range(P):
         unit = torch.zeros(P)
         unit[i] = 1
-        found[i] = (G @ unit)[i]
-    return 0.5 * found
+        diagonal[i] = (G @ unit)[i]
+    return 0.5 * diagonal

@@ -59,14 +59,14 @@ TARGETS = {
 
 
 def jobs(quick: bool) -> list[Job]:
-    found = []
+    queue = []
     for network, structure in TARGETS:
         for contender in (OURS, peers.DEFAULT):
             arguments: dict[str, Any] = {"network": network, "structure": structure, "contender": contender}
             arguments |= {"repeats": 3 if quick else 20}
             verb = "failed" if contender == OURS else "refused"
-            found.append(Job(f"predictive/{network}/{structure}/{contender}", measure_predictive, arguments, verb))
-    return found
+            queue.append(Job(f"predictive/{network}/{structure}/{contender}", measure_predictive, arguments, verb))
+    return queue
 
 
 def measure_predictive(network: str, structure: str, contender: str, repeats: int) -> Result:

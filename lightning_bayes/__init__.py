@@ -9,7 +9,7 @@ from lightning_bayes.mixins import (
     replace_activations,
 )
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_l2m, fit_laplace
-from lightning_bayes.predictive import DeepEnsemble, Prediction
+from lightning_bayes.predictive import DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "LogSigmaMultiplierMixin",
     "OnlineLaplaceCallback",
     "Prediction",
+    "Reconstruction",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
     "evaluate",

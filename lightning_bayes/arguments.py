@@ -127,9 +127,12 @@ def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
             raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")
 
 
-def register(kinds: dict[str, type], name: str, kind: type) -> None:
-    """Make a class known by a name that no other class has; one that is defined again takes its own place."""
-    known = kinds.get(name, kind)
+def register(kinds: dict[str, type], kind: type, attribute: str) -> None:
+    """Make a class known by the name in an attribute of its own, which no other class may have."""
+    name = kind.__dict__.get(attribute)
+    if name is None:
+        return
+    known = kinds.get(name, kind)  # a class that is defined again, as in a notebook, takes its own place
     if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
         raise ValueError(f"the name {name!r} belongs to {known.__qualname__}: give {kind.__qualname__} another one")
     kinds[name] = kind

@@ -71,9 +71,9 @@ def judge(posterior: LaplacePosterior, digits: Digits) -> dict[str, float]:
     """Errors per image, of the mean over sampled networks and of a single one; and whether the unknown stands out."""
 
     def scores(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = posterior.reconstruct(x, SAMPLES, torch.Generator().manual_seed(0))
-        error = (x - found.mean).square().sum(1)  # [N]
-        return error, error + found.variance.sum(1), found.variance.sum(1)
+        reconstruction = posterior.reconstruct(x, SAMPLES, torch.Generator().manual_seed(0))
+        error, variance = (x - reconstruction.mean).square().sum(1), reconstruction.variance.sum(1)  # [N]
+        return error, error + variance, variance
 
     of_mean, of_sample, variance = scores(digits.test.tensors[0])
     row = {"error of mean": float(of_mean.mean()), "of a sample": float(of_sample.mean())}

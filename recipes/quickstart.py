@@ -97,7 +97,7 @@ def main() -> None:
     digits = read_digits()
     print(f"training five networks on {len(digits.train)} images of the digits 0–7 …")
     methods = predictors([train(digits, seed) for seed in range(5)], digits)
-    table = {name: averaged([judge(predict, digits) for predict in each]) for name, each in methods.items()}
+    table = {name: averaged([judge(predict, digits) for predict in group]) for name, group in methods.items()}
     print_table(table)
     print(f"\n{verdict(table)}")
     save_pictures(methods, digits)

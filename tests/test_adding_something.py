@@ -19,7 +19,7 @@ from lightning_bayes.curvature.accumulate import Accumulator, BlockAccumulator, 
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import diagonal_root
-from lightning_bayes.network import Processes
+from lightning_bayes.network import Processes, SubsetError
 from lightning_bayes.structures import Structure, StructureError
 
 F64 = torch.float64
@@ -214,6 +214,11 @@ def test_an_own_structure_predicts_through_the_linearised_network(structure: str
     found = posterior.predict(X[:5], samples=200_000, generator=torch.Generator().manual_seed(0))
     assert found.mean is not None
     torch.testing.assert_close(found.mean, (f + 0.5 * variance).exp(), rtol=0.02, atol=0)
+
+
+def test_single_weights_have_no_block_of_their_own() -> None:
+    with pytest.raises(SubsetError, match="single weights of a layer have no block form: use structure='full' or"):
+        fit_laplace(network(), batches(), "counts", "blocks", subset=torch.tensor([0, 3]))
 
 
 def test_an_own_structure_has_an_evidence_to_tune() -> None:

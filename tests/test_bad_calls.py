@@ -52,6 +52,7 @@ def test_every_public_call_has_a_table() -> None:
         "GaussianPosterior": "made by a fit; its methods have tables",
         "LaplacePosterior": "made by a fit; its methods have tables",
         "Prediction": "made by predict",
+        "Reconstruction": "made by encode and reconstruct",
         "Bernoulli": "no arguments",
         "HeteroscedasticGaussian": "no arguments",
         "VariationalInferenceMixin": "the same arguments as VariationalLaplaceMixin",

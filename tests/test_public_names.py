@@ -43,7 +43,7 @@ FIXED = {
     *("LaplaceCallback", "L2MCallback", "OnlineLaplaceCallback"),
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
-BESIDES = {"DeepEnsemble", "evaluate", "fit_l2m", "replace_activations"}
+BESIDES = {"DeepEnsemble", "Reconstruction", "evaluate", "fit_l2m", "replace_activations"}
 TO_COME = {"MarginalLikelihoodCallback"}
 
 FIXED_METRICS = {
@@ -233,6 +233,12 @@ def test_keywords_have_the_promised_defaults(function: Any) -> None:
     assert {name: p.default for name, p in parameters.items() if name in promised} == promised
 
 
+@pytest.mark.parametrize("callback", [LaplaceCallback, L2MCallback, OnlineLaplaceCallback], ids=named)
+def test_callbacks_take_keywords_after_the_likelihood(callback: Any) -> None:
+    _, *others = inspect.signature(callback).parameters.values()
+    assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
+
+
 @pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior"])
 def test_every_posterior_answers_to_the_same_arguments(method: str) -> None:
     """The plain Gaussian refuses, but takes what the Laplace posterior takes."""
@@ -307,6 +313,7 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
     "structure": (lambda word: fit(structure=word), ["kron", "full", "diag"], ["ekfac", "lowrank"]),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"]], []),
     "curvature": (lambda word: fit(curvature=word), ["ggn", "fisher_mc", "empirical_fisher"], []),
+    "hessian of fit_laplace": (lambda word: fit(hessian=word), ["exact", "approx", "mixed", "auto"], []),
     "prior_precision": (lambda word: fit(prior_precision=word), [2.0, [3.0], torch.ones(12)], []),
     "likelihood": (likelihoods.resolve, ["classification", "binary", "regression"], []),
     "tune_prior": (
@@ -316,8 +323,12 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
     ),
     "predictive": (lambda word: fit().predict(X, predictive=word, samples=2), ["glm", "bnn", "map"], ["gp"]),
     "link": (lambda word: fit().predict(X, link=word, samples=2), ["pairwise", "probit", "bridge", "mc"], []),
-    "l2m scaling": (lambda word: L2MCallback(scaling=word), ["dataset", "paper"], []),
-    "hessian": (lambda word: OnlineLaplaceCallback(hessian=word), ["auto", "exact", "approx", "mixed"], []),
+    "scaling of L2M": (lambda word: L2MCallback(scaling=word), ["dataset", "paper"], []),
+    "hessian of online Laplace": (
+        lambda word: OnlineLaplaceCallback(hessian=word),
+        ["auto", "exact", "approx", "mixed"],
+        [],
+    ),
     "at": (lambda word: OnlineLaplaceCallback(at=word), ["mean", "sample"], []),
     "norm": (lambda word: metrics.CalibrationError(norm=word), ["l1", "l2", "max"], []),
     "binning": (lambda word: metrics.CalibrationError(binning=word), ["width", "mass"], []),

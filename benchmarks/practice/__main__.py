@@ -28,14 +28,14 @@ def main(words: list[str] | None = None) -> int:
     present = _with_data(chosen)
     wanted = arguments.stage or ["train", "methods", "table"]
     if "train" in wanted:
-        stages.each("training", partial(stages.train, folder=folder), present, arguments.jobs)
+        stages.for_each("training", partial(stages.train, folder=folder), present, arguments.jobs)
     if "gaussians" in wanted:
-        stages.each("Gaussians", partial(stages.cache_gaussians, folder=folder), present, arguments.jobs)
+        stages.for_each("Gaussians", partial(stages.cache_gaussians, folder=folder), present, arguments.jobs)
     if "methods" in wanted:
         parts = arguments.methods or [""]
         names = [name for name in methods.METHODS if any(part in name for part in parts)]
         run = partial(stages.run_methods, names=names, again=arguments.again, folder=folder)
-        stages.each("methods", run, present, arguments.jobs)
+        stages.for_each("methods", run, present, arguments.jobs)
     if "table" in wanted:
         text = report.report(_current(folder, present), results.code())
         print(text)

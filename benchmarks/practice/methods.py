@@ -73,10 +73,10 @@ def ensemble(subject: Subject) -> Predictor:
     noises = [1.0] * len(members)
     if subject.is_regression:
         noises = [float((subject.outputs(part.x, net) - part.y).square().mean().sqrt()) for net in members]
-    each = [_point(subject, σ, net) for σ, net in zip(noises, members, strict=True)]
+    predictors = [_point(subject, σ, net) for σ, net in zip(noises, members, strict=True)]
 
     def predictor(x: Tensor) -> Predicted:
-        parts = [member(x) for member in each]
+        parts = [predict(x) for predict in predictors]
         if not subject.is_regression:
             return Classes(torch.stack([p.probs for p in parts]).mean(0))  # type: ignore[union-attr]
         means, variances = (torch.stack([getattr(p, name) for p in parts]) for name in ("mean", "variance"))

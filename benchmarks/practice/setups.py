@@ -89,13 +89,13 @@ def _choose() -> list[SetUp]:
         "glass": Training("mlp50-tanh", "adam", 1e-2, 1e-3, steps=1500),
         "cancer": Training("mlp2x50", "sgd", 5e-2, steps=1000),
     }
-    found = [s for data, training in tables.items() for s in _several("choose", data, training, range(100, 102))]
+    chosen = [s for data, training in tables.items() for s in _several("choose", data, training, range(100, 102))]
     for training in (
         Training("mlp50-tanh", "adam", 1e-2, steps=1000),
         Training("mlp2x200", "adam", 1e-3, steps=1500, early_stopping=True),
         Training("cnn-tanh", "sgd", 5e-2, 1e-4, steps=1000),
     ):
-        found += _several("choose", "digits", training, range(100, 102))
+        chosen += _several("choose", "digits", training, range(100, 102))
     pictures = [
         ("FashionMNIST", Training("cnn", "adam", 1e-3, steps=1400)),
         ("FashionMNIST", Training("mlp2x200", "adam", 1e-3, 1e-4, steps=2000)),
@@ -106,28 +106,28 @@ def _choose() -> list[SetUp]:
         ("CIFAR10", Training("resnet-narrow", "sgd", 5e-2, 5e-4, steps=800)),
     ]
     for data, training in pictures:
-        found += _several("choose", data, training, range(100, 102 if data == "FashionMNIST" else 101))
+        chosen += _several("choose", data, training, range(100, 102 if data == "FashionMNIST" else 101))
     even, odd = Training("mlp2x50", "adam", 3e-3, 1e-5, steps=2500), Training("mlp50-tanh", "adam", 1e-2, steps=2500)
     for n, data in enumerate(UCI_REGRESSION):
         training = odd if n % 2 else even
         splits = range(3, 5) if data == "protein" else range(10, 12)
-        found += _several("choose", data, training, splits)
-        found += [SetUp("choose", data, training, seed=1, gap=True)]
+        chosen += _several("choose", data, training, splits)
+        chosen += [SetUp("choose", data, training, seed=1, gap=True)]
         stopped = Training("mlp2x50", "adam", 3e-3, steps=2500, early_stopping=True)
-        found += _several("choose", data, stopped, splits)
-        found += [SetUp("choose", data, stopped, seed=1, gap=True)]
-    return found
+        chosen += _several("choose", data, stopped, splits)
+        chosen += [SetUp("choose", data, stopped, seed=1, gap=True)]
+    return chosen
 
 
 def _report() -> list[SetUp]:
-    found = []
+    chosen = []
     for training, quick in (
         (Training("mlp100-gelu", "adamw", 3e-3, 1e-2, steps=1500), 2),
         (Training("cnn", "adam", 1e-3, steps=1000), 2),
         (Training("mlp2x100-dropout", "adam", 1e-3, steps=1500, early_stopping=True), 1),
         (Training("mlp2x50-bn", "sgd", 5e-2, 5e-4, steps=1000), 1),
     ):
-        found += _several("report", "digits", training, range(2), quick, ensembles=1)
+        chosen += _several("report", "digits", training, range(2), quick, ensembles=1)
     tables = {
         "sklearn_wine": Training("mlp50", "adam", 1e-2, steps=500),
         "breast_cancer": Training("mlp2x50-tanh", "adamw", 1e-3, 1e-2, steps=1000),
@@ -141,7 +141,7 @@ def _report() -> list[SetUp]:
         "banana": Training("mlp50", "adam", 1e-2, 1e-4, steps=2000),
     }
     for data, training in tables.items():
-        found += _several("report", data, training, range(3 if data == "waveform" else 2), quick=2, ensembles=1)
+        chosen += _several("report", data, training, range(3 if data == "waveform" else 2), quick=2, ensembles=1)
     pictures = [
         ("FashionMNIST", Training("cnn-dropout", "adamw", 1e-3, 1e-2, steps=1400), 2, 1),
         ("FashionMNIST", Training("mlp3x100", "adam", 1e-3, steps=2000), 0, 0),
@@ -152,9 +152,9 @@ def _report() -> list[SetUp]:
         ("CIFAR10", Training("resnet", "adam", 1e-3, 1e-4, steps=700, early_stopping=True), 1, 0),
     ]
     for data, training, quick, ensembles in pictures:
-        found += _several("report", data, training, range(2), quick, ensembles)
-    found += _several("report", "diabetes", Training("mlp50", "adam", 1e-3, early_stopping=True), range(3), 3, 1)
-    found += _several("report", "friedman", Training("mlp50", "adam", 1e-2, steps=1500), range(3), 3, 1)
+        chosen += _several("report", data, training, range(2), quick, ensembles)
+    chosen += _several("report", "diabetes", Training("mlp50", "adam", 1e-3, early_stopping=True), range(3), 3, 1)
+    chosen += _several("report", "friedman", Training("mlp50", "adam", 1e-2, steps=1500), range(3), 3, 1)
     trainings = (
         Training("mlp50", "adam", 1e-2, steps=2500),
         Training("mlp2x50-tanh", "adamw", 3e-3, 1e-2, steps=2500),
@@ -162,9 +162,11 @@ def _report() -> list[SetUp]:
     )
     for n, data in enumerate(UCI_REGRESSION):
         training = trainings[n % 3]
-        found += _several("report", data, training, range(3), quick=1 if n % 2 else 0, ensembles=1 if n % 3 == 0 else 0)
-        found += [SetUp("report", data, training, split, gap=True, quick=n % 3 == split) for split in (0, 2)]
-    return found
+        chosen += _several(
+            "report", data, training, range(3), quick=1 if n % 2 else 0, ensembles=1 if n % 3 == 0 else 0
+        )
+        chosen += [SetUp("report", data, training, split, gap=True, quick=n % 3 == split) for split in (0, 2)]
+    return chosen
 
 
 def _confirm() -> list[SetUp]:

@@ -17,7 +17,7 @@ from benchmarks.practice.setups import SetUp
 from benchmarks.practice.subject import Subject
 
 
-def each(title: str, work: Callable[[SetUp], None], chosen: list[SetUp], jobs: int) -> None:
+def for_each(title: str, work: Callable[[SetUp], None], chosen: list[SetUp], jobs: int) -> None:
     """`work` on every set-up, in as many processes of one thread each."""
     jobs = min(jobs, len(chosen))
     if jobs <= 1:
@@ -67,7 +67,7 @@ def run_methods(setup: SetUp, names: list[str], again: bool, folder: Path) -> No
 
 
 def _fail(folder: Path, setup: SetUp, what: str, error: Exception) -> None:
-    """A row in place of numbers, and the whole story on the screen."""
+    """A row without numbers, and the whole traceback on the screen."""
     results.append(results.file_of(folder), setup, what, {}, f"{type(error).__name__}: {error}")
     tqdm.write(f"{setup.name}, {what}: {''.join(traceback.format_exception(error))}", file=sys.stderr)
 

@@ -111,8 +111,8 @@ def _images(setup: SetUp) -> Task:
         except datasets.MissingDataError:
             continue
         elsewhere.append(other[torch.randperm(len(other), generator=generator)])
-    each = N_OOD // max(1, len(elsewhere))
-    ood = (torch.cat([other[:each] for other in elsewhere]).float() - mean) / std if elsewhere else None
+    share = N_OOD // max(1, len(elsewhere))
+    ood = (torch.cat([other[:share] for other in elsewhere]).float() - mean) / std if elsewhere else None
     return Task(
         part(x, y, rows["train"]),
         part(x, y, rows["val"]),

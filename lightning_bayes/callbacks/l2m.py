@@ -35,6 +35,7 @@ from lightning_bayes.trainer import data
 from lightning_bayes.trainer.arguments import check_tuning
 from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
@@ -159,7 +160,8 @@ class L2MCallback(PosteriorCallback):
             )
         if not posterior.is_sharded:
             with preserved_rng(), forward_context(trainer):
-                posterior = self._held_out_choice(trainer, module, self._by_evidence(trainer, module, posterior))
+                posterior = self._by_evidence(trainer, module, posterior)
+                posterior = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
         self._posterior = posterior
         return posterior
 

@@ -41,6 +41,7 @@ from lightning_bayes.trainer.checkpoints import (
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.files import run_folder
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -93,6 +94,7 @@ class LaplaceCallback(PosteriorCallback):
             without a length, whose end training has not seen, as many as an epoch of training has taken.
         curvature: "ggn", "fisher_mc" or "empirical_fisher".
         mc_samples: labels drawn per example for "fisher_mc".
+        hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
@@ -124,6 +126,7 @@ class LaplaceCallback(PosteriorCallback):
         max_batches: int | None = None,
         curvature: str = "ggn",
         mc_samples: int = 1,
+        hessian: str = "exact",
         weight_sharing: str = "expand",
         temperature: float = 1.0,
         damping: str | None = None,
@@ -139,7 +142,10 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
-        check_options(structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress)
+        self.hessian = hessian
+        check_options(
+            structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress, hessian=hessian
+        )
         check_laplace(structure, self.prior_precision, temperature, damping)
         check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)
@@ -167,7 +173,7 @@ class LaplaceCallback(PosteriorCallback):
             posterior = self._fit(trainer, module, loader)
             if self.tune not in (None, "auto", "grid"):
                 posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-            return self._held_out_choice(trainer, module, posterior, of)
+            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _fit(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         data = self._data.exact_pass(trainer, module, loader)
@@ -194,6 +200,7 @@ class LaplaceCallback(PosteriorCallback):
             "samples": self.mc_samples,
             "seed": self.seed,
             "weight_sharing": self.weight_sharing,
+            "hessian": self.hessian,
         }
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:

@@ -39,6 +39,7 @@ from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.trainer.arguments import CALIBRATIONS
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_indexed, single
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -262,7 +263,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         if self._memory is not None:  # there has been a batch
             posterior = self.fit_now(trainer, pl_module)
             with preserved_rng(), forward_context(trainer):
-                self._posterior = self._held_out_choice(trainer, pl_module, posterior)
+                self._posterior = choose_on_validation(trainer, pl_module, posterior, self.use, None, self.calibrate)
             self.store(trainer)
         self._trainer = None
 

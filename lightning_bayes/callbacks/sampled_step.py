@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.network.at_weights import at_weights, call_with
 from lightning_bayes.network.recomputation import refuse_recomputation
+from lightning_bayes.trainer.module import ReplacedMethod
 
 Moves = dict[str, Tensor]  # by the parameter's name in the module
 
@@ -45,8 +46,8 @@ class SampledStep:
         samples: int,
     ) -> None:
         self._module, self._before, self._draw, self._after, self._samples = module, before, draw, after, samples
-        self._own = module.__dict__.get("training_step")  # if the user had set one on the instance
-        self._users = module.training_step
+        self._method = ReplacedMethod(module, "training_step")
+        self._users = self._method.original
         self._at_sample = ExitStack()  # holds the mean while the weights are a sample
         self._new = True
 
@@ -55,13 +56,11 @@ class SampledStep:
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._run(batch, *args, **kwargs)
 
-        self._module.training_step = training_step  # type: ignore[method-assign]
+        self._method.install(training_step)
 
     def remove(self) -> None:
         self.put_back()
-        self._module.__dict__.pop("training_step", None)
-        if self._own is not None:
-            self._module.training_step = self._own  # type: ignore[method-assign]
+        self._method.remove()
 
     def begin_batch(self) -> None:
         self._new = True

@@ -44,8 +44,7 @@ class Accumulator(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__dict__.get("word") is not None:
-            register(STRUCTURES, cls.__dict__["word"], cls)
+        register(STRUCTURES, cls, "word")
 
     @abstractmethod
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None: ...
@@ -148,7 +147,13 @@ class FullAccumulator(JacobianAccumulator):
 class BlockAccumulator(Accumulator):
     """One block for each layer and for each parameter without a layer rule."""
 
+    form: ClassVar[str | None] = "block"  # what single weights of a layer do not have; None where they have it
+
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        if plan.subset.mask is not None and self.form is not None:
+            raise SubsetError(
+                f"single weights of a layer have no {self.form} form: use structure='full' or 'diag' for a subnetwork"
+            )
         self._plan, self._sharing, self._dtype, self._device = plan, sharing, dtype, device
         self._sites = [self.block(site) for site in plan.sites]
         self._leftovers = {name: self.exact_block(plan.leftover_layout(name).size) for name in plan.leftovers}
@@ -201,6 +206,7 @@ class BlockAccumulator(Accumulator):
 
 class DiagonalAccumulator(BlockAccumulator):
     word = "diag"
+    form = None
 
     def exact_block(self, size: int) -> Block:
         return DiagonalBlock(size, self._dtype, self._device)
@@ -220,14 +226,11 @@ class DiagonalAccumulator(BlockAccumulator):
 
 class KroneckerAccumulator(BlockAccumulator):
     word = "kron"
+    form = "Kronecker"
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
-        if plan.subset.mask is not None:
-            raise SubsetError(
-                "single weights of a layer have no Kronecker form: use structure='full' or 'diag' for a subnetwork"
-            )
-        self.needs_axes = sharing == "reduce"
         super().__init__(plan, sharing, dtype, device)
+        self.needs_axes = sharing == "reduce"
 
     def block(self, site: Site) -> Block:
         if not site.kronecker:

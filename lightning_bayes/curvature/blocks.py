@@ -20,7 +20,7 @@ from lightning_bayes.curvature.gradients import CACHE
 from lightning_bayes.curvature.layers import Embedding
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
-from lightning_bayes.curvature.rows import BatchAxis
+from lightning_bayes.curvature.rows import BatchAxis, Rows
 from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
@@ -127,8 +127,8 @@ class KroneckerBlock(Block):
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:
         if site.kind == "embedding" and not self._reduce:
-            for call in calls:
-                self._add_tokens(call.layer)  # type: ignore[arg-type]
+            for layer, _ in _embeddings(calls):
+                self._add_tokens(layer)
             return
         faster = [] if self._reduce or site.weight is None else [call.layer.input_gram() for call in calls]
         grams = [known for known in faster if known is not None]
@@ -249,10 +249,10 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
 
 def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:
     """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
-    layer = calls[0].layer
-    assert isinstance(layer, Embedding)
+    embeddings = _embeddings(calls)
+    layer = embeddings[0][0]
     V, D = layer.weight_shape
-    tokens = torch.cat([call.layer.token_grid(call.rows) for call in calls], dim=1)  # type: ignore[attr-defined]  # [B, T]
+    tokens = torch.cat([layer.token_grid(rows) for layer, rows in embeddings], dim=1)  # [B, T]
     pairs = tokens + V * torch.arange(len(tokens), device=tokens.device).unsqueeze(-1)  # (example, token)
     unique, inverse = pairs.flatten().unique(return_inverse=True)
     summed = g.new_zeros(len(g), len(unique), D)
@@ -261,3 +261,8 @@ def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:
     if layer.padding_idx is not None:
         values[layer.padding_idx] = 0
     return values.mT.flatten()
+
+
+def _embeddings(calls: list[Call]) -> list[tuple[Embedding, Rows]]:
+    """The layers of an embedding's calls, with each example's rows."""
+    return [(call.layer, call.rows) for call in calls if isinstance(call.layer, Embedding)]

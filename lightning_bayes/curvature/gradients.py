@@ -85,7 +85,7 @@ class LayerGradients:
 
 
 class ParameterGradients:
-    """Per-example gradients of parameters that no layer rule covers, exact, and as slow as that is."""
+    """Per-example gradients of parameters that no layer rule covers: exact and slow."""
 
     def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         self._network, self._parameters = network, parameters
@@ -168,7 +168,7 @@ class ParameterGradients:
 
 
 class NetworkCall(nn.Module):
-    """`functional_call` passes arguments its own way; this passes them ours."""
+    """The network as a module of one argument, as `functional_call` needs it: `x` is unpacked as `inputs` does."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Find out which rows of every layer's output belong to which example, in each batch anew.
+"""Find out which rows of every layer's output belong to which example, anew in each batch.
 
 No operation says it: positions may be merged into the batch, examples sorted by length, sets of different sizes packed,
 rows routed to experts. Three ways, the cheapest first:
@@ -8,7 +8,7 @@ rows routed to experts. Three ways, the cheapest first:
 - else gradients show it. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and `g'` that of
   `Σ wₙcₙfₙ`. A row that belongs to example `n` alone has `g' = wₙ g`. The weights `w` are signed powers of two: scaling
   by them rounds nothing, and they are far apart, so that the ratio names the example. A row without a gradient adds
-  nothing to any curvature and may belong to anyone.
+  nothing to any curvature and may belong to any example.
 """
 
 from __future__ import annotations

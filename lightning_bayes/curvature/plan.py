@@ -3,7 +3,7 @@
 The rules of `layers` are checked on this very network: the gradient they give must be autograd's, the graph must use
 each parameter as often as a layer was seen to, and every row of a layer's output must belong to one example. Parameters
 for which this fails (used in some other way as well, or by no layer with a rule) are left to exact per-example
-gradients, so that nothing is ever skipped or wrong in silence. Each later batch is matched with the plan anew.
+gradients, so that nothing is skipped or silently wrong. Each later batch is matched with the plan anew.
 """
 
 from __future__ import annotations

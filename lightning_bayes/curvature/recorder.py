@@ -1,4 +1,4 @@
-"""Look on while a network runs, and keep each layer's input and the place of its output in the graph.
+"""Watch a network run, and keep each layer's input and the edge of its output in the graph.
 
 Module hooks miss weights that are used through functional calls (`F.linear(x, self.w)`, the packed projections of
 `nn.MultiheadAttention`). A `TorchFunctionMode` sees every such call with the very parameter as its argument, in any
@@ -84,7 +84,11 @@ class Call(Role):
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls that use a tracked parameter; what it returns is what the network computes anyway."""
+    """Records the calls that use a tracked parameter. The network computes what it always does.
+
+    It holds no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone;
+    `backprop.tape` needs all of them.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()

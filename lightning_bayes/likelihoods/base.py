@@ -18,7 +18,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -62,12 +61,9 @@ class Likelihood(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own = cls.__dict__
-        if own.get("name") is not None:
-            register(Likelihood.NAMES, own["name"], cls)
-        if own.get("word") is not None:
-            register(Likelihood.WORDS, own["word"], cls)
-        if "fisher_root" in own and "has_diagonal_fisher" not in own:
+        register(Likelihood.NAMES, cls, "name")
+        register(Likelihood.WORDS, cls, "word")
+        if "fisher_root" in cls.__dict__ and "has_diagonal_fisher" not in cls.__dict__:
             cls.has_diagonal_fisher = False  # that of the parent says nothing of a new root
 
     @property
@@ -196,11 +192,27 @@ class Likelihood(ABC):
     ) -> Predictive:
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
-        `link` is one of `links`; `samples` and `generator` are for what is drawn (by default everything).
+        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form. The
+        parts of a variance that are not known without drawing are NaN for `samples=0`.
         """
-        self.choose_link(link)
-        self._check_gaussian(mean, covariance, samples, generator)
-        return self.from_samples(draw_gaussian(widen(mean), widen(covariance), samples, generator))
+        name = type(self).__name__
+        check_floating(name, mean)
+        check_tensor(name, "variances of the outputs", covariance)
+        count("samples", samples, 0, LikelihoodError)
+        check_generator(generator)
+        mean, covariance = widen(mean), widen(covariance)
+        closed = self.closed_form(mean, covariance, self.choose_link(link))
+        if isinstance(closed, Predictive):
+            return closed
+        if closed is not None and samples == 0:
+            unknown = torch.full_like(closed, math.nan)
+            return self.predictive(closed, unknown, unknown)
+        drawn = self.from_samples(draw_gaussian(mean, covariance, samples, generator))
+        return drawn if closed is None else replace(drawn, mean=closed)
+
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
+        """The integral by this link, exact or approximate: a predictive, or its mean alone; None where all is drawn."""
+        return None
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         """`log p(yₙ)` of every example under a predictive distribution, `f` integrated out: that of the Gaussian with
@@ -218,29 +230,9 @@ class Likelihood(ABC):
             raise LikelihoodError(f"{type(self).__name__} cannot integrate with link={link!r}; choose one of {words}.")
         return link
 
-    def _check_gaussian(
-        self, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
-    ) -> None:
-        name = type(self).__name__
-        check_floating(name, mean)
-        check_tensor(name, "variances of the outputs", covariance)
-        count("samples", samples, 0, LikelihoodError)
-        check_generator(generator)
-
-    def _decompose(
-        self, probs: Tensor, mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None
-    ) -> Predictive:
-        """Closed-form `probs` with the sampled decomposition, or with NaN instead of it for `samples=0`."""
-        if samples == 0:
-            unknown = torch.full_like(probs, math.nan)
-            return self.predictive(probs, unknown, unknown)
-        return replace(self.from_samples(draw_gaussian(mean, covariance, samples, generator)), mean=probs)
-
 
 def _plain(value: Any) -> Any:
     """For a file: no graph, and no number type of another library."""
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, Integral) else value
+    return value.item() if hasattr(value, "item") else value

@@ -90,21 +90,11 @@ class Bernoulli(Likelihood):
         f = widen(f)
         return f.sigmoid(), f.sigmoid() * (-f).sigmoid()
 
-    def integrate(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str | None = None,
-        samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Predictive:
-        self._check_gaussian(mean, covariance, samples, generator)
-        mean, covariance = widen(mean), widen(covariance)
-        link = self.choose_link(link)
-        if link in ("probit", "pairwise"):
-            κ = (1 + math.pi / 8 * marginal_variance(mean, covariance)).rsqrt()
-            return self._decompose((κ * mean).sigmoid(), mean, covariance, samples, generator)
-        return super().integrate(mean, covariance, link, samples, generator)
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Tensor | None:
+        if link == "mc":
+            return None
+        κ = (1 + math.pi / 8 * marginal_variance(mean, covariance)).rsqrt()
+        return (κ * mean).sigmoid()
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         return self.log_likelihood_per_example(log_odds(predictive.mean), y)

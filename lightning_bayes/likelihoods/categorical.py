@@ -143,26 +143,15 @@ class Categorical(Likelihood):
         p = widen(f).softmax(1)
         return p, _variance(p)
 
-    def integrate(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str | None = None,
-        samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Predictive:
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
         self._check_logits(mean)
-        self._check_gaussian(mean, covariance, samples, generator)
-        mean, covariance = widen(mean), widen(covariance)
-        link = self.choose_link(link)
         if link == "bridge":
             return _laplace_bridge(mean, covariance)
         if link == "pairwise":
-            return self._decompose(_pairwise(mean, covariance), mean, covariance, samples, generator)
+            return _pairwise(mean, covariance)
         if link == "probit":
-            probs = (mean / (1 + math.pi / 8 * marginal_variance(mean, covariance)).sqrt()).softmax(1)
-            return self._decompose(probs, mean, covariance, samples, generator)
-        return super().integrate(mean, covariance, link, samples, generator)
+            return (mean / (1 + math.pi / 8 * marginal_variance(mean, covariance)).sqrt()).softmax(1)
+        return None
 
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         return self.log_likelihood_per_example(log_probability(predictive.mean), y)

@@ -115,19 +115,10 @@ class Gaussian(Likelihood):
         f = widen(f)
         return f, self._noise(f).square().expand_as(f)
 
-    def integrate(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str | None = None,
-        samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Predictive:
-        """Exact; nothing is drawn."""
-        self.choose_link(link)
-        self._check_gaussian(mean, covariance, samples, generator)
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
+        """Exact with every link."""
         mean, noise = self.conditional(mean)
-        return Predictive(mean, marginal_variance(mean, widen(covariance)), noise)
+        return Predictive(mean, marginal_variance(mean, covariance), noise)
 
     def _noise(self, f: Tensor) -> Tensor:
         """`σ` in the dtype and on the device of `f`, shaped to broadcast on its dim 1."""

@@ -90,19 +90,10 @@ class HeteroscedasticGaussian(Likelihood):
         m, s = self._split(f)
         return m, s.exp()
 
-    def integrate(
-        self,
-        mean: Tensor,
-        covariance: Tensor,
-        link: str | None = None,
-        samples: int = 100,
-        generator: torch.Generator | None = None,
-    ) -> Predictive:
-        """Exact; nothing is drawn."""
-        self.choose_link(link)
-        self._check_gaussian(mean, covariance, samples, generator)
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
+        """Exact with every link."""
         m, s = self._split(mean)
-        Σ_mm, Σ_ss = marginal_variance(mean, widen(covariance)).chunk(2, 1)
+        Σ_mm, Σ_ss = marginal_variance(mean, covariance).chunk(2, 1)
         return Predictive(m, Σ_mm, (s + 0.5 * Σ_ss).exp())
 
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:

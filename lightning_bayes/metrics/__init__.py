@@ -1,14 +1,14 @@
 """Metrics of uncertainty, as torchmetrics: right for any split of the data, in any order, on any number of processes.
 
-They need torch and torchmetrics only, and know nothing of the rest of this package; ``functional`` holds the same
+They need torch and torchmetrics only, and know nothing of the rest of this package; `functional` holds the same
 metrics as plain functions.
 
-| | ``update`` |
+| | `update` |
 |---|---|
-| ``NegativeLogLikelihood``, ``BrierScore``, ``BrierDecomposition``, ``CalibrationError`` | probs, target |
-| ``GaussianNLL``, ``GaussianCRPS``, ``IntervalCoverage``, ``IntervalWidth``, ``RegressionCalibrationError`` | mean, variance, target |
-| ``OODDetection`` | score, is_ood |
-| ``RiskCoverage`` | confidence, correct |
+| `NegativeLogLikelihood`, `BrierScore`, `BrierDecomposition`, `CalibrationError` | probs, target |
+| `GaussianNLL`, `GaussianCRPS`, `IntervalCoverage`, `IntervalWidth`, `RegressionCalibrationError` | mean, variance, target |
+| `OODDetection` | score, is_ood |
+| `RiskCoverage` | confidence, correct |
 """  # noqa: E501
 
 from lightning_bayes.metrics import functional

@@ -1,12 +1,12 @@
 """What the metrics here share: one additive float64 state, the same value for any split, order or number of processes.
 
-A metric's state is either ``sums``, a tensor that batches and processes add up, or ``rows``, all the values seen where
+A metric's state is either `sums`, a tensor that batches and processes add up, or `rows`, all the values seen where
 only the whole sample gives the exact answer. Three habits of torchmetrics are dealt with once, here:
 
-- ``module.to(torch.bfloat16)`` would cast the states, and a bfloat16 count stops at 256: ours keep their dtype;
+- `module.to(torch.bfloat16)` would cast the states, and a bfloat16 count stops at 256: ours keep their dtype;
 - a process without data sends an empty placeholder of the metric's dtype and one axis: so rows are flat float64;
-- ``MetricCollection`` merges metrics for good if their states agree after the first batch, as those of 90 % and 95 %
-  coverage may: so a state's name carries every setting that matters to ``update``.
+- `MetricCollection` merges metrics for good if their states agree after the first batch, as those of 90 % and 95 %
+  coverage may: so a state's name carries every setting that matters to `update`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from lightning_bayes.metrics.functional.mean import mean_compute
 
 
 class AdditiveMetric(Metric):
-    """Base of the metrics here; a subclass declares its state in ``__init__`` with ``keep_sums`` or ``keep_rows``.
+    """Base of the metrics here; a subclass declares its state in `__init__` with `keep_sums` or `keep_rows`.
 
     Args:
         validate_args: check the values of every batch. Off, it saves the device a synchronisation per batch.
-        kwargs: torchmetrics' own, such as ``process_group`` or ``sync_on_compute``.
+        kwargs: torchmetrics' own, such as `process_group` or `sync_on_compute`.
     """
 
     is_differentiable = False
@@ -44,13 +44,13 @@ class AdditiveMetric(Metric):
         self.add_state(self._state_name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def keep_rows(self, *shape: int, settings: Sequence[Any] = ()) -> None:
-        """Let the state be all values seen, each a row of ``shape``."""
+        """Let the state be all values seen, each a row of `shape`."""
         self._state_name = _state_name("rows", type(self), settings)
         self._row_shape = shape
         self.add_state(self._state_name, [], dist_reduce_fx="cat")
 
     def accumulate(self, new: Tensor) -> None:
-        """Add a batch's sums, or append its rows ``[N, *shape]``."""
+        """Add a batch's sums, or append its rows `[N, *shape]`."""
         new, state = new.detach(), getattr(self, self._state_name)
         if isinstance(state, list):
             state.append(new.reshape(-1))
@@ -59,12 +59,12 @@ class AdditiveMetric(Metric):
 
     @property
     def sums(self) -> Tensor:
-        """The sums so far; over all processes inside ``compute``."""
+        """The sums so far; over all processes inside `compute`."""
         return getattr(self, self._state_name)
 
     @property
     def rows(self) -> Tensor:
-        """All rows so far, ``[N, *shape]``; over all processes inside ``compute``."""
+        """All rows so far, `[N, *shape]`; over all processes inside `compute`."""
         state = getattr(self, self._state_name)
         if isinstance(state, list):
             nothing = torch.empty(0, dtype=accumulation_dtype(self.device), device=self.device)
@@ -72,7 +72,7 @@ class AdditiveMetric(Metric):
         return state.reshape(-1, *self._row_shape)
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """Draw ``val``, a value or a list of values over time; without it, what the metric holds. Returns (fig, ax).
+        """Draw `val`, a value or a list of values over time; without it, what the metric holds. Returns (fig, ax).
 
         Under several processes call it on all of them: what the metric holds is gathered first.
         """

@@ -1,6 +1,6 @@
 """The Brier score's parts: Brier = reliability - resolution + uncertainty + within_bin, exactly.
 
-The formulas are in ``lightning_bayes.metrics.functional.brier_decomposition``.
+The formulas are in `lightning_bayes.metrics.functional.brier_decomposition`.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ class BrierDecomposition(AdditiveMetric):
     """Reliability, resolution, uncertainty and the within-bin remainder, in constant memory. NaN if nothing counted.
 
     Args:
-        num_classes: number of classes; 2 where ``probs`` is P(y = 1).
+        num_classes: number of classes; 2 where `probs` is P(y = 1).
         n_bins: bins of equal width for each class's probability.
         ignore_index: a label whose examples (or pixels) do not count.
-        kwargs: ``validate_args``, and torchmetrics' own.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = BrierDecomposition(num_classes=2, n_bins=2)
@@ -40,7 +40,7 @@ class BrierDecomposition(AdditiveMetric):
         self.keep_sums(num_classes, n_bins, 5, settings=(ignore_index,))
 
     def update(self, probs: Tensor, target: Tensor) -> None:
-        """Count ``probs`` ``[B, C, ...]`` (or P(y = 1) of target's shape) for ``target`` ``[B, ...]``."""
+        """Count `probs` `[B, C, ...]` (or P(y = 1) of target's shape) for `target` `[B, ...]`."""
         sums = _brier_decomposition_update(probs, target, self.n_bins, self.ignore_index, self.validate_args)
         if len(sums) != self.num_classes:
             raise MetricInputError(f"probs has {len(sums)} classes, but num_classes is {self.num_classes}.")

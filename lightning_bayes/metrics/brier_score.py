@@ -1,6 +1,6 @@
 """Brier score: (1/N) Σₙ Σ_c (p(c | xₙ) - 1[yₙ = c])², from 0 to 2.
 
-The formula and its scale are in ``lightning_bayes.metrics.functional.brier_score``.
+The formula and its scale are in `lightning_bayes.metrics.functional.brier_score`.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class BrierScore(MeanMetric):
 
     Args:
         ignore_index: a label whose examples (or pixels) do not count.
-        kwargs: ``validate_args``, and torchmetrics' own.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = BrierScore()
@@ -36,5 +36,5 @@ class BrierScore(MeanMetric):
         self.ignore_index = ignore_index
 
     def update(self, probs: Tensor, target: Tensor) -> None:
-        """Count ``probs`` ``[B, C, ...]`` (or P(y = 1) of target's shape) for ``target`` ``[B, ...]``."""
+        """Count `probs` `[B, C, ...]` (or P(y = 1) of target's shape) for `target` `[B, ...]`."""
         self.accumulate(_brier_score_update(probs, target, self.ignore_index, self.validate_args))

@@ -1,6 +1,6 @@
 """Calibration error (ECE, RMSCE, MCE) over bins of equal width or equal mass, top-label or class-wise.
 
-The formulas are in ``lightning_bayes.metrics.functional.calibration_error``.
+The formulas are in `lightning_bayes.metrics.functional.calibration_error`.
 """
 
 from typing import Any
@@ -26,18 +26,18 @@ from lightning_bayes.metrics.functional.inputs import MetricInputError, check_ch
 class CalibrationError(AdditiveMetric):
     """How far confidence is from accuracy. NaN if nothing was counted.
 
-    Bins of equal width take constant memory. Bins of equal mass keep all confidences and are exact; with ``resolution``
+    Bins of equal width take constant memory. Bins of equal mass keep all confidences and are exact; with `resolution`
     they are cut from a histogram of that many cells instead, in constant memory, and treat a cell as one confidence.
 
     Args:
         n_bins: 15 is usual; the UCI runs of the GLM-predictive paper (Immer et al., 2021) use 10.
-        norm: ``"l1"`` for ECE, ``"l2"`` for RMSCE, ``"max"`` for MCE.
-        binning: bins of equal ``"width"`` or of equal ``"mass"``.
-        kind: ``"top_label"``, the largest probability, or ``"class_wise"``, the mean over all classes.
-        num_classes: needed for ``"class_wise"`` only; 2 where ``probs`` is P(y = 1).
-        resolution: cells of the histogram for ``binning="mass"``; None keeps all confidences.
+        norm: `"l1"` for ECE, `"l2"` for RMSCE, `"max"` for MCE.
+        binning: bins of equal `"width"` or of equal `"mass"`.
+        kind: `"top_label"`, the largest probability, or `"class_wise"`, the mean over all classes.
+        num_classes: needed for `"class_wise"` only; 2 where `probs` is P(y = 1).
+        resolution: cells of the histogram for `binning="mass"`; None keeps all confidences.
         ignore_index: a label whose examples (or pixels) do not count.
-        kwargs: ``validate_args``, and torchmetrics' own.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = CalibrationError(n_bins=10)
@@ -82,7 +82,7 @@ class CalibrationError(AdditiveMetric):
             self.keep_sums(self._columns, resolution or n_bins, 3, settings=(kind, ignore_index))
 
     def update(self, probs: Tensor, target: Tensor) -> None:
-        """Count ``probs`` ``[B, C, ...]`` (or P(y = 1) of target's shape) for ``target`` ``[B, ...]``."""
+        """Count `probs` `[B, C, ...]` (or P(y = 1) of target's shape) for `target` `[B, ...]`."""
         hits = _confidence_and_hit(probs, target, self.kind, self.ignore_index, self.validate_args)  # [N, K, 2]
         if hits.shape[1] != self._columns:
             raise MetricInputError(f"probs has {hits.shape[1]} classes, but num_classes is {self._columns}.")
@@ -101,7 +101,7 @@ class CalibrationError(AdditiveMetric):
             return _reliability_bins(self._bin_sums())
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """The reliability diagram; or, given values of ``compute``, those over time. Returns (fig, ax)."""
+        """The reliability diagram; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
         from lightning_bayes.plots.reliability import draw_reliability

@@ -1,6 +1,6 @@
 """Continuous ranked probability score of a Gaussian predictive, in the unit of the target.
 
-The formula is in ``lightning_bayes.metrics.functional.gaussian_crps``.
+The formula is in `lightning_bayes.metrics.functional.gaussian_crps`.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Negative log-likelihood of a Gaussian predictive: (1/N) Σₙ ½ [log 2πσₙ² + (yₙ - μₙ)²/σₙ²], in nats.
 
-The formula's conventions are in ``lightning_bayes.metrics.functional.gaussian_nll``.
+The formula's conventions are in `lightning_bayes.metrics.functional.gaussian_nll`.
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Central prediction intervals of a Gaussian predictive: coverage (PICP) and mean width (MPIW).
 
-The formulas are in ``lightning_bayes.metrics.functional.interval``.
+The formulas are in `lightning_bayes.metrics.functional.interval`.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_bayes.metrics.functional.interval import (
 
 
 class IntervalCoverage(MeanMetric):
-    """Share of the targets inside their central interval; a calibrated model's is ``level``. NaN if nothing counted.
+    """Share of the targets inside their central interval; a calibrated model's is `level`. NaN if nothing counted.
 
     >>> import torch
     >>> metric = IntervalCoverage(level=0.95)

@@ -1,6 +1,6 @@
 """Negative log-likelihood of a categorical predictive: -(1/N) Σₙ log p(yₙ | xₙ), in nats.
 
-The formula and its edge cases are in ``lightning_bayes.metrics.functional.negative_log_likelihood``.
+The formula and its edge cases are in `lightning_bayes.metrics.functional.negative_log_likelihood`.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class NegativeLogLikelihood(MeanMetric):
 
     Args:
         ignore_index: a label whose examples (or pixels) do not count.
-        kwargs: ``validate_args``, and torchmetrics' own.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = NegativeLogLikelihood()
@@ -36,5 +36,5 @@ class NegativeLogLikelihood(MeanMetric):
         self.ignore_index = ignore_index
 
     def update(self, probs: Tensor, target: Tensor) -> None:
-        """Count ``probs`` ``[B, C, ...]`` (or P(y = 1) of target's shape) for ``target`` ``[B, ...]``."""
+        """Count `probs` `[B, C, ...]` (or P(y = 1) of target's shape) for `target` `[B, ...]`."""
         self.accumulate(_negative_log_likelihood_update(probs, target, self.ignore_index, self.validate_args))

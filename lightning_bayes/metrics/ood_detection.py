@@ -1,6 +1,6 @@
 """Out-of-distribution detection from any real-valued score: AUROC, AUPR for either class, FPR at 95 % TPR.
 
-The definitions are in ``lightning_bayes.metrics.functional.ood_detection``.
+The definitions are in `lightning_bayes.metrics.functional.ood_detection`.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ from lightning_bayes.metrics.functional.ood_detection import (
 class OODDetection(AdditiveMetric):
     """How well a score tells out-of-distribution inputs from others. All NaN unless both kinds were seen.
 
-    By default all scores are kept and the result is exact. With ``resolution`` and ``score_range`` a histogram is kept
+    By default all scores are kept and the result is exact. With `resolution` and `score_range` a histogram is kept
     instead, in constant memory: scores in one cell count as equal, and those outside the range as being at its border.
 
     Args:
         resolution: number of cells of the histogram; None keeps all scores.
         score_range: the histogram's (low, high).
-        kwargs: ``validate_args``, and torchmetrics' own.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = OODDetection()
@@ -51,7 +51,7 @@ class OODDetection(AdditiveMetric):
             self.keep_sums(resolution, 2, settings=score_range)
 
     def update(self, score: Tensor, is_ood: Tensor) -> None:
-        """Count scores ``[B]``, larger meaning more out-of-distribution, and which inputs really are."""
+        """Count scores `[B]`, larger meaning more out-of-distribution, and which inputs really are."""
         rows = _ood_rows(score, is_ood, self.validate_args)  # [N, 2]
         if self.resolution is None or self.score_range is None:
             self.accumulate(rows)
@@ -59,11 +59,11 @@ class OODDetection(AdditiveMetric):
             self.accumulate(_histogram_counts(rows, self.resolution, self.score_range))
 
     def compute(self) -> dict[str, Tensor]:
-        """``auroc``, ``aupr_in``, ``aupr_out`` and ``fpr95``."""
+        """`auroc`, `aupr_in`, `aupr_out` and `fpr95`."""
         return _ood_detection_compute(_exact_counts(self.rows) if self.resolution is None else self.sums)
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """Histograms of both kinds' scores; or, given values of ``compute``, those over time. Returns (fig, ax)."""
+        """Histograms of both kinds' scores; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
         from lightning_bayes.plots.ood import draw_ood_cells, ood_histogram

@@ -1,6 +1,6 @@
 """Quantile calibration of a Gaussian predictive: expected against observed levels.
 
-The formula is in ``lightning_bayes.metrics.functional.regression_calibration_error``.
+The formula is in `lightning_bayes.metrics.functional.regression_calibration_error`.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ class RegressionCalibrationError(AdditiveMetric):
 
     Args:
         n_bins: the levels are k/n_bins for 0 < k < n_bins.
-        norm: ``"l1"``, the mean absolute distance; ``"l2"``, the root mean square; ``"max"``, the largest.
-        kwargs: ``validate_args``, and torchmetrics' own.
+        norm: `"l1"`, the mean absolute distance; `"l2"`, the root mean square; `"max"`, the largest.
+        kwargs: `validate_args`, and torchmetrics' own.
 
     >>> import torch
     >>> metric = RegressionCalibrationError(n_bins=4)
@@ -53,12 +53,12 @@ class RegressionCalibrationError(AdditiveMetric):
         return _regression_calibration_compute(self.sums, self.norm)
 
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Expected levels and observed shares ``[n_bins - 1]``, over all processes."""
+        """Expected levels and observed shares `[n_bins - 1]`, over all processes."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return _regression_calibration_curve(self.sums)
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """The calibration curve; or, given values of ``compute``, those over time. Returns (fig, ax)."""
+        """The calibration curve; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
         from lightning_bayes.plots.regression_calibration import draw_regression_calibration

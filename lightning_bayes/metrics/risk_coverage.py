@@ -1,6 +1,6 @@
 """Selective prediction: the area under the risk–coverage curve (AURC), and the curve.
 
-The definitions are in ``lightning_bayes.metrics.functional.risk_coverage``.
+The definitions are in `lightning_bayes.metrics.functional.risk_coverage`.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class RiskCoverage(AdditiveMetric):
         self.keep_rows(2)
 
     def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Count confidences ``[B]``, any real numbers, and which predictions were right."""
+        """Count confidences `[B]`, any real numbers, and which predictions were right."""
         self.accumulate(_risk_coverage_rows(confidence, correct, self.validate_args))
 
     def compute(self) -> Tensor:
@@ -44,12 +44,12 @@ class RiskCoverage(AdditiveMetric):
         return _risk_coverage_compute(self.rows)
 
     def curve(self) -> tuple[Tensor, Tensor]:
-        """Coverage and risk, both ``[N]``, over all processes."""
+        """Coverage and risk, both `[N]`, over all processes."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return _risk_coverage_curve(self.rows)
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """The curve; or, given values of ``compute``, those over time. Returns (fig, ax)."""
+        """The curve; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
         from lightning_bayes.plots.risk_coverage import draw_risk_coverage

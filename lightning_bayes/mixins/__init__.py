@@ -1,11 +1,12 @@
 """Mixins that make an existing LightningModule variational: a Gaussian for every weight, trained with it."""
 
 from lightning_bayes.mixins.activations import replace_activations, warn_piecewise_linear
+from lightning_bayes.mixins.gaussian_weights import VariationalError
+from lightning_bayes.mixins.log_sigma import PatternError
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
 from lightning_bayes.mixins.options import OptionError, VariationalOptions
-from lightning_bayes.mixins.patterns import PatternError
 from lightning_bayes.mixins.prior_std import PriorStdError
-from lightning_bayes.mixins.variational import VariationalError, VariationalMixin
+from lightning_bayes.mixins.variational import VariationalMixin
 from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin
 from lightning_bayes.mixins.variational_laplace import VariationalLaplaceMixin
 from lightning_bayes.mixins.watched_step import StepError

@@ -1,7 +1,7 @@
 """Activations with a kink, and what to use instead.
 
-The Variational Laplace objective has a gradient in it, so that its own gradient holds second derivatives of the
-network. For `φ(x) = max(x, 0)` that is a spike, `φ''(x) = δ(x)` (Variational Laplace paper, eq. (31)), which automatic
+The Variational Laplace objective contains a gradient, so its own gradient contains second derivatives of the network.
+For `φ(x) = max(x, 0)` that is a spike, `φ''(x) = δ(x)` (Variational Laplace paper, eq. (31)), which automatic
 differentiation takes for zero. Anything with a continuous first derivative will do; the paper uses softplus.
 """
 
@@ -22,7 +22,7 @@ from lightning_bayes.arguments import instance, shown
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
 
-# Not here, because their first derivative is continuous: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
+# Others have a continuous first derivative: GELU, SiLU, Mish, Softplus, Tanh, CELU, ELU(alpha=1), …
 _ACTIVATIONS = (
     nn.ReLU,
     nn.LeakyReLU,
@@ -50,7 +50,7 @@ _SHOWN = 4  # layers of a kind that are named
 
 
 def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] = nn.Softplus) -> nn.Module:
-    """Put a smooth activation in the place of every activation module with a kink, and return the module.
+    """Replace every activation module that has a kink by a smooth one, and return the module.
 
     Replaced are ReLU, LeakyReLU, PReLU, RReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, Hardshrink, Softshrink,
     Threshold, SELU, and ELU with an alpha other than 1. One that is used in several places is replaced by one that is
@@ -74,11 +74,10 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
     if _has_kink(module):
         return instead_of(module)
-    for parent in list(module.modules()):
-        # Not named_children, which shows a layer that is used twice only once.
-        for name, child in list(parent._modules.items()):
-            if child is not None and _has_kink(child):
-                setattr(parent, name, instead_of(child))
+    paths = [(*path.rpartition("."), child) for path, child in module.named_modules(remove_duplicate=False)]
+    places = [(module.get_submodule(parent), name, child) for parent, _, name, child in paths if _has_kink(child)]
+    for parent, name, child in places:
+        setattr(parent, name, instead_of(child))
     return module
 
 
@@ -87,15 +86,15 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
 
     Activation and max-pooling modules are found, and functions that a layer holds (`nn.RNN(nonlinearity="relu")`,
     `nn.TransformerEncoderLayer`, `self.act = F.relu`). Functions that are only called in a `forward` are seen if an
-    `example` input is there to call it with (in eval mode; nothing is left changed).
+    `example` input is given to call it with (in eval mode; nothing is changed).
     """
     instance("module", module, nn.Module, "an nn.Module")
-    found = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
+    kinks = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
     if example is not None:
-        found = {**_called(module, example), **found}
-    if found:
-        rank_zero_warn(_message(found), stacklevel=2)
-    return found
+        kinks = {**_called(module, example), **kinks}
+    if kinks:
+        rank_zero_warn(_message(kinks), stacklevel=2)
+    return kinks
 
 
 def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
@@ -142,12 +141,12 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside: list[str] = []  # the names of the modules whose forward is running
-        self.found: dict[str, str] = {}
+        self.kinks: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NAMES_OF:
             where = self.inside[-1] if self.inside else ""
-            self.found.setdefault(where or "the module itself", f"{_NAMES_OF[func]} in forward")
+            self.kinks.setdefault(where or "the module itself", f"{_NAMES_OF[func]} in forward")
         return func(*args, **(kwargs or {}))
 
 
@@ -156,7 +155,7 @@ def _called(module: nn.Module, example: Any) -> dict[str, str]:
     with borrowed(module, ()), torch.no_grad(), _watched(module) as watch:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs.call(module, inputs.to_device(example, device))
-    return watch.found
+    return watch.kinks
 
 
 @contextmanager
@@ -177,13 +176,13 @@ def _watched(module: nn.Module) -> Iterator[_Watch]:
             handle.remove()
 
 
-def _message(found: dict[str, str]) -> str:
-    kinds: dict[str, list[str]] = {}
-    for name, kind in found.items():
-        kinds.setdefault(kind, []).append(name)
+def _message(kinks: dict[str, str]) -> str:
+    names_of: dict[str, list[str]] = {}
+    for name, kind in kinks.items():
+        names_of.setdefault(kind, []).append(name)
     parts = [
         f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} ({kind})"
-        for kind, names in kinds.items()
+        for kind, names in names_of.items()
     ]
     return (
         f"the first derivative of some layers jumps, and the squared-gradient term's gradient misses that: "

@@ -1,11 +1,11 @@
-"""Sample a layer's output in the place of its weights: the local reparameterisation of Kingma et al. (2015).
+"""Sample a layer's output instead of its weights: the local reparameterisation of Kingma et al. (2015).
 
 For independent Gaussian weights, the output of a linear layer (or one position of a convolution) at a known input is
 Gaussian,
 
     z = W a + b,    E[z] = μ_W a + μ_b,    Var[z] = σ_W² a² + σ_b²,
 
-so that every example can have noise of its own, and the gradient less variance. Outputs at several positions of a
+so every example can have noise of its own, and the gradient has less variance. Outputs at several positions of a
 convolution are sampled as if independent. Weights that are used in any other way are sampled themselves.
 """
 
@@ -54,7 +54,7 @@ class LocalReparameterization:
 
     @property
     def unseen(self) -> set[nn.Parameter]:
-        """What the network has not used in a way that could be sampled, if it has run."""
+        """What the network did not use in a way that can be sampled, if it has run."""
         return set(self._log_σ) - self._seen if self._over else set()
 
     def _sample(self, layer: nn.Module, args: Any, kwargs: Any, z: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class LocalReparameterization:
         if not self._over:
             drawn.append(self._generator.get_state())
             return self._generator
-        if len(drawn) > 1:  # there is no telling which call this one repeats
+        if len(drawn) > 1:  # this one may repeat any of them
             self.confused.update(p for p in layer.parameters(recurse=False) if p in self._log_σ)
         return torch.Generator(self._generator.device).set_state(drawn[0])
 
@@ -91,7 +91,7 @@ def local_parameters(network: nn.Module) -> set[nn.Parameter]:
     for layer in network.modules():
         for p in layer.parameters(recurse=False):
             owners.setdefault(p, []).append(layer)
-    # Of a subclass there is no telling what it does with its weight.
+    # A subclass may use its weight in any way.
     return {p for p, layers in owners.items() if len(layers) == 1 and type(layers[0]) in _LAYERS}
 
 

@@ -1,14 +1,24 @@
-"""`log σ` of the weights, a mapping from the weight's dotted name to a parameter of its shape.
+"""`log σ` of the weights, a mapping from the weight's dotted name to a parameter of its shape; and name patterns.
 
-`nn.ParameterDict` would do but for the dots in its keys; in a state dict they are slashes here, as in
-`log_sigma.net/0/weight`.
+`nn.ParameterDict` allows no dots in its keys. In a state dict they are slashes here, as in `log_sigma.net/0/weight`.
+A pattern is `"net.0.weight"`, `"*.bias"`, or a module's name for all that it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+import re
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from torch import Tensor, nn
+
+BELOW_PRIOR = 3.0  # log σ starts at log s − 3, section 5.1 of the Variational Laplace paper
+Value = TypeVar("Value")
+
+
+class PatternError(ValueError):
+    """A pattern that fits no parameter."""
 
 
 class LogSigma(nn.Module):
@@ -28,9 +38,9 @@ class LogSigma(nn.Module):
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._encoded:
             raise KeyError(f"no log σ for {name!r}: it has no such parameter, or it is frozen or deterministic")
-        found = self._parameters[self._encoded[name]]
-        assert found is not None
-        return found
+        parameter = self._parameters[self._encoded[name]]
+        assert parameter is not None
+        return parameter
 
     def __contains__(self, name: object) -> bool:
         return name in self._encoded
@@ -56,9 +66,39 @@ class LogSigma(nn.Module):
 
 def encode(name: str) -> str:
     """A name without dots. A parameter of the top module gets a slash before it, or one that is called `values` would
-    be taken for the method.
+    hide the method.
 
     >>> encode("net.0.weight"), encode("values")
     ('net/0/weight', '/values')
     """
     return name.replace(".", "/") if "." in name else f"/{name}"
+
+
+def matches(name: str, pattern: str) -> bool:
+    """
+    >>> matches("net.0.weight", "*.weight"), matches("net.0.weight", "net.0"), matches("net.0.weight", "net")
+    (True, True, True)
+    """
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) -> dict[str, Value]:
+    """The value of each name that a pattern fits; where several do, that of the most specific one."""
+    names = list(names)
+    check_patterns(given, names, argument)
+    most_specific_first = sorted(given, key=_literal_letters, reverse=True)
+    values = {name: next((given[p] for p in most_specific_first if matches(name, p)), None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str) -> None:
+    """Raise for a pattern that fits no name."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            few = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {few}")
+
+
+def _literal_letters(pattern: str) -> int:
+    return len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))

@@ -1,8 +1,9 @@
-"""Param groups for log σ, split off from whatever optimizer there is.
+"""Param groups for log σ, split off from those of any optimizer.
 
 Adam's step `Δθ = η m/(√v + ε)` (Variational Laplace paper, eq. (32)) does not change when the gradient is scaled, so
-that a learning-rate multiplier has to be a param group of its own: `η_σ = multiplier · η`, where η is the learning rate
-of the group that the parameter came from, at every step and on every schedule.
+a learning-rate multiplier has to be a param group of its own: `η_σ = multiplier · η`, where η is the learning rate
+of the group that the parameter came from, at every step and on every schedule. The sum of these rates bounds how far
+log σ can have moved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 MULTIPLIER, PARENT = "log_sigma_multiplier", "log_sigma_parent"  # keys of a group that was split off
+REACH = "log_sigma_reach"  # and the sum of its learning rates so far, which a checkpoint keeps
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers keep in a group
 _SCALED = ("base_lrs", "min_lrs", "max_lrs", "_last_lr")  # what they keep in lists with a learning rate per group
 _COPIED = ("lr_lambdas", "base_momentums", "max_momentums")  # and with something else per group
@@ -70,7 +72,7 @@ def split(optimizer: Optimizer, schedulers: Iterable[Any], multipliers: Mapping[
     for scheduler in schedulers:
         _extend(scheduler, [(child[PARENT], child[MULTIPLIER]) for child in children], before)
     if optimizer not in _LINKS:
-        optimizer.register_step_pre_hook(keep_ratio)
+        optimizer.register_step_pre_hook(_before_step)
     for group in optimizer.param_groups:
         if PARENT in group:
             group[MULTIPLIER] = multipliers[group["params"][0]]
@@ -82,14 +84,15 @@ def _taken(group: dict[str, Any], index: int, multipliers: Mapping[Tensor, float
     """New groups, one per multiplier, of the log σ in `group`, which no longer has them."""
     names = group.get("param_names")
     members = list(zip(names, group["params"], strict=True)) if names else [(None, p) for p in group["params"]]
-    found: dict[float, list[Any]] = {}
+    by_multiplier: dict[float, list[Any]] = {}
     for name, parameter in members:
         if parameter in multipliers:
-            found.setdefault(multipliers[parameter], []).append(parameter if name is None else (name, parameter))
+            member = parameter if name is None else (name, parameter)
+            by_multiplier.setdefault(multipliers[parameter], []).append(member)
     group["params"] = [p for _, p in members if p not in multipliers]
     if names:
         group["param_names"] = [name for name, p in members if p not in multipliers]
-    return [_child(group, index, m, parameters) for m, parameters in found.items()]
+    return [_child(group, index, m, parameters) for m, parameters in by_multiplier.items()]
 
 
 def _child(group: dict[str, Any], index: int, m: float, parameters: list[Any]) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _child(group: dict[str, Any], index: int, m: float, parameters: list[Any]) -
     child.update({key: m * child[key] for key in _RATES if key in child})
     if "weight_decay" in child:
         child["weight_decay"] = 0.0  # the KL pulls log σ to the prior; decay would pull it to σ = 1
-    return {**child, "params": parameters, MULTIPLIER: m, PARENT: index}
+    return {**child, "params": parameters, MULTIPLIER: m, PARENT: index, REACH: 0.0}
 
 
 def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> None:
@@ -111,11 +114,19 @@ def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> N
             setattr(scheduler, name, [*values, *new])  # a new list: chained schedulers share theirs
 
 
-def keep_ratio(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    keep_ratio(optimizer)
+    for group in optimizer.param_groups:
+        if REACH in group:  # not in that of an older checkpoint, whose steps were not summed
+            group[REACH] = group[REACH] + group["lr"]
+
+
+def keep_ratio(optimizer: Optimizer) -> None:
     """Take the learning rate of log σ from that of the parent group: a floor (`eta_min`), a threshold, or a learning
     rate that is set by hand would otherwise be the same number for both."""
     for index, parent, m in _LINKS.get(optimizer, ()):
         group, lr = optimizer.param_groups[index], m * optimizer.param_groups[parent]["lr"]
+        group[MULTIPLIER] = m
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)  # compiled and captured optimizers hold on to the tensor
         else:

@@ -1,7 +1,14 @@
 """`LogSigmaMultiplierMixin`: a larger learning rate for log σ than for the weights.
 
 The Variational Laplace paper (section 5.1) multiplies it by 10: at the weights' learning rate Adam stops before the
-variances have converged, and what looks like variational inference is MAP with a little noise.
+variances have converged, and what looks like variational inference is MAP with a little noise. Adam moves a parameter
+by at most its learning rate per step, so that over training
+
+    |Δ log σ| ≤ Σ_t multiplier · η_t.
+
+log σ starts at `log s − 3` and must be able to return to the prior: a bound below 3 means that training stops too
+early. The sum is taken while training runs; when it starts, every step is assumed to have the highest learning rate
+that is known.
 """
 
 from __future__ import annotations
@@ -10,21 +17,23 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
-from lightning_bayes.mixins.log_sigma import LogSigma
-from lightning_bayes.mixins.log_sigma_bound import DISTANCE, is_bounded, planned, sum_rates
-from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, PARENT, add_missing, keep_ratio, split
-from lightning_bayes.mixins.patterns import by_pattern
+from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, by_pattern
+from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, REACH, add_missing, keep_ratio, split
+from lightning_bayes.trainer.private import is_dev_run
 
 if TYPE_CHECKING:
     _Base = LightningModule
 else:
     _Base = object
+# Their steps grow with the gradient: the learning rate bounds nothing.
+_UNBOUNDED = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.LBFGS)
 
 
 class MultiplierError(ValueError):
@@ -59,55 +68,17 @@ class LogSigmaMultiplierMixin(_Base):
             multipliers(self.log_sigma_multiplier, self.log_sigma.keys())  # a wrong pattern is an error now
 
     def on_fit_start(self) -> None:
-        self._split_groups()
-        self._warn_of_early_stopping()
+        _split_groups(self, self.log_sigma_multiplier)
+        _warn_of_plan(self.trainer)
         super().on_fit_start()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        _warn_of_reach(self.trainer)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         super().lr_scheduler_step(scheduler, metric)
         keep_ratio(scheduler.optimizer)  # before every step too, but monitors look in between
-
-    def _split_groups(self) -> None:
-        optimizers = self._optimizers_with_groups()
-        if not optimizers:
-            return
-        log_σ = self._log_sigma_parameters()
-        by_name = multipliers(self.log_sigma_multiplier, log_σ)
-        add_missing(optimizers, log_σ, dict(self.named_parameters()))
-        for optimizer in optimizers:
-            schedulers = [config.scheduler for config in self._schedules_of(optimizer)]
-            split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
-
-    def _warn_of_early_stopping(self) -> None:
-        optimizers = [optimizer for optimizer in self._optimizers_with_groups() if is_bounded(optimizer)]
-        plan = planned(self.trainer) if optimizers else None
-        if plan is None:
-            return
-        for optimizer in optimizers:
-            links = [(group[PARENT], group[MULTIPLIER]) for group in optimizer.param_groups if PARENT in group]
-            if not links:
-                continue
-            enough = {parent: DISTANCE / min(m for p, m in links if p == parent) for parent, _ in links}
-            rates = sum_rates(optimizer, self._schedules_of(optimizer), plan, self, enough)
-            reach, m = min((m * rates.totals[parent], m) for parent, m in links)
-            if reach < DISTANCE - 1e-9:
-                rank_zero_warn(_too_short(reach, m, plan.steps, rates.assumed))
-
-    def _optimizers_with_groups(self) -> list[Optimizer]:
-        """Without the stand-in that Lightning uses where there is none."""
-        return [optimizer for optimizer in self.trainer.optimizers if optimizer.param_groups]
-
-    def _schedules_of(self, optimizer: Optimizer) -> list[Any]:
-        return [config for config in self.trainer.lr_scheduler_configs if config.scheduler.optimizer is optimizer]
-
-    def _log_sigma_parameters(self) -> dict[str, nn.Parameter]:
-        found = getattr(self, "log_sigma", None)
-        if found is None:
-            raise TypeError(
-                f"{type(self).__name__} has no log_sigma to multiply the learning rate of: derive it from "
-                "(LogSigmaMultiplierMixin, VariationalLaplaceMixin, …) or (…, VariationalInferenceMixin, …)"
-            )
-        return dict(found.items())
 
 
 def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -126,12 +97,81 @@ def _checked(given: Any) -> float | dict[str, float]:
     return float(positive("log_sigma_multiplier", given, MultiplierError))
 
 
-def _too_short(reach: float, m: float, steps: int, assumed: list[str]) -> str:
-    enough = math.ceil(m * DISTANCE / reach - 1e-9) if reach > 0 else math.inf
-    said = f" (assuming that {', '.join(assumed)} leaves the learning rate as it is)" if assumed else ""
+def _split_groups(module: LightningModule, multiplier: float | Mapping[str, float]) -> None:
+    # Without the stand-in that Lightning uses where there is none.
+    optimizers = [optimizer for optimizer in module.trainer.optimizers if optimizer.param_groups]
+    if not optimizers:
+        return
+    log_σ = _log_sigma_of(module)
+    by_name = multipliers(multiplier, log_σ)
+    add_missing(optimizers, log_σ, dict(module.named_parameters()))
+    for optimizer in optimizers:
+        schedulers = _schedulers_of(optimizer, module.trainer)
+        split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
+
+
+def _log_sigma_of(module: LightningModule) -> dict[str, nn.Parameter]:
+    log_σ: Any = getattr(module, "log_sigma", None)
+    if log_σ is None:
+        raise TypeError(
+            f"{type(module).__name__} has no log_sigma to multiply the learning rate of: derive it from "
+            "(LogSigmaMultiplierMixin, VariationalLaplaceMixin, …) or (…, VariationalInferenceMixin, …)"
+        )
+    return dict(log_σ.items())
+
+
+def _schedulers_of(optimizer: Optimizer, trainer: Trainer) -> list[Any]:
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return [scheduler for scheduler in schedulers if scheduler.optimizer is optimizer]
+
+
+# -- how far log σ can get ---------------------------------------------------------------------------------------------
+
+
+def _warn_of_plan(trainer: Trainer) -> None:
+    """When training starts: too few steps, even if all had the highest learning rate that is known."""
+    steps = math.inf if is_dev_run(trainer) else trainer.estimated_stepping_batches
+    if not 1 <= steps < math.inf:
+        return
+    for optimizer in trainer.optimizers:
+        groups = _bounded_groups(optimizer)
+        reach, m = min(((steps * _highest_rate(group), group[MULTIPLIER]) for group in groups), default=(math.inf, 1.0))
+        if reach < BELOW_PRIOR - 1e-9:
+            names = ", ".join(type(scheduler).__name__ for scheduler in _schedulers_of(optimizer, trainer))
+            said = f" (if {names} never raises them above {reach / steps / m:g})" if names else ""
+            of = f"in the {steps:.0f} planned steps, the sum of their learning rates times the multiplier {m:g}{said}"
+            rank_zero_warn(_too_short(reach, m, of, "training will stop before the variances have converged"))
+            for group in groups:
+                group.pop(REACH, None)  # said once is enough
+
+
+def _warn_of_reach(trainer: Trainer) -> None:
+    """When training ends: by the learning rates that its steps have had."""
+    if is_dev_run(trainer):
+        return
+    for optimizer in trainer.optimizers:
+        groups = [group for group in _bounded_groups(optimizer) if REACH in group]
+        reach, m = min(((float(group[REACH]), group[MULTIPLIER]) for group in groups), default=(math.inf, 1.0))
+        if reach < BELOW_PRIOR - 1e-9:
+            of = f"with the learning rates of this training, their sum times the multiplier {m:g}"
+            rank_zero_warn(_too_short(reach, m, of, "training has stopped before the variances have converged"))
+
+
+def _bounded_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of log σ, if a step is at most the learning rate, as with Adam and similar optimizers."""
+    if isinstance(optimizer, _UNBOUNDED):
+        return []
+    return [group for group in optimizer.param_groups if MULTIPLIER in group]
+
+
+def _highest_rate(group: dict[str, Any]) -> float:
+    """A schedule may start low and keeps its base or peak in the group."""
+    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
+
+
+def _too_short(reach: float, m: float, of: str, consequence: str) -> str:
+    enough = math.ceil(m * BELOW_PRIOR / reach - 1e-9) if reach > 0 else math.inf
     return (
-        f"log σ can move by at most {reach:.2g} in the {steps} planned steps, the sum of their learning rates times "
-        f"the multiplier {m:g}{said}, but starts {DISTANCE:g} below the prior: training will stop before the variances "
-        f"have converged. Set log_sigma_multiplier to {enough:g} or more, or train for longer or at a larger learning "
-        "rate"
+        f"log σ can move by at most {reach:.2g} {of}, but starts {BELOW_PRIOR:g} below the prior: {consequence}. Set "
+        f"log_sigma_multiplier to {enough:g} or more, or train for longer or at a larger learning rate"
     )

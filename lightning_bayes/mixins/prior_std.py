@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import is_positive, shown
-from lightning_bayes.mixins.patterns import by_pattern
+from lightning_bayes.mixins.log_sigma import by_pattern
 
 WORDS = ("he", "weight_decay")
 
@@ -74,15 +74,15 @@ def from_weight_decay(
             f"prior_std='weight_decay', but no optimizer has a weight decay for {_some(without)}: give the optimizer "
             "one, or prior_std a number"
         )
-    mine = set(weights.values())
+    own = set(weights.values())
     for group in groups:
         members = set(group["params"])
-        if members & mine and members & set(others):
+        if members & own and members & set(others):
             raise PriorStdError(
                 "prior_std='weight_decay' turns the weight decay of a param group into a prior, but one group also "
                 "holds parameters that have another prior or none: put those into a param group of their own"
             )
-        if members & mine:
+        if members & own:
             group["weight_decay"] = 0.0
     return {name: 1 / math.sqrt(n_data * decay[p]) for name, p in weights.items() if p in decay}
 
@@ -91,34 +91,34 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     """Warn of a weight decay on `(μ, log σ)`, and of log σ that nothing trains."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {p for group in groups if group.get("weight_decay") for p in group["params"]}
-    found = [name for name, pair in weights.items() if decayed & set(pair)]
-    if found:
+    twice = [name for name, pair in weights.items() if decayed & set(pair)]
+    if twice:
         rank_zero_warn(
-            f"the optimizer has a weight decay for {_some(found)} or its log σ, but the KL divergence already pulls "
+            f"the optimizer has a weight decay for {_some(twice)} or its log σ, but the KL divergence already pulls "
             "both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into the "
             "prior"
         )
     trained = {p for group in groups for p in group["params"]}
-    left = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
-    if left and trained:
+    untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
+    if untrained and trained:
         rank_zero_warn(
-            f"no optimizer has log σ of {_some(left)}: give it self.parameters(), or derive from "
+            f"no optimizer has log σ of {_some(untrained)}: give it self.parameters(), or derive from "
             "LogSigmaMultiplierMixin too, which adds them"
         )
 
 
 def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[str, float]:
-    """Inputs per output; 2 where there is no telling, so that "he" is 1."""
+    """Inputs per output; 2 for a layer without a matrix, so that "he" is 1."""
     names = {id(p): name for name, p in weights.items()}
-    found: dict[str, float] = {}
+    fan_ins: dict[str, float] = {}
     for layer in network.modules():
         own = list(layer.parameters(recurse=False))
         matrix = next((p for p in own if p.ndim > 1), None)
         for p in own:
             source = p if p.ndim > 1 else matrix
             if id(p) in names:
-                found.setdefault(names[id(p)], 2.0 if source is None else float(source.shape[1:].numel()))
-    return found
+                fan_ins.setdefault(names[id(p)], 2.0 if source is None else float(source.shape[1:].numel()))
+    return fan_ins
 
 
 def _checked(value: Any) -> float | str:

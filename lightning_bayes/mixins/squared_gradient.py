@@ -1,4 +1,4 @@
-"""The squared-gradient term `R = (S/2) Σ_λ σ_λ² ḡ_λ²` (eq. (30)) and its gradient, in two ways.
+"""The squared-gradient term `R = (S/2) Σ_λ σ_λ² ḡ_λ²` (eq. (30) of the Variational Laplace paper) and its gradient.
 
 `ḡ` depends on the weights, so that R's gradient holds second derivatives of the sampled loss `ℓ̃`, with Hessian `H̃`:
 
@@ -17,12 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.likelihoods import ClassPredictive, Likelihood
-from lightning_bayes.mixins.known_gradient import Gradients
-from lightning_bayes.mixins.objective import squared_gradient
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import widen
+from lightning_bayes.mixins.gaussian_weights import Gradients
 from lightning_bayes.mixins.watched_step import ForwardCall
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.trainer.loss_check import mean_nll
+
+LARGEST_HESSIAN = 20_000  # weights
 
 
 def exact(nll: Tensor, weights: Sequence[nn.Parameter], log_σ: Sequence[Tensor], S: int) -> Tensor:
@@ -34,10 +36,44 @@ def exact(nll: Tensor, weights: Sequence[nn.Parameter], log_σ: Sequence[Tensor]
     return squared_gradient([g for g, _ in used], [l for _, l in used], S)
 
 
+def squared_gradient(gradients: Iterable[Tensor], log_σ: Iterable[Tensor], S: int) -> Tensor:
+    """`(S/2) Σ_λ σ_λ² ḡ_λ²`, where `ḡ` is the gradient of a mean over `S` examples.
+
+    >>> squared_gradient([torch.tensor([0.5])], [torch.tensor([0.0])], S=4)
+    tensor(0.5000)
+    """
+    terms = [((2 * widen(l)).exp() * widen(g).square()).sum() for g, l in zip(gradients, log_σ, strict=True)]
+    return 0.5 * S * torch.stack(terms).sum()
+
+
+def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor]) -> Tensor:
+    """`½ Σ_λ σ_λ² ∂²nll/∂w_λ²`, instead of the squared gradient in eq. (20); with a graph.
+
+    For study, on small networks: it takes a backward pass for every weight. Where the log-likelihood is convex in a
+    weight, `H_λλ = −N ∂²nll/∂w_λ² > β/s_λ²`, the objective rises with σ without bound (eq. (24)).
+    """
+    if sum(w.numel() for w in weights) > LARGEST_HESSIAN:
+        raise ValueError(
+            f"curvature='hessian' is for networks of at most {LARGEST_HESSIAN} weights, because it takes a backward "
+            "pass for each: use curvature='fisher'"
+        )
+    gradients = torch.autograd.grad(nll, list(weights), create_graph=True, allow_unused=True)
+    total = nll.new_zeros(())
+    for w, g, l in zip(weights, gradients, log_σ, strict=True):
+        if g is None or not g.requires_grad:
+            continue  # not used, or linear in it
+        diagonal = []
+        for position, entry in enumerate(g.reshape(-1)):
+            (row,) = torch.autograd.grad(entry, w, create_graph=True, allow_unused=True)
+            diagonal.append(entry.new_zeros(()) if row is None else row.reshape(-1)[position])
+        total = total + 0.5 * ((2 * l.reshape(-1)).exp() * torch.stack(diagonal)).sum()
+    return total
+
+
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = False) -> Gradients:
     """The gradient of each parameter that `loss` depends on; not to be changed, for two may be one tensor."""
-    found = torch.autograd.grad(loss, list(parameters), retain_graph=keep_graph, allow_unused=True)
-    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+    gradients = torch.autograd.grad(loss, list(parameters), retain_graph=keep_graph, allow_unused=True)
+    return {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
 def by_differences(
@@ -59,9 +95,9 @@ def by_differences(
         ε = step_size(v, change, reach(likelihood, call.output.detach(), y))
         moves = {p: t.mul_(ε.to(t.dtype)) for p, t in v.items()}
     with at_weights(call.network, moves), call.repeated() as f:
-        there = gradients_of(mean_nll(likelihood, f, y), list(gradients))
+        moved = gradients_of(mean_nll(likelihood, f, y), list(gradients))
     with torch.no_grad():
-        of_weights = {p: (g - gradients[p]).mul_((S / ε).to(g.dtype)) for p, g in there.items()}
+        of_weights = {p: (g - gradients[p]).mul_((S / ε).to(g.dtype)) for p, g in moved.items()}
         return 0.5 * S * change.to(call.output.dtype), {**of_weights, **of_log_σ}
 
 
@@ -89,7 +125,7 @@ def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     S = len(f)
     size_r = likelihood.residual(f, y).double().square().sum() / S
     size_f = (f.double() - f.double().mean(0) * (S > 1)).square().sum() / S
-    if issubclass(likelihood.predictive, ClassPredictive):
+    if likelihood.has_probs:
         return 2 * (size_r * (1 + size_f)).sqrt() / S**0.25
     return 3 * (1 + (size_r * size_f).sqrt()).sqrt()
 

@@ -4,25 +4,30 @@ The expected log-likelihood is estimated at weights drawn by the reparameterisat
 and (5)), `w = μ + σ ε` with `ε ~ N(0, 1)`:
 
     loss = mean NLL at w + (β/N) Σ_λ KL_λ,      ∂/∂μ = g,   ∂/∂log σ = g σ ε   with   g = ∂NLL/∂w.
+
+A training step passes through `variational_inference.py`, `watched_step.py` (the user's own step at the sampled
+weights) and `gaussian_weights.py` (the KL divergence and the loss), in this order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.mixins.known_gradient import Gradients
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization, local_parameters
+from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.mixins.variational import VariationalMixin
-from lightning_bayes.mixins.watched_step import Step, StepError, with_loss
+from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import kept_buffers
+from lightning_bayes.trainer.private import gradient_scale
 
 
 class VariationalInferenceMixin(VariationalMixin):
@@ -38,85 +43,97 @@ class VariationalInferenceMixin(VariationalMixin):
         variational: a dictionary with the keys of `VariationalOptions`.
     """
 
-    _variational_defaults: ClassVar[dict[str, Any]] = {
-        "name": "vi",
-        "predictive": "bnn",
-        "unused": ("curvature", "method"),
-    }
+    def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = options_from(variational, name="vi", predictive="bnn", unused=("curvature", "method"))
+        # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
+        self.hparams["variational"] = plain(variational)
+        self._variational = GaussianWeights(self, options)
+        self.log_sigma = self._variational.log_sigma
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Yours at sampled weights, with the KL divergence added to its loss."""
-        state, n = self._variational, self._variational.settings.train_samples
-        θ = [*self._variational_trainable(), *self.log_sigma.parameters()]
+        q, n = self._variational, self._variational.options.train_samples
+        θ, log_σ = [*q.trainable(), *q.log_sigma.parameters()], dict(q.pairs().values())
         gradients: Gradients = {}
         nll: Any = 0.0
         for sample in range(n):
-            state.draws += 1
-            with self._variational_sampled() as noise, kept_buffers(self, keep=sample > 0):
-                step = self._variational_step(batch, batch_idx)
+            q.draws += 1
+            with sampled_weights(q, log_σ) as moves, kept_buffers(self, keep=sample > 0):
+                step = run_step(q, super().training_step, batch, batch_idx)
                 if not isinstance(step, Step):
                     return step
-                found = self._variational_gradients(step.loss, θ)
+                g = scaled_gradients(q, step.loss, θ)
             nll = nll + step.loss.detach() / n
-            found = _with_noise(found, noise)
-            gradients |= found if n == 1 else {p: gradients.get(p, 0) + g / n for p, g in found.items()}
-        kl, loss = self._variational_with_kl(nll, gradients)
-        self._variational_log(step.size, nll, kl)
-        return with_loss(step.returned, loss)
-
-    @contextmanager
-    def _variational_sampled(self) -> Iterator[dict[nn.Parameter, tuple[nn.Parameter, Tensor]]]:
-        """The module at sampled weights: for each that was moved, its log σ and the move `σ ε`."""
-        pairs = dict(self.weights_and_log_sigma().values())
-        generator = self._variational_generator()
-        local: set[nn.Parameter] = set()
-        if self._variational.settings.local_reparameterization:
-            local = local_parameters(self._variational_network()) & set(pairs)
-        with torch.no_grad():
-            moves = {
-                μ: torch.randn(μ.shape, generator=generator, dtype=μ.dtype, device=μ.device).mul_(log_σ.exp())
-                for μ, log_σ in pairs.items()
-                if μ not in local
-            }
-        with at_weights(self, moves):
-            if not local:
-                yield {μ: (pairs[μ], move) for μ, move in moves.items()}
-                return
-            network = self._variational_network()
-            with LocalReparameterization(network, {μ: pairs[μ] for μ in local}, generator) as layers:
-                yield {μ: (pairs[μ], move) for μ, move in moves.items()}
-            self._variational_check_local(layers.unseen, layers.confused)
-
-    def _variational_check_local(self, unseen: set[nn.Parameter], confused: set[nn.Parameter]) -> None:
-        names = [name for name, p in self.named_parameters() if p in unseen | confused]
-        some = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-        if unseen:
-            raise StepError(
-                f"local_reparameterization did not see how {some} is used in the training step: call its layer as a "
-                "module, turn it off, or make the parameter deterministic"
-            )
-        if confused:
-            raise StepError(
-                f"local_reparameterization cannot repeat the noise of {some}, whose layer is called several times in "
-                "one forward pass, for activation checkpointing: turn one of the two off"
-            )
-
-    def _variational_gradients(self, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:
-        """With the loss scale of 16-bit mixed precision, without which small gradients vanish."""
-        scaler = None if self._trainer is None else getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        found = torch.autograd.grad(loss * scale, θ, allow_unused=True)
-        return {p: g / scale if scale != 1 else g for p, g in zip(θ, found, strict=True) if g is not None}
-
-    def _variational_generator(self) -> torch.Generator:
-        """Seeded by the number of the draw, so that a resumed run goes on as if it had not stopped."""
-        state = self._variational
-        key = f"{state.settings.seed} {state.draws} {Processes.current().rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
-        return torch.Generator(device=self.device).manual_seed(seed)
+            g |= _through_moves(g, moves, log_σ)
+            gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
+        kl, loss = q.add_kl(nll, gradients)
+        q.log(step.size, nll, kl)
+        return step.with_loss(loss)
 
 
-def _with_noise(found: Gradients, noise: dict[nn.Parameter, tuple[nn.Parameter, Tensor]]) -> Gradients:
-    """The gradient of log σ through the weights that were moved, `g σ ε`."""
-    through = {log_σ: found[μ] * move for μ, (log_σ, move) in noise.items() if μ in found}
-    return {**found, **through}
+# -- w = μ + σ ε -------------------------------------------------------------------------------------------------------
+
+
+def _draw_moves(log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> Gradients:
+    """`σ ε` of each weight."""
+    with torch.no_grad():
+        return {
+            μ: torch.randn(μ.shape, generator=generator, dtype=μ.dtype, device=μ.device).mul_(l.exp())
+            for μ, l in log_σ.items()
+        }
+
+
+def _through_moves(g: Gradients, moves: Gradients, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Gradients:
+    """The gradient of log σ, `g σ ε`, of the weights that were moved."""
+    return {log_σ[μ]: g[μ] * move for μ, move in moves.items() if μ in g}
+
+
+# -- how it is computed ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Gradients]:
+    """The module at sampled weights, and the move `σ ε` of each; with the local reparameterisation, the outputs of
+    layers are sampled instead of the weights that have no move."""
+    generator, local = new_generator(q), set[nn.Parameter]()
+    if q.options.local_reparameterization:
+        local = local_parameters(q.network) & set(log_σ)
+    moves = _draw_moves({μ: l for μ, l in log_σ.items() if μ not in local}, generator)
+    with at_weights(q.module, moves):
+        if not local:
+            yield moves
+            return
+        with LocalReparameterization(q.network, {μ: log_σ[μ] for μ in local}, generator) as layers:
+            yield moves
+        _check_local(q.module, layers.unseen, layers.confused)
+
+
+def new_generator(q: GaussianWeights) -> torch.Generator:
+    """Seeded by the number of the draw, so that a resumed run goes on as if it had not stopped."""
+    key = f"{q.options.seed} {q.draws} {Processes.current().rank}".encode()
+    seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
+    return torch.Generator(device=q.module.device).manual_seed(seed)
+
+
+def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.Parameter]) -> None:
+    names = [name for name, p in module.named_parameters() if p in unseen | confused]
+    some = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    if unseen:
+        raise StepError(
+            f"local_reparameterization did not see how {some} is used in the training step: call its layer as a "
+            "module, turn it off, or make the parameter deterministic"
+        )
+    if confused:
+        raise StepError(
+            f"local_reparameterization cannot repeat the noise of {some}, whose layer is called several times in "
+            "one forward pass, for activation checkpointing: turn one of the two off"
+        )
+
+
+def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:
+    """With the loss scale of 16-bit mixed precision, without which small gradients vanish."""
+    trainer = q.trainer
+    scale = 1.0 if trainer is None else gradient_scale(trainer)
+    gradients = torch.autograd.grad(loss * scale, θ, allow_unused=True)
+    return {p: g / scale if scale != 1 else g for p, g in zip(θ, gradients, strict=True) if g is not None}

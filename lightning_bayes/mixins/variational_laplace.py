@@ -1,12 +1,22 @@
 """`VariationalLaplaceMixin`: the posterior's width in the loss, without sampling a weight.
 
-The expected log-likelihood is expanded to second order around the mean, with the Fisher information in the place of the
-Hessian, which leaves a squared gradient (Variational Laplace paper, eqs. (28) to (30)):
+For a minibatch of `S` examples out of `N`, with `ḡ = (1/S) ∂ log P(ỹ | x, w = μ)/∂w` the gradient for labels `ỹ` drawn
+from the model, the objective is (Variational Laplace paper, eq. (30))
 
-    loss = mean NLL at μ + (S/2) Σ_λ σ_λ² ḡ_λ² + (β/N) Σ_λ KL_λ.
+    (1/S) L_VL = (1/S) log P(y | x, w = μ) − (S/2) Σ_λ σ_λ² ḡ_λ² − (β/N) Σ_λ KL_λ.
 
-`S` is the number of examples whose gradient is squared together, which is the batch of one process; `N` counts the
-examples of all.
+It is the expected log-likelihood, expanded to second order around the mean with the Fisher information instead of the
+Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` counts the examples
+whose gradient is squared together, which is the batch of one process; `N` counts those of all.
+
+A training step passes through four files, in this order and never back:
+
+1. `variational_laplace.py`: `training_step` chooses the kernels, and puts together what the others compute;
+2. `watched_step.py`: the user's own step, the one call of the network in it, and the check of its loss;
+3. `squared_gradient.py`: the squared-gradient term and its gradient, exactly or by a second pass at moved weights;
+4. `gaussian_weights.py`: the KL divergence, the loss with all gradients, and what is logged.
+
+They build on what all methods share: likelihoods, and a network at other weights (`network/at_weights.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
-from lightning_bayes.mixins.objective import hessian_term
-from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
+from lightning_bayes.mixins.options import options_from, plain
+from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term
 from lightning_bayes.mixins.variational import VariationalMixin
-from lightning_bayes.mixins.watched_step import Step, StepError, with_loss
+from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.trainer.loss_check import mean_nll
@@ -45,19 +56,27 @@ class VariationalLaplaceMixin(VariationalMixin):
         variational: a dictionary with the keys of `VariationalOptions`.
     """
 
-    _variational_defaults: ClassVar[dict[str, Any]] = {
-        "name": "vl",
-        "predictive": "glm",
-        "unused": ("train_samples", "local_reparameterization"),
-    }
+    def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        unused = ("train_samples", "local_reparameterization")
+        options = options_from(variational, name="vl", predictive="glm", unused=unused)
+        # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
+        self.hparams["variational"] = plain(variational)
+        self._variational = GaussianWeights(self, options)
+        self.log_sigma = self._variational.log_sigma
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Yours, with the Variational Laplace loss in the place of the negative log-likelihood."""
-        with self._variational_kernels():
-            step = self._variational_step(batch, batch_idx)
+        """Yours, with the Variational Laplace loss instead of the negative log-likelihood."""
+        q = self._variational
+        with _kernels(q):
+            step = run_step(q, super().training_step, batch, batch_idx)
             if not isinstance(step, Step):
                 return step
-            return with_loss(step.returned, self._variational_loss(step))
+            loss = _loss(q, step)
+            if not q.checked_kinks:
+                q.checked_kinks = True
+                warn_piecewise_linear(step.call.network, None if step.call.kwargs else step.call.args)
+            return step.with_loss(loss)
 
     def vl_loss(self, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
         """`−(1/S) L_VL` of a minibatch, eq. (30), for outputs `f` with the graph of their forward pass.
@@ -67,100 +86,106 @@ class VariationalLaplaceMixin(VariationalMixin):
             y: the true labels.
             y_sampled: labels drawn from the model at `f`; drawn here if not given.
         """
-        self._variational.explicit = True
+        q = self._variational
+        q.called_vl_loss = True
         instance("f", f, Tensor, "the network's outputs, a tensor")
         if not f.requires_grad:
             raise StepError("f does not depend on the weights: hand vl_loss the network's outputs with their graph")
         instance("y", y, Tensor, "a tensor of targets")
         if y_sampled is not None:
             instance("y_sampled", y_sampled, Tensor, "a tensor of targets")
-        likelihood, S = self._variational.settings.likelihood, len(f)
-        likelihood.check(f.detach(), y)
-        nll = mean_nll(likelihood, f, y)
-        term = self._variational_exact_term(nll, f, y, y_sampled)
-        kl = self._variational_kl()
-        self._variational_log(S, nll, kl, term)
-        return nll + term + self._variational_kl_weight() * kl
+        q.options.likelihood.check(f.detach(), y)
+        return _exact_loss(q, mean_nll(q.options.likelihood, f, y), f, y, y_sampled)
 
-    def _variational_loss(self, step: Step) -> Tensor:
-        if self._variational_differences(step):
-            kl, term, loss = self._variational_two_passes(step)
-        else:
-            term = self._variational_exact_term(step.loss, step.f, step.y)
-            kl = self._variational_kl()
-            loss = step.loss + term + self._variational_kl_weight() * kl
-        self._variational_log(step.size, step.loss, kl, term)
-        if not self._variational.looked:
-            self._variational.looked = True
-            warn_piecewise_linear(step.call.network, None if step.call.kwargs else step.call.args)
-        return loss
 
-    def _variational_exact_term(self, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
-        """The squared-gradient term (or, for study, its relatives), with its graph."""
-        settings = self._variational.settings
-        pairs = self.weights_and_log_sigma().values()
-        weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
-        if settings.curvature == "hessian":
-            return hessian_term(nll, weights, log_σ)
-        if settings.curvature == "fisher":
-            nll = mean_nll(settings.likelihood, f, self._variational_labels(f, y) if y_sampled is None else y_sampled)
-        return exact(nll, weights, log_σ, len(f))
+# -- eq. (30) ----------------------------------------------------------------------------------------------------------
 
-    def _variational_two_passes(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """The KL divergence, the squared-gradient term, and a loss whose gradient is computed here."""
-        likelihood, θ = self._variational.settings.likelihood, self._variational_trainable()
-        if self._variational.settings.curvature == "empirical":
-            y, sampled = step.y, gradients_of(step.loss, θ)
-            gradients = dict(sampled)
-        else:
-            y = self._variational_labels(step.f, step.y)
-            sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=True)
-            gradients = gradients_of(step.loss, θ)  # last, so that the graph is gone before the second pass
-        term, its = by_differences(step.call, likelihood, y, sampled, dict(self.weights_and_log_sigma().values()))
-        for p, g in its.items():
-            gradients[p] = g.add_(gradients[p]) if p in gradients else g
-        kl, loss = self._variational_with_kl(step.loss.detach() + term, gradients)
-        return kl, term, loss
 
-    def _variational_labels(self, f: Tensor, y: Tensor) -> Tensor:
-        """Labels drawn from the model; each example has its own random numbers, whatever process it is on."""
-        state = self._variational
-        state.draws += 1
-        f = f.detach()
-        dtype = torch.promote_types(f.dtype, torch.float32)
-        examples = Processes.current().examples(0, len(f), f.device)
-        uniform = uniforms(state.settings.seed, state.draws, examples, f.shape[1:], dtype)
-        return state.settings.likelihood.sample(f, uniform, y)
+def _loss(q: GaussianWeights, step: Step) -> Tensor:
+    if not _uses_differences(q, step):
+        return _exact_loss(q, step.loss, step.f, step.y)
+    squared_gradient, gradients = _two_passes(q, step)
+    kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
+    q.log(step.size, step.loss, kl, squared_gradient)
+    return loss
 
-    def _variational_differences(self, step: Step) -> bool:
-        """Whether this step is computed by finite differences."""
-        settings = self._variational.settings
-        if settings.method == "exact" or settings.curvature == "hessian":
-            return False
-        reason = None
-        if self._variational_is_narrow():
-            reason = "16-bit weights are too coarse for"
-        elif step.call.input_requires_grad:
-            reason = "the network's input depends on trainable parameters outside of it, which is not for"
-        if reason is not None and settings.method == "finite_difference":
-            raise ValueError(f"{reason} method='finite_difference': use 'exact' or 'auto'")
-        return reason is None
 
-    def _variational_is_narrow(self) -> bool:
-        return any(log_σ.dtype in (torch.float16, torch.bfloat16) for log_σ in self.log_sigma.values())
+def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
+    """With its graph, to be differentiated as a whole."""
+    squared_gradient = _squared_gradient(q, nll, f, y, y_sampled)
+    kl = q.kl()
+    q.log(len(f), nll, kl, squared_gradient)
+    return nll + squared_gradient + q.kl_weight * kl
 
-    @contextmanager
-    def _variational_kernels(self) -> Iterator[None]:
-        """Full precision, because an inner gradient has no loss scale; and, where the backward pass is differentiated,
-        operators that can be."""
-        settings = self._variational.settings
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            if settings.method == "exact" or settings.curvature == "hessian" or self._variational_is_narrow():
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if any(isinstance(module, nn.RNNBase) for module in self.modules()):
-                    stack.enter_context(_plain_recurrent_kernels())
-            yield
+
+def _squared_gradient(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None) -> Tensor:
+    """The squared-gradient term (or, for study, related ones), with its graph."""
+    pairs = q.pairs().values()
+    weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
+    if q.options.curvature == "hessian":
+        return hessian_term(nll, weights, log_σ)
+    if q.options.curvature == "fisher":
+        nll = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
+    return exact(nll, weights, log_σ, len(f))
+
+
+def _two_passes(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
+    """The squared-gradient term, and the gradient of its sum with the mean NLL."""
+    likelihood, θ = q.options.likelihood, q.trainable()
+    if q.options.curvature == "empirical":
+        y, sampled = step.y, gradients_of(step.loss, θ)
+        gradients = dict(sampled)
+    else:
+        y = draw_labels(q, step.f, step.y)
+        sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=True)
+        gradients = gradients_of(step.loss, θ)  # last, so that the graph is gone before the second pass
+    term, term_gradients = by_differences(step.call, likelihood, y, sampled, dict(q.pairs().values()))
+    for p, g in term_gradients.items():
+        gradients[p] = g.add_(gradients[p]) if p in gradients else g
+    return term, gradients
+
+
+def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
+    """Labels drawn from the model; each example has its own random numbers, whatever process it is on."""
+    q.draws += 1
+    f = f.detach()
+    dtype = torch.promote_types(f.dtype, torch.float32)
+    examples = Processes.current().examples(0, len(f), f.device)
+    return q.options.likelihood.sample(f, uniforms(q.options.seed, q.draws, examples, f.shape[1:], dtype), y)
+
+
+# -- how it is computed ------------------------------------------------------------------------------------------------
+
+
+def _uses_differences(q: GaussianWeights, step: Step) -> bool:
+    """Whether this step is computed by finite differences."""
+    if q.options.method == "exact" or q.options.curvature == "hessian":
+        return False
+    reason = None
+    if _is_narrow(q):
+        reason = "16-bit weights are too coarse for"
+    elif step.call.input_requires_grad:
+        reason = "the network's input depends on trainable parameters outside of it, which is not for"
+    if reason is not None and q.options.method == "finite_difference":
+        raise ValueError(f"{reason} method='finite_difference': use 'exact' or 'auto'")
+    return reason is None
+
+
+def _is_narrow(q: GaussianWeights) -> bool:
+    return any(log_σ.dtype in (torch.float16, torch.bfloat16) for log_σ in q.log_sigma.values())
+
+
+@contextmanager
+def _kernels(q: GaussianWeights) -> Iterator[None]:
+    """Full precision, because an inner gradient has no loss scale; and, where the backward pass is differentiated,
+    operators that can be."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast(q.module.device.type, enabled=False))
+        if q.options.method == "exact" or q.options.curvature == "hessian" or _is_narrow(q):
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if any(isinstance(module, nn.RNNBase) for module in q.module.modules()):
+                stack.enter_context(_plain_recurrent_kernels())
+        yield
 
 
 @contextmanager

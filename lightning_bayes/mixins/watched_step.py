@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import Buffers, kept_buffers
 from lightning_bayes.network.recomputation import refuse_recomputation
-from lightning_bayes.trainer.loss_check import same_value
+from lightning_bayes.trainer.loss_check import mean_nll, same_value
+from lightning_bayes.trainer.module import split_batch
 
 
 class StepError(RuntimeError):
@@ -34,7 +37,7 @@ class ForwardCall:
     kwargs: dict[str, Any]
     versions: list[int]  # of the input tensors
     rng: list[tuple[torch.device, Tensor]]
-    buffers: list[Tensor]  # values before the call
+    buffers: Buffers
     output: Any = None
 
     @property
@@ -50,15 +53,11 @@ class ForwardCall:
                 f"{type(self.network).__name__} overwrites its input in place, so that its forward pass cannot be "
                 "repeated: set variational={'method': 'exact'}"
             )
-        after = [b.detach().clone() for b in self.network.buffers()]
         devices = [device for device, _ in self.rng if device.type == "cuda"]
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), kept_buffers(self.network):
             _set_rng(self.rng)
-            _write(self.network, self.buffers)
-            try:
-                yield self.network(*self.args, **self.kwargs)
-            finally:
-                _write(self.network, after)
+            self.buffers.restore()
+            yield self.network(*self.args, **self.kwargs)
 
 
 @dataclass
@@ -72,13 +71,43 @@ class Step:
 
     @property
     def f(self) -> Tensor:
-        found: Tensor = self.call.output
-        return found
+        output: Tensor = self.call.output
+        return output
 
     @property
     def size(self) -> int:
         """`S`."""
         return len(self.f)
+
+    def with_loss(self, loss: Tensor) -> Any:
+        """What the step returned, with another loss."""
+        return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
+
+
+def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+    """Run the user's own step: a `Step`, or, where there is nothing to add, what it returned."""
+    module, options = q.module, q.options
+    q.called_vl_loss = False
+    with watching(q.network) as calls:
+        returned = _call(step, batch, batch_idx)
+    if q.called_vl_loss:
+        return returned
+    if not module.automatic_optimization:
+        raise StepError(
+            "under manual optimization your own training_step differentiates the loss: use self.vl_loss(f, y) there"
+        )
+    loss = _loss_of(returned)
+    if loss is None:
+        return returned
+    call = _one_call(calls, module, options.network)
+    _, y = split_batch(module, batch)
+    f = call.output
+    options.likelihood.check(f.detach(), y)
+    if options.loss == "likelihood":
+        loss = mean_nll(options.likelihood, f, y)
+    else:
+        _check_loss(module, loss, mean_nll(options.likelihood, f.detach(), y), f)
+    return Step(returned, loss, call, y)
 
 
 @contextmanager
@@ -107,7 +136,27 @@ def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
             handle.remove()
 
 
-def call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
+def _started(network: nn.Module, args: Any, kwargs: Any) -> ForwardCall:
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    rng = [(torch.device("cpu"), torch.get_rng_state())]
+    if device.type == "cuda":
+        rng.append((device, torch.cuda.get_rng_state(device)))
+    return ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, Buffers(network))
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
+
+
+def _set_rng(states: list[tuple[torch.device, Tensor]]) -> None:
+    for device, state in states:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
+def _call(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
     """The user's step with the arguments that it takes: `(batch)` or `(batch, batch_idx)`."""
     parameters = inspect.signature(step).parameters
     if "dataloader_iter" in parameters:
@@ -125,7 +174,7 @@ def call_step(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
         return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
 
 
-def loss_of(returned: Any) -> Tensor | None:
+def _loss_of(returned: Any) -> Tensor | None:
     """The loss among what a step returns; None if it skips the batch."""
     if returned is None:
         return None
@@ -136,12 +185,7 @@ def loss_of(returned: Any) -> Tensor | None:
     return loss.reshape(())
 
 
-def with_loss(returned: Any, loss: Tensor) -> Any:
-    """What the step returned, with another loss."""
-    return {**returned, "loss": loss} if isinstance(returned, dict) else loss
-
-
-def one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
+def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
     """The call of the network, if there was exactly one."""
     if len(calls) == 1:
         if not isinstance(calls[0].output, Tensor):
@@ -158,7 +202,7 @@ def one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> F
     )
 
 
-def check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
+def _check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
     """The returned loss must be the mean NLL, up to rounding."""
     a, b = float(loss.detach()), float(nll.detach())
     if same_value(a, b, f.dtype):
@@ -173,30 +217,3 @@ def check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
 
 def _explicitly(module: nn.Module) -> str:
     return "; a step of another form can return self.vl_loss(f, y)" if hasattr(module, "vl_loss") else ""
-
-
-def _started(network: nn.Module, args: Any, kwargs: Any) -> ForwardCall:
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    rng = [(torch.device("cpu"), torch.get_rng_state())]
-    if device.type == "cuda":
-        rng.append((device, torch.cuda.get_rng_state(device)))
-    buffers = [b.detach().clone() for b in network.buffers()]
-    return ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, buffers)
-
-
-def _versions(args: Any, kwargs: Any) -> list[int]:
-    return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
-
-
-def _set_rng(states: list[tuple[torch.device, Tensor]]) -> None:
-    for device, state in states:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-
-
-@torch.no_grad()
-def _write(network: nn.Module, values: list[Tensor]) -> None:
-    for buffer, value in zip(network.buffers(), values, strict=True):
-        buffer.copy_(value)

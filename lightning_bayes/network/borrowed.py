@@ -66,14 +66,27 @@ def preserved_rng() -> Iterator[None]:
 @contextmanager
 def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
     """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
-    saved = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None] if keep else []
-    values = [b.detach().clone() for _, _, b in saved]
+    if not keep:
+        yield
+        return
+    buffers = Buffers(module)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (owner, name, buffer), value in zip(saved, values, strict=True):
-                owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
+        buffers.restore()
+
+
+class Buffers:
+    """The values of a module's buffers at one moment, which can be put back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        present = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        self._saved = [(owner, name, buffer, buffer.detach().clone()) for owner, name, buffer in present]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for owner, name, buffer, value in self._saved:
+            owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
 
 
 @contextmanager

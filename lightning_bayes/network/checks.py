@@ -19,7 +19,7 @@ _LONGEST = 120  # characters of torch's own message within ours
 
 
 def check_network(network: Any) -> nn.Module:
-    """A module whose weights are there."""
+    """A module whose weights have shapes and values."""
     instance("network", network, nn.Module, "an nn.Module that maps x to f")
     for name, p in network.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -30,7 +30,7 @@ def check_network(network: Any) -> nn.Module:
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
-    """The submodule at a dotted path, or an error with the names that there are."""
+    """The submodule at a dotted path, or an error with the existing names."""
     text("network", path, "the dotted name of a submodule")
     try:
         return module.get_submodule(path)

@@ -110,7 +110,7 @@ def add_batch_dim(x: Any, dims: Any) -> Any:
 
 
 def to_device(x: Any, device: torch.device) -> Any:
-    """On the network's device, and fit for autograd: Lightning's inference mode hands out tensors that are not."""
+    """On the network's device, and fit for autograd, which tensors of Lightning's inference mode are not."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

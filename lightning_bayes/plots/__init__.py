@@ -1,4 +1,4 @@
-"""Pictures of uncertainty: plain tensors in, ``(fig, ax)`` out. They need matplotlib, which is optional."""
+"""Pictures of uncertainty: plain tensors in, `(fig, ax)` out. They need matplotlib, which is optional."""
 
 from lightning_bayes.plots.decision_map import decision_map
 from lightning_bayes.plots.logging import log_figure

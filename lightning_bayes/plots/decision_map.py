@@ -28,10 +28,10 @@ def decision_map(
     labels: Tensor | None = None,
     ax: "Sequence[Axes] | None" = None,
 ) -> tuple["Figure", np.ndarray]:
-    """Three panels, class, epistemic and aleatoric, over the grid of ``x`` ``[W]`` and ``y`` ``[H]``.
+    """Three panels, class, epistemic and aleatoric, over the grid of `x` `[W]` and `y` `[H]`.
 
-    ``probs`` is ``[H, W, C]`` or ``[H·W, C]``, the uncertainties ``[H, W]`` or ``[H·W]``, with y the slower axis:
-    what a network returns for ``torch.cartesian_prod(y, x).flip(1)``. ``points`` ``[N, 2]`` and ``labels`` ``[N]`` are
+    `probs` is `[H, W, C]` or `[H·W, C]`, the uncertainties `[H, W]` or `[H·W]`, with y the slower axis:
+    what a network returns for `torch.cartesian_prod(y, x).flip(1)`. `points` `[N, 2]` and `labels` `[N]` are
     data to show on the map.
     """
     _check(x, y, probs, epistemic, aleatoric, points, labels)
@@ -106,7 +106,7 @@ def _draw_classes(ax: "Axes", xs: np.ndarray, ys: np.ndarray, p: np.ndarray, dat
 
 
 def _roomiest_cell(region: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """The cell (column, row) of a region ``[H, W]`` farthest from its border and from data: room for a label."""
+    """The cell (column, row) of a region `[H, W]` farthest from its border and from data: room for a label."""
     stride = max(1, max(region.shape) // 30)  # a coarse grid will do
     inside = np.pad(region[::stride, ::stride], 1).T  # the frame of the map is a border too
     cells = np.argwhere(inside)  # [M, 2]
@@ -117,10 +117,10 @@ def _roomiest_cell(region: np.ndarray, data: np.ndarray) -> np.ndarray:
 
 def _draw_points(ax: "Axes", points: np.ndarray, labels: np.ndarray) -> None:
     for c in np.unique(labels):
-        mine = points[labels == c]  # [n, 2]
+        of_class = points[labels == c]  # [n, 2]
         ax.scatter(
-            mine[:, 0],
-            mine[:, 1],
+            of_class[:, 0],
+            of_class[:, 1],
             s=14,
             marker=_cycle(CLASS_MARKERS, c),
             facecolor=_cycle(CLASS_COLOURS, c),

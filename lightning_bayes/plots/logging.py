@@ -1,8 +1,8 @@
 """Hand a figure to whatever logger is there, or write it as a PNG file.
 
 Loggers are told apart by what they can do, so none of their packages is imported: TensorBoard's experiment has
-``add_figure``, the Weights & Biases logger ``log_image``, and an MLflow logger a ``run_id`` and a client with
-``log_figure(run_id, figure, file)``.
+`add_figure`, the Weights & Biases logger `log_image`, and an MLflow logger a `run_id` and a client with
+`log_figure(run_id, figure, file)`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: str | Path) -> Path | None:
-    """Send ``figure`` to every logger that takes figures; if none does, write ``directory/name_step.png``.
+    """Send `figure` to every logger that takes figures; if none does, write `directory/name_step.png`.
 
     Args:
         loggers: a logger, several, or None.

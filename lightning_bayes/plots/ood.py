@@ -27,7 +27,7 @@ _MOST_BARS = 50
 
 
 def ood_histogram(score: Tensor, is_ood: Tensor, n_bins: int = 40, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
-    """Histograms of ``score`` ``[N]``, larger meaning more out-of-distribution; infinite scores join the last bars."""
+    """Histograms of `score` `[N]`, larger meaning more out-of-distribution; infinite scores join the last bars."""
     check_count("n_bins", n_bins)
     rows = _ood_rows(score, is_ood, validate=True)  # [N, 2]
     finite = rows[rows[:, 0].isfinite(), 0]
@@ -41,7 +41,7 @@ def ood_histogram(score: Tensor, is_ood: Tensor, n_bins: int = 40, ax: "Axes | N
 def draw_ood_cells(
     counts: Tensor, score_range: tuple[float, float], auroc: Tensor, ax: Any = None
 ) -> tuple["Figure", "Axes"]:
-    """The picture from counts ``[n, 2]`` of in- and out-of-distribution inputs in equal cells of the range."""
+    """The picture from counts `[n, 2]` of in- and out-of-distribution inputs in equal cells of the range."""
     step = math.ceil(len(counts) / _MOST_BARS)
     edges = np.linspace(*score_range, len(counts) + 1)
     edges = np.append(edges[:-1:step], edges[-1])

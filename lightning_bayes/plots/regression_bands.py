@@ -27,7 +27,7 @@ def regression_bands(
     y_data: Tensor | None = None,
     ax: "Sequence[Axes] | None" = None,
 ) -> tuple["Figure", np.ndarray]:
-    """Three panels, epistemic, aleatoric and total, from variances at the inputs ``x``, all ``[N]`` or ``[N, 1]``."""
+    """Three panels, epistemic, aleatoric and total, from variances at the inputs `x`, all `[N]` or `[N, 1]`."""
     _check(x, mean, epistemic, aleatoric, x_data, y_data)
     order = np.argsort(to_numpy(x).reshape(-1))
     xs, mu, var_e, var_a = (to_numpy(v).reshape(-1)[order] for v in (x, mean, epistemic, aleatoric))  # [N]

@@ -28,7 +28,7 @@ def regression_calibration_curve(
     norm: Norm = "l1",
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
-    """Observed against expected quantile levels of ``target`` under N(mean, variance), with the calibration error."""
+    """Observed against expected quantile levels of `target` under N(mean, variance), with the calibration error."""
     error = functional.regression_calibration_error(mean, variance, target, n_bins, norm)
     curve = functional.regression_calibration_curve(mean, variance, target, n_bins)
     return draw_regression_calibration(*curve, error, norm, ax)
@@ -37,7 +37,7 @@ def regression_calibration_curve(
 def draw_regression_calibration(
     expected: Tensor, observed: Tensor, error: Tensor, norm: Norm = "l1", ax: Any = None
 ) -> tuple["Figure", "Axes"]:
-    """The picture from a curve already computed, as ``RegressionCalibrationError.curve()`` gives it."""
+    """The picture from a curve already computed, as `RegressionCalibrationError.curve()` gives it."""
     x, y = (np.concatenate([[0.0], to_numpy(v), [1.0]]) for v in (expected, observed))  # [n_bins + 1]
     with canvas(ax) as (figure, ax):
         ax.fill_between(x, x, y, facecolor="none", edgecolor=VERMILION, hatch="////", linewidth=0, label="gap")

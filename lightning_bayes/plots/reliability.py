@@ -28,7 +28,7 @@ def reliability_diagram(
     binning: Binning = "width",
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
-    """Reliability diagram of ``probs`` ``[B, C, ...]`` for ``target`` ``[B, ...]``, and its calibration error."""
+    """Reliability diagram of `probs` `[B, C, ...]` for `target` `[B, ...]`, and its calibration error."""
     bins = reliability_bins(probs, target, n_bins, binning)
     return draw_reliability(bins, calibration_error(probs, target, n_bins, norm, binning), norm, binning, ax)
 
@@ -36,7 +36,7 @@ def reliability_diagram(
 def draw_reliability(
     bins: ReliabilityBins, error: Tensor, norm: Norm = "l1", binning: Binning = "width", ax: Any = None
 ) -> tuple["Figure", "Axes"]:
-    """The diagram from bins already counted, as ``CalibrationError.bins()`` gives them."""
+    """The diagram from bins already counted, as `CalibrationError.bins()` gives them."""
     count, confidence, accuracy = (to_numpy(x) for x in (bins.count, bins.confidence, bins.accuracy))  # [n]
     filled = count > 0
     if binning == "width":

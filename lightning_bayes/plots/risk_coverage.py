@@ -20,12 +20,12 @@ _MOST_POINTS = 2000
 
 
 def risk_coverage_curve(confidence: Tensor, correct: Tensor, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
-    """Risk–coverage curve of ``confidence`` ``[N]`` (any real number) and ``correct`` ``[N]``, with its area."""
+    """Risk–coverage curve of `confidence` `[N]` (any real number) and `correct` `[N]`, with its area."""
     return draw_risk_coverage(*functional.risk_coverage_curve(confidence, correct), ax=ax)
 
 
 def draw_risk_coverage(coverage: Tensor, risk: Tensor, ax: Any = None) -> tuple["Figure", "Axes"]:
-    """The picture from a curve already computed, as ``RiskCoverage.curve()`` gives it."""
+    """The picture from a curve already computed, as `RiskCoverage.curve()` gives it."""
     x, y = to_numpy(coverage), to_numpy(risk)  # [N]
     area, error_rate = (y.mean(), y[-1]) if len(y) else (np.nan, np.nan)
     # More points than pixels make a file slow to draw and no sharper.

@@ -47,9 +47,9 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.2)) -> Iterator[tuple["Figure", Any]]:
-    """A figure and its axes in the house style: one Axes, or an array of ``panels``. The user's settings are put back.
+    """A figure and its axes in the house style: one Axes, or an array of `panels`. The user's settings are put back.
 
-    ``size`` is that of one panel, in inches. A given ``ax`` is drawn into, its figure and layout left alone.
+    `size` is that of one panel, in inches. A given `ax` is drawn into, its figure and layout left alone.
     """
     require_matplotlib()
     import matplotlib
@@ -62,7 +62,7 @@ def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.
             ax = figure.subplots(1, panels)
         else:
             given = np.asarray(ax, dtype=object).reshape(-1)
-            if not all(isinstance(each, Axes) for each in given):
+            if not all(isinstance(axis, Axes) for axis in given):
                 raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
             if len(given) != panels:
                 raise ValueError(f"ax must hold {panels} Axes, one per panel, got {len(given)}.")
@@ -76,7 +76,7 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def check_each(name: str, value: Any, of: str, n: int) -> None:
-    """Refuse what has not one value for each of ``n``: ``[n]`` or ``[n, 1]``."""
+    """Refuse what does not have one value for each of `n`: `[n]` or `[n, 1]`."""
     if list(value.shape) not in ([n], [n, 1]):
         raise ValueError(f"{name} must have a value for each of the {n} of {of}, got shape {list(value.shape)}.")
 

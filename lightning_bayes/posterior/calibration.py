@@ -8,8 +8,7 @@ predictive variance. The weights, their posterior and its evidence do not know o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 PLACES = ("outputs", "probs")
 
@@ -23,6 +22,3 @@ class Calibration:
     output_temperature: float = 1.0
     probs_temperature: float = 1.0
     variance_factor: float = 1.0
-
-    def to_state(self) -> dict[str, Any]:
-        return asdict(self)

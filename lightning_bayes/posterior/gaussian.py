@@ -213,8 +213,8 @@ class GaussianPosterior:
     def from_state_dict(
         network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
     ) -> GaussianPosterior:
-        """The posterior that `state_dict` described, on the network's device. A likelihood of your own cannot be
-        stored: pass it again."""
+        """The posterior that `state_dict` described, on the network's device. A likelihood whose class has no `name` of
+        its own is not stored: pass it again."""
         from lightning_bayes.posterior.serialization import from_state
 
         return from_state(network, state, likelihood)
@@ -240,17 +240,17 @@ class GaussianPosterior:
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
     ) -> Tensor:
-        raise PosteriorError(self._no_evidence("an evidence"))
+        raise PosteriorError(self._no_evidence("evidence"))
 
     def with_prior(self, prior_precision: float | Tensor) -> GaussianPosterior:
-        raise PosteriorError(self._no_evidence("a prior to change"))
+        raise PosteriorError(self._no_evidence("prior to change"))
 
     def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
-        raise PosteriorError(self._no_evidence("a prior to tune"))
+        raise PosteriorError(self._no_evidence("prior to tune"))
 
     def _no_evidence(self, what: str) -> str:
         return (
-            f"{type(self).__name__} does not keep curvature and prior apart and so has not {what}; "
+            f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
             "fit_laplace gives a LaplacePosterior that does"
         )
 

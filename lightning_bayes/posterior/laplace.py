@@ -1,4 +1,4 @@
-"""`LaplacePosterior`: a Gaussian whose precision is curvature plus prior, `P = H/T + diag(δ)`, kept apart.
+"""`fit_laplace` gives a `LaplacePosterior`: its precision is curvature plus prior, `P = H/T + diag(δ)`, kept apart.
 
 Because `H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor, the posterior
 knows its evidence for any prior and noise (tutorial, section 3; `P` is that of the GLM paper, eq. (12)):
@@ -104,15 +104,15 @@ def from_curvature(
             temperature=temperature,
             damping=damping,
         )
-    return bare.with_prior(prior_precision)  # type: ignore[arg-type]
+    return bare.with_prior(as_precision(prior_precision, curvature.subset, mean))
 
 
 @dataclass(frozen=True, eq=False)
 class LaplacePosterior(GaussianPosterior):
     """`N(θ*, (H/T + diag(δ))⁻¹)`."""
 
-    curvature: Curvature = field(default=None, repr=False)  # type: ignore[assignment]
-    prior_precision: Tensor = field(default=None)  # type: ignore[assignment]
+    curvature: Curvature = field(repr=False, kw_only=True)
+    prior_precision: Tensor = field(kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
 
@@ -260,8 +260,7 @@ class LaplacePosterior(GaussianPosterior):
     @property
     def squared_error(self) -> Tensor:
         """`Σ (y − f)²/σ²` over all outputs; at least the square of the rounding of `σ`, for a network that interpolates
-        its data. Where the pass did not keep it (files of older versions), it is recovered from the log-likelihood, and
-        what is less than the rounding of that cannot be told from it."""
+        its data. Files of older versions do not hold it: it is recovered from the log-likelihood, up to rounding."""
         n, error = self.curvature.n_outputs, self.curvature.squared_error
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         if error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def _check_values(precision: Tensor) -> None:
         raise PriorError(f"prior_precision must be positive and finite, got {bad.item():g}")
 
 
-def as_precision(prior: float | Tensor | list[float] | tuple[float, ...], subset: Subset, like: Tensor) -> Tensor:
+def as_precision(prior: float | Tensor | Sequence[float], subset: Subset, like: Tensor) -> Tensor:
     """A checked tensor: a scalar, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
     vector("prior_precision", prior, PriorError)
     precision = torch.as_tensor(prior, dtype=like.dtype, device=like.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.likelihoods import Likelihood, UnknownLikelihoodError
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -39,7 +40,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "mean": posterior.mean,
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
-        "calibrations": [calibration.to_state() for calibration in posterior.calibrations],
+        "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
         "shift": posterior.shift,
     }
     if not isinstance(posterior, LaplacePosterior):

@@ -95,7 +95,7 @@ class DeepEnsemble:
                 makes an untrained one, such as `lambda: LitNet(width=50)`.
             name: of the callback whose posterior is meant; needed where there were several.
             network: the submodule that maps x to f, as in the callback; by default the module itself.
-            likelihood: one of your own, which no file can hold.
+            likelihood: one whose class has no `name` of its own, so that no file can hold it.
             weights: of the members.
             device: where the networks go.
         """

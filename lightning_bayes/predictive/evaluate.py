@@ -69,15 +69,10 @@ def score_loaders(
     likelihood: Likelihood,
     device: torch.device,
 ) -> dict[str, float]:
-    """The scores of each predictor, under the keys of a `ScoreTable`.
+    """The scores of all predictors, which are called by name, under the keys of a `ScoreTable`.
 
-    Args:
-        predictors: what makes a prediction from x, by name.
-        loader: batches with targets.
-        ood_loaders: batches of out-of-distribution inputs, by the words for them in a message.
-        split: of a batch and whether it is out-of-distribution, `(x, y)`; in the second case y may be None.
-        likelihood: of the targets.
-        device: of the predictions.
+    `split(batch, is_ood)` is `(x, y)`, where y may be None if the batch is out-of-distribution; the keys of
+    `ood_loaders` are their names in a message.
     """
     table, batches, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0, 0
     with preserved_rng():  # a shuffling loader draws from the global generator

@@ -1,4 +1,4 @@
-"""The best of many priors on validation data, scored with the very predictive and link that are asked for."""
+"""The best of many priors on validation data, scored with the predictive and link that will be used."""
 
 from __future__ import annotations
 

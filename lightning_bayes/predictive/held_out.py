@@ -31,7 +31,7 @@ FEW = 50  # examples, below which one number is hardly known
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the predictions are made that are scored, and where their temperature is."""
+    """How the scored predictions are made, and where their temperature applies."""
 
     predictive: str = "glm"
     link: str | None = None

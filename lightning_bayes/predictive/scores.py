@@ -47,7 +47,7 @@ class ScoreTable:
         if not is_ood:
             assert y is not None
             check_targets(self._likelihood, prediction, y)
-            ignored = getattr(self._likelihood, "ignore_index", None)
+            ignored = self._likelihood.ignore_index
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
     def compute(self) -> dict[str, Tensor]:

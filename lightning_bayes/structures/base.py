@@ -80,8 +80,7 @@ class Structure(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.__dict__.get("name") is not None:
-            register(Structure.NAMES, cls.__dict__["name"], cls)
+        register(Structure.NAMES, cls, "name")
 
     @property
     @abstractmethod
@@ -195,9 +194,9 @@ class Structure(ABC):
         return Structure.NAMES[name].from_parts(parts)
 
     def parts(self) -> dict[str, Any]:
-        """What it is made of, as tensors, numbers, strings and lists of them: a dataclass's fields."""
+        """What it is made of, as tensors, numbers, strings and lists of them; a dataclass's fields by default."""
         if not is_dataclass(self):
-            raise NotImplementedError(f"{type(self).__name__} needs a method parts, which says what it is made of")
+            raise StructureError(f"{type(self).__name__} cannot be saved: give it a method parts")
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod

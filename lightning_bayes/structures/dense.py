@@ -12,13 +12,16 @@ factor in float64. Everything that needs an inverse or a determinant uses one of
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.structures.base import Structure, StructureError, positive
+
+T = TypeVar("T")
+Eigen = tuple[Tensor, Tensor]  # eigenvalues in float64, and eigenvectors
 
 
 class Dense(Structure):
@@ -31,10 +34,11 @@ class Dense(Structure):
         matrix: Tensor,  # H [P, P]
         factor: Tensor | float = 1.0,
         shift: Tensor | float = 0.0,
-        spectrum: Spectrum | None = None,  # of H, for all M that are made of it
+        eigen_of_matrix: Kept[Eigen] | None = None,  # for all M that are made of H
     ) -> None:
         self.matrix, self.factor, self.shift = matrix, factor, shift
-        self._spectrum = spectrum or Spectrum(matrix)
+        self._eigen_of_matrix = eigen_of_matrix or Kept[Eigen]()
+        self._eigen_of_sum, self._cholesky_of_sum = Kept[Eigen](), Kept[Tensor]()  # of M itself
 
     @property
     def size(self) -> int:
@@ -71,10 +75,10 @@ class Dense(Structure):
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
     def scale(self, factor: float | Tensor) -> Dense:
-        return Dense(self.matrix, self.factor * factor, self.shift * factor, self._spectrum)
+        return Dense(self.matrix, self.factor * factor, self.shift * factor, self._eigen_of_matrix)
 
     def add_prior(self, precision: float | Tensor) -> Dense:
-        return Dense(self.matrix, self.factor, self.shift + self._check_prior(precision), self._spectrum)
+        return Dense(self.matrix, self.factor, self.shift + self._check_prior(precision), self._eigen_of_matrix)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return vectors @ self.matrix * self.factor + vectors * self.shift
@@ -113,42 +117,24 @@ class Dense(Structure):
         return torch.as_tensor(self.shift).to(like).expand(self.size)  # [P]
 
     @property
-    def _eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues of `M`, in float64, and eigenvectors.  # [P], [P, P]"""
+    def _is_in_graph(self) -> bool:
+        return any(isinstance(part, Tensor) and part.requires_grad for part in (self.matrix, self.factor, self.shift))
+
+    @property
+    def _eigen(self) -> Eigen:
+        """Of `M`.  # [P], [P, P]"""
         if self._has_many_shifts:
-            return _decompose(self._matrix(), self.dtype) if self._is_in_graph else self._kept_eigen
-        λ, Q = self._spectrum.eigen
+            return self._eigen_of_sum.get(lambda: self._decompose(self._matrix()), self._is_in_graph)
+        λ, Q = self._of_matrix()
         values = λ.clamp(min=0) * self.factor + self.shift
         if torch.as_tensor(self.shift).detach() == 0:
             # Without a prior, an eigenvalue within the rounding of zero is zero.
             values = values.masked_fill(values <= self.size * torch.finfo(λ.dtype).eps * values.amax(), 0)
         return values, Q
 
-    def _matrix(self) -> Tensor:
-        """`M` of the clamped `H`, in float64.  # [P, P]"""
-        λ, Q = self._spectrum.eigen
-        negative = int((λ < 0).sum())  # the first, as eigenvalues rise
-        Q = Q[:, :negative].double()
-        H = self.matrix.double() - (Q * λ[:negative]) @ Q.mT
-        return H * self.factor + torch.diag(self._shifts(H))
-
     @property
     def _cholesky(self) -> Tensor:
-        return self._decompose_cholesky() if self._is_in_graph else self._kept_cholesky
-
-    @property
-    def _is_in_graph(self) -> bool:
-        return any(isinstance(part, Tensor) and part.requires_grad for part in (self.matrix, self.factor, self.shift))
-
-    @cached_property
-    def _kept_eigen(self) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False):
-            return _decompose(self._matrix(), self.dtype)
-
-    @cached_property
-    def _kept_cholesky(self) -> Tensor:
-        with torch.inference_mode(False):
-            return self._decompose_cholesky()
+        return self._cholesky_of_sum.get(self._decompose_cholesky, self._is_in_graph)
 
     def _decompose_cholesky(self) -> Tensor:
         cholesky, failed = torch.linalg.cholesky_ex(self._matrix())
@@ -159,28 +145,33 @@ class Dense(Structure):
             )
         return cholesky
 
+    def _matrix(self) -> Tensor:
+        """`M` of the clamped `H`, in float64.  # [P, P]"""
+        λ, Q = self._of_matrix()
+        negative = int((λ < 0).sum())  # the first, as eigenvalues rise
+        Q = Q[:, :negative].double()
+        H = self.matrix.double() - (Q * λ[:negative]) @ Q.mT
+        return H * self.factor + torch.diag(self._shifts(H))
 
-class Spectrum:
-    """The eigenvalues and eigenvectors of a symmetric matrix.
+    def _of_matrix(self) -> Eigen:
+        return self._eigen_of_matrix.get(lambda: self._decompose(self.matrix), self.matrix.requires_grad)
 
-    They are kept for the next call, unless they belong to a graph: those made under no_grad would cut it. An inference
-    tensor could not be used outside of inference mode, so none is kept either.
-    """
-
-    def __init__(self, matrix: Tensor) -> None:
-        self._matrix = matrix
-
-    @property
-    def eigen(self) -> tuple[Tensor, Tensor]:
-        return _decompose(self._matrix, self._matrix.dtype) if self._matrix.requires_grad else self._kept
-
-    @cached_property
-    def _kept(self) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False):
-            return _decompose(self._matrix, self._matrix.dtype)
+    def _decompose(self, matrix: Tensor) -> Eigen:
+        λ, Q = torch.linalg.eigh(matrix.double())
+        return λ, Q.to(self.dtype)  # rotations are as exact as the vectors; what cancels is in the eigenvalues
 
 
-def _decompose(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in float64: what cancels is in them. Rotations are as exact as the vectors they are used on."""
-    λ, Q = torch.linalg.eigh(matrix.double())
-    return λ, Q.to(dtype)
+class Kept(Generic[T]):
+    """A decomposition that is kept for the next call, unless it belongs to a graph: one made under no_grad would cut
+    it. An inference tensor could not be used outside of inference mode, so none is kept either."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+
+    def get(self, make: Callable[[], T], in_graph: bool) -> T:
+        if in_graph:
+            return make()
+        if self._value is None:
+            with torch.inference_mode(False):
+                self._value = make()
+        return self._value

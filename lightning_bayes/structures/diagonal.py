@@ -100,15 +100,3 @@ class _Shifted(Diagonal):
         values, precision = self._terms
         with torch.inference_mode(False):  # which could never again be used with gradients
             return values + precision
-
-    @property
-    def size(self) -> int:
-        return self._terms[0].numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._terms[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._terms[0].device

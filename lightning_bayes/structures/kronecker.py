@@ -130,19 +130,11 @@ class Kronecker(Structure):
             )
         return Kronecker(self.left, self.right, self.shift + precision.flatten()[0])
 
-    def damped(self, left: float | Tensor, right: float | Tensor) -> Kronecker:
-        """`(G + left·I) ⊗ (A + right·I)`: damping instead of the exact sum, which adds cross terms."""
-        return Kronecker(
-            Factor(self.left.vectors, self.left.values + left),
-            Factor(self.right.vectors, self.right.values + right),
-            self.shift,
-        )
-
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
-        """`(G/split + √δ) ⊗ (A·split + √δ)`."""
-        left = Factor(self.left.vectors, self.left.values / split)
-        right = Factor(self.right.vectors, self.right.values * split)
-        return Kronecker(left, right, self.shift).damped(precision.sqrt(), precision.sqrt())
+        """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""
+        left = Factor(self.left.vectors, self.left.values / split + precision.sqrt())
+        right = Factor(self.right.vectors, self.right.values * split + precision.sqrt())
+        return Kronecker(left, right, self.shift)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return self.rotate_back(self.rotate(vectors) * self.values)

@@ -205,7 +205,8 @@ def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
         if len(loaders) == 1:
             return loaders[0]
         raise DataError(
-            f"there are {len(loaders)} training dataloaders and no telling which holds each example once: {instead}"
+            f"there are {len(loaders)} training dataloaders, and nothing says which one holds each example once: "
+            f"{instead}"
         )
     if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
         return single(list(loaders.flattened), instead)

@@ -27,6 +27,7 @@ from lightning_bayes.trainer.data import ExactPass, validation_pass
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.report import log
 
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
@@ -71,15 +72,16 @@ def choose_on_validation(
     use: UseOptions,
     tune: str | None,
     calibrate: str | None,
-) -> tuple[LaplacePosterior, HeldOutScores | None]:
-    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the very predictions that `use` makes; and what
-    came of it, where that was scored."""
+    of: str = "",
+) -> LaplacePosterior:
+    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the predictions that `use` makes. The scores are
+    said and, unless they are `of` other weights than those in memory, logged."""
     if tune == "grid":
         link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
         data, samples, seed = validation_pass(trainer, module), use.samples, use.seed
         posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
     if tune != "auto" and calibrate is None:
-        return posterior, None
+        return posterior
     place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
     scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
     by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
@@ -87,12 +89,16 @@ def choose_on_validation(
         held_out = validation_data(trainer, module)
         if held_out is not None:
             choice = survey(posterior, held_out, scoring, by_auto, calibrate is not None)
-            return choice.on(), two_fold(choice, held_out)
+            scores = two_fold(choice, held_out)
+            if scores is not None:
+                scores.say(use.name, of)
+                log(None if of else trainer, scores.numbers(use.name))
+            return choice.on()
         if by_auto:
             rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
     except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
         rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return without_held_out_data(posterior) if by_auto else posterior, None
+    return without_held_out_data(posterior) if by_auto else posterior
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
@@ -107,7 +113,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
     if choice.n_held_out < FEWEST:
         return None
     by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
-    ignored = getattr(choice.posterior.likelihood, "ignore_index", None)
+    ignored = choice.posterior.likelihood.ignore_index
     scores = [Scores(choice.posterior.device, ignored) for _ in range(3)]
     losses: list[list[Tensor]] = [[], [], []]
     scoring, start = choice.scoring, 0

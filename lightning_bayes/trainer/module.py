@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -41,6 +42,23 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
         f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
         "split_batch(self, batch) that returns (x, y)"
     )
+
+
+class ReplacedMethod:
+    """A method of the user's module, replaced from `install` to `remove`."""
+
+    def __init__(self, module: LightningModule, name: str) -> None:
+        self._module, self._name = module, name
+        self._on_instance = module.__dict__.get(name)  # if the user had set one there
+        self.original: Callable[..., Any] = getattr(module, name)
+
+    def install(self, method: Callable[..., Any]) -> None:
+        setattr(self._module, self._name, method)
+
+    def remove(self) -> None:
+        self._module.__dict__.pop(self._name, None)
+        if self._on_instance is not None:
+            self.install(self._on_instance)
 
 
 def is_variational(module: LightningModule) -> bool:

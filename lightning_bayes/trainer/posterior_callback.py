@@ -15,21 +15,19 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior
+from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.arguments import check_module
 from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
 from lightning_bayes.trainer.module import network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
 from lightning_bayes.trainer.private import callbacks_of, is_dev_run, is_launched, load_validation
-from lightning_bayes.trainer.report import log
 from lightning_bayes.trainer.scoring import TrainerScores, score_module
 from lightning_bayes.trainer.strategy import forward_context, on_device, run_last
 
@@ -49,8 +47,6 @@ class PosteriorCallback(Callback):
     network: str | None = _option("network")
     seed: int = _option("seed")
 
-    tune: str | None = None
-    calibrate: str | None = None
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
 
     def __init__(self, use: UseOptions) -> None:
@@ -181,18 +177,6 @@ class PosteriorCallback(Callback):
 
     def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
         """After a `fit` without a step: what no checkpoint holds."""
-
-    def _held_out_choice(
-        self, trainer: Trainer | None, module: LightningModule, posterior: LaplacePosterior, of: str = ""
-    ) -> LaplacePosterior:
-        """Tuned, if by "auto" or "grid", and calibrated, if at all, on validation data. What came of it is said and,
-        unless it is `of` other weights than those in memory, logged."""
-        posterior, scores = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
-        if scores is not None:
-            scores.say(self.name, of)
-            if not of:
-                log(trainer, scores.numbers(self.name))
-        return posterior
 
     # -- the dry run on the first batch ------------------------------------------------------------------------------
 

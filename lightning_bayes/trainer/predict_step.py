@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
 USER = "user"  # key of the module's own output beside the predictions
@@ -30,12 +30,11 @@ class PredictStep:
                 f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
                 "another name="
             )
-        self._set = module.__dict__.get("predict_step")  # if the user had set one on the instance
-        self._own = module.predict_step
+        self._method = ReplacedMethod(module, "predict_step")
 
     def say_replaced(self) -> bool:
         """Whether a `predict_step` of the user's own is not run; then that is said."""
-        if self._both or is_default_predict_step(self._own):
+        if self._both or is_default_predict_step(self._method.original):
             return False
         rank_zero_info(
             f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
@@ -48,16 +47,14 @@ class PredictStep:
             x, _ = split_batch(self._module, batch, predicting=True)
             answers: dict[str, Any] = {}
             if self._both:
-                answers[USER] = _call(self._own, batch, batch_idx, dataloader_idx)
+                answers[USER] = _call(self._method.original, batch, batch_idx, dataloader_idx)
             answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
             return answers if len(answers) > 1 else next(iter(answers.values()))
 
-        self._module.predict_step = predict_step  # type: ignore[method-assign]
+        self._method.install(predict_step)
 
     def remove(self) -> None:
-        self._module.__dict__.pop("predict_step", None)
-        if self._set is not None:
-            self._module.predict_step = self._set  # type: ignore[method-assign]
+        self._method.remove()
 
 
 def _call(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:

@@ -95,7 +95,8 @@ def priors(table: Table) -> None:
 
 
 common(laplace)
-words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping")
+words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
+laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")

@@ -1,6 +1,7 @@
 """The options of variational modules, the multiplier, and the functions beside them."""
 
 import math
+from dataclasses import fields
 
 import lightning as L
 import torch
@@ -25,7 +26,7 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table = Table(
         f"{kind.__name__}(variational)",
         lambda t, **given: kind(variational=given),
-        [key for key in VariationalOptions.__annotations__ if key not in unused],
+        [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)],
     )
     table("likelihood", "softmax", "use one of 'classification', 'binary', 'regression'")
     table("likelihood", {"name": "Poisson"}, "'Poisson' cannot be made from a file")

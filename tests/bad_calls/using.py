@@ -286,9 +286,9 @@ def _bare(t: Things) -> GaussianPosterior:
     return GaussianPosterior(p.network, p.subset, p.likelihood, p.mean, p.precision, p.n_data, p.fingerprint)
 
 
-variational("method", "tune_prior", "does not keep curvature and prior apart and so has not a prior to tune")
-variational("method", "with_prior", "has not a prior to change", prior_precision=1.0)
-variational("method", "log_marginal_likelihood", "has not an evidence", "fit_laplace")
+variational("method", "tune_prior", "does not keep curvature and prior apart and so has no prior to tune")
+variational("method", "with_prior", "has no prior to change", prior_precision=1.0)
+variational("method", "log_marginal_likelihood", "has no evidence", "fit_laplace")
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
 

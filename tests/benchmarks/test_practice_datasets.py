@@ -1,30 +1,22 @@
 """Readers of small data sets: whatever form the files have, the same tensors."""
 
-import gzip
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.image_files import write_idx
 from PIL import Image
 
 from benchmarks.practice import datasets
 
 
-def write_idx(path: Path, values: np.ndarray, packed: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    raw = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
-    path = path.with_name(path.name + ".gz") if packed else path
-    path.write_bytes(gzip.compress(raw) if packed else raw)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_grey_images(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_grey_images(tmp_path: Path, ending: str) -> None:
     rng = np.random.default_rng(0)
     pixels, labels = rng.integers(0, 256, (3, 28, 28), np.uint8), np.array([4, 0, 9], np.uint8)
-    write_idx(tmp_path / "KMNIST/raw/t10k-images-idx3-ubyte", pixels, packed)
-    write_idx(tmp_path / "KMNIST/raw/t10k-labels-idx1-ubyte", labels, packed)
+    write_idx(tmp_path / f"KMNIST/raw/t10k-images-idx3-ubyte{ending}", pixels)
+    write_idx(tmp_path / f"KMNIST/raw/t10k-labels-idx1-ubyte{ending}", labels)
     x, y = datasets.images("KMNIST", train=False, folder=tmp_path)
     assert torch.equal(x, torch.from_numpy(pixels).unsqueeze(1))
     assert y is not None

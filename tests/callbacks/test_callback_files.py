@@ -1,4 +1,4 @@
-"""The posterior's own file: in the folder of its run, on any file system, never in the place of another run's."""
+"""The posterior's own file: in the folder of its run, on any file system, never over another run's."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 """What callbacks do with a Trainer's validation data: tune, calibrate, and say whether it helped."""
 
+import csv
 import logging
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from callback_cases import Classifier, Regressor, held_out, labelled, measured, train_loader
 from callback_cases import trainer as make_trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -77,6 +79,29 @@ def test_it_says_and_logs_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptu
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
     for name in ("held_out_nll_map", "held_out_nll_map_tempered", "held_out_nll_laplace", "held_out_ece_laplace"):
         assert name in header
+
+
+def test_the_scores_of_a_checkpoints_weights_are_said_and_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those in the log are of the weights in memory."""
+
+    class Told(Classifier):
+        def on_train_epoch_end(self) -> None:
+            self.log("at", float(self.current_epoch))
+
+    callback, logger = LaplaceCallback(), CSVLogger(tmp_path)
+    first = ModelCheckpoint(tmp_path / "checkpoints", monitor="at", mode="min", filename="first")
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback, first, logger=logger, enable_checkpointing=True).fit(
+            Told(), train_loader(), validation()
+        )
+    lines = [record.message for record in caplog.records if "two-fold" in record.message]
+    assert [line.partition(":")[0] for line in lines] == ["laplace", "laplace of first.ckpt"]
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    (value,) = [row["held_out_nll_laplace"] for row in rows if row.get("held_out_nll_laplace")]
+    assert f"laplace nll {float(value):.4g}" in lines[0]
+    assert f"laplace nll {float(value):.4g}" not in lines[1]
 
 
 def test_halves_choose_for_each_other() -> None:
@@ -210,17 +235,18 @@ def test_checkpoints_hold_the_calibration(tmp_path: Path) -> None:
     assert fresh.posterior.calibrations == callback.posterior.calibrations
 
 
-def test_limited_validation_data_are_limited_here_too(tmp_path: Path) -> None:
+def test_limited_validation_data_are_limited_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
+    original = choices.validation_data
 
-    class Watched(LaplaceCallback):
-        def _held_out_choice(self, trainer: Any, module: L.LightningModule, posterior: Any, of: str = "") -> Any:
-            data = choices.validation_data(trainer, module)
-            assert data is not None
-            seen.extend(len(y) for _, y in data)
-            return posterior
+    def watched(trainer: Any, module: L.LightningModule) -> Any:
+        data = original(trainer, module)
+        assert data is not None
+        seen.extend(len(y) for _, y in data)
+        return data
 
-    make_trainer(tmp_path, Watched(), limit_val_batches=2).fit(Classifier(), train_loader(), validation())
+    monkeypatch.setattr(choices, "validation_data", watched)
+    make_trainer(tmp_path, LaplaceCallback(), limit_val_batches=2).fit(Classifier(), train_loader(), validation())
     assert sum(seen) == 64
 
 

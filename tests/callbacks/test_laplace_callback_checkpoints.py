@@ -8,14 +8,12 @@ import pytest
 import torch
 from callback_cases import (
     Classifier,
-    Regressor,
     Temperate,
     by_evidence,
     draw,
     fitted,
     held_out,
     labelled,
-    measured,
     same_numbers,
     same_posterior,
     train_loader,
@@ -87,26 +85,6 @@ def test_weights_only_checkpoints_go_without_and_the_file_has_it(tmp_path: Path)
     assert "callbacks" not in torch.load(checkpoint.best_model_path, weights_only=True)
     model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     same_posterior(GaussianPosterior.load(callback.posterior_path, model), callback.posterior, X, rtol=1e-6)
-
-
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path, likelihood: str) -> None:
-    kind: Any = Classifier if likelihood == "classification" else Regressor
-    callback, checkpoint = by_evidence(likelihood=likelihood), ModelCheckpoint(tmp_path / "kept")
-    model, fit = fitted(tmp_path, callback, kind(), callbacks=[callback, checkpoint], enable_checkpointing=True)
-    data = held_out() if likelihood == "classification" else DataLoader(measured(11, 5), batch_size=4)
-    (expected,) = fit.test(model, data, verbose=False)
-
-    fresh = by_evidence(likelihood=likelihood)
-    again = trainer(tmp_path, fresh)
-    (logged,) = again.test(kind(), data, ckpt_path=checkpoint.best_model_path, verbose=False)
-    same_numbers(logged, expected, rtol=1e-6)
-    found = again.predict(kind(), data, ckpt_path=checkpoint.best_model_path)
-    for one, other in zip(found, fit.predict(model, data), strict=True):
-        torch.testing.assert_close(one.entropy, other.entropy, rtol=1e-6, atol=1e-7)
-    # The tuned noise is the posterior's, not the callback's argument.
-    if likelihood == "regression":
-        assert float(fresh.posterior.likelihood.noise_std) == float(callback.posterior.likelihood.noise_std)
 
 
 def test_a_likelihood_of_the_users_own_is_handed_to_the_loaded_posterior(tmp_path: Path) -> None:

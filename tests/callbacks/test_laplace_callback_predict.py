@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from callback_cases import Classifier, Regressor, fitted, held_out, labelled, laplace, measured, train_loader, trainer
+from callback_cases import Classifier, fitted, held_out, labelled, laplace, train_loader, trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -46,15 +46,6 @@ def test_a_prediction_is_the_posteriors_own(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(4)
     expected = callback.posterior.predict(torch.cat(batches()), link="mc", samples=6, generator=generator)
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-6, atol=1e-8)
-
-
-def test_a_regression_predicts_mean_and_variance(tmp_path: Path) -> None:
-    callback = laplace(likelihood="regression")
-    model, fit = fitted(tmp_path, callback, Regressor())
-    (found,) = fit.predict(model, DataLoader(measured(11, 5), batch_size=11))
-    expected = callback.posterior.predict(measured(11, 5).tensors[0])
-    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(found.variance, expected.variance, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -243,14 +234,6 @@ def test_mixed_precision_does_not_round_the_predictive(tmp_path: Path, link: str
     model, _ = fitted(tmp_path, callback)
     found = trainer(tmp_path, callback, precision="bf16-mixed").predict(model, held_out())
     same_predictions(found, callback, batches())
-
-
-def test_double_precision_predicts_in_double(tmp_path: Path) -> None:
-    callback = laplace()
-    model, fit = fitted(tmp_path, callback, precision="64-true")
-    found = fit.predict(model, held_out())
-    assert found[0].probs.dtype == torch.float64
-    same_predictions(found, callback, tuple(x.double() for x in batches()))
 
 
 def test_a_dict_batch_is_predicted_by_split_batch(tmp_path: Path) -> None:

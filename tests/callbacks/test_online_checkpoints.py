@@ -243,20 +243,6 @@ def classifier(folder: Path, *others: Any, **options: Any) -> Any:
     return model, callback, run
 
 
-def test_a_new_trainer_tests_and_predicts_from_the_checkpoint(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path / "kept")
-    model, _, run = classifier(tmp_path, checkpoint)
-    data = DataLoader(labelled(11, 5), 4)
-    (expected,) = run.test(model, data, verbose=False)
-    again = trainer(tmp_path, online(likelihood="classification"))
-    (logged,) = again.test(Classifier(), data, ckpt_path=checkpoint.best_model_path, verbose=False)
-    assert logged == pytest.approx(expected, rel=1e-6)
-    assert "test_nll_online_laplace" in logged
-    found = again.predict(Classifier(), data, ckpt_path=checkpoint.best_model_path)
-    for one, other in zip(found, run.predict(model, data), strict=True):
-        torch.testing.assert_close(one.probs, other.probs, rtol=1e-6, atol=1e-7)
-
-
 def test_the_best_weights_come_with_a_posterior_of_their_own(tmp_path: Path) -> None:
     """In the middle of training there is a posterior for every checkpoint: that of its weights and its curvature."""
     checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")

@@ -254,7 +254,7 @@ class Skips(Autoencoder):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_whoever_looks_at_a_skipped_batch_sees_the_mean(tmp_path: Path) -> None:
+def test_other_callbacks_see_the_mean_after_a_skipped_batch(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     class Looks(L.Callback):
@@ -269,7 +269,7 @@ def test_whoever_looks_at_a_skipped_batch_sees_the_mean(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint")
 @pytest.mark.parametrize("where", ["forward", "step", "backward"])
-def test_whoever_looks_at_an_exception_sees_the_mean(tmp_path: Path, where: str) -> None:
+def test_other_callbacks_see_the_mean_after_an_exception(tmp_path: Path, where: str) -> None:
     """A callback that stands before, of exceptions in the user's step; a checkpoint, of all."""
     seen: list[Tensor] = []
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from helpers.tensors import TIGHT, real, seeded
@@ -27,6 +28,7 @@ from lightning_bayes import (
 from lightning_bayes.trainer import PosteriorCallback
 
 EPOCHS, N, TESTED = 4, 11, 7
+TRAINING: dict[str, Any] = {"precision": "64-true", "reload_dataloaders_every_n_epochs": EPOCHS // 2}
 SCORES = {"classification": {"nll", "acc", "ece", "brier"}, "regression": {"nll", "rmse", "coverage"}}
 X = real(TESTED, FEATURES, seed=3)
 
@@ -58,6 +60,21 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
 ROWS = [(method, task) for method in METHODS for task in SCORES]
 
 
+class Data(L.LightningDataModule):
+    """Uneven batches, of other sizes in the second half of training than in the first."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return loader(self.task, N, batch_size=3 if self.trainer.global_step else 4)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.task, TESTED, seed=5)
+
+
 @dataclass
 class Run:
     """A module, its Trainer and its callback, before and after a fit."""
@@ -69,8 +86,8 @@ class Run:
     @property
     def callback(self) -> PosteriorCallback:
         """The one that scores; that of a variational module is known once the Trainer has run."""
-        (found,) = [each for each in self.trainer.callbacks if isinstance(each, PosteriorCallback)]
-        return found
+        (callback,) = [callback for callback in self.trainer.callbacks if isinstance(callback, PosteriorCallback)]
+        return callback
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -81,8 +98,7 @@ class Run:
         return self.trainer.checkpoint_callback.last_model_path
 
     def fit(self, path: str | None = None) -> "Run":
-        task = self.module.task
-        self.trainer.fit(self.module, loader(task, N), loader(task, TESTED, seed=5), ckpt_path=path)
+        self.trainer.fit(self.module, datamodule=Data(self.module.task), ckpt_path=path)
         return self
 
     def test(self, path: str | None = None) -> dict[str, float]:
@@ -102,7 +118,7 @@ def new(folder: Path, method: str, task: str, epochs: int = EPOCHS) -> Run:
     own = None if make_callback is None else make_callback(task)
     torch.manual_seed(0)
     callbacks = [ModelCheckpoint(folder, save_last=True), *([] if own is None else [own])]
-    arguments: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True, "max_epochs": epochs}
+    arguments: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs, **TRAINING}
     return Run(make_module(task), trainer(folder, *callbacks, **arguments), own)
 
 
@@ -118,19 +134,20 @@ def values(prediction: Prediction) -> dict[str, Any]:
     return {f.name: getattr(prediction, f.name) for f in fields(prediction) if getattr(prediction, f.name) is not None}
 
 
-def same_predictions(found: list[Prediction], expected: list[Prediction]) -> None:
-    for one, two in zip(found, expected, strict=True):
+def same_predictions(actual: list[Prediction], expected: list[Prediction]) -> None:
+    for one, two in zip(actual, expected, strict=True):
         assert values(one).keys() == values(two).keys()
         for name, value in values(two).items():
             torch.testing.assert_close(values(one)[name], value, **TIGHT)
 
 
-def same_posterior(found: GaussianPosterior, expected: GaussianPosterior) -> None:
-    assert type(found) is type(expected)
-    assert found.n_data == expected.n_data == N
-    torch.testing.assert_close(found.mean, expected.mean, **TIGHT)
-    torch.testing.assert_close(found.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
-    assert found.calibrations == expected.calibrations
+def same_posterior(actual: GaussianPosterior, expected: GaussianPosterior) -> None:
+    assert type(actual) is type(expected)
+    assert actual.n_data == expected.n_data == N
+    torch.testing.assert_close(actual.mean, expected.mean, **TIGHT)
+    torch.testing.assert_close(actual.precision.to_dense(), expected.precision.to_dense(), **TIGHT)
+    assert repr(actual.likelihood) == repr(expected.likelihood)  # also the noise that was tuned
+    assert actual.calibrations == expected.calibrations
 
 
 def test_the_posterior_is_that_of_the_trained_weights(fitted: Any) -> None:
@@ -165,8 +182,8 @@ def test_the_numbers_are_those_of_the_posterior_and_of_the_network(fitted: Any) 
 
 def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
     run, _, predictions = fitted
-    assert [type(each) for each in predictions] == [Prediction, Prediction]
-    assert [len(each) for each in predictions] == [4, 3]
+    assert [type(prediction) for prediction in predictions] == [Prediction, Prediction]
+    assert [len(prediction) for prediction in predictions] == [4, 3]
     callback = run.callback
     for batch, prediction in zip(held_out(run.module.task), predictions, strict=True):
         x = batch[0]
@@ -177,11 +194,16 @@ def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
         same_predictions([prediction], [expected])
 
 
-def test_a_checkpoint_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["by the Trainer", "by hand"])
+def test_a_checkpoint_holds_the_same_posterior(fitted: Any, saved: str, tmp_path: Path) -> None:
     run, logged, predictions = fitted
+    path = run.last
+    if saved == "by hand":
+        path = str(tmp_path / "kept.ckpt")
+        run.trainer.save_checkpoint(path)
     again = new(tmp_path, run.callback.name, run.module.task)
-    assert again.test(run.last) == pytest.approx(logged, rel=1e-9)
-    same_predictions(again.predict(run.last), predictions)
+    assert again.test(path) == pytest.approx(logged, rel=1e-9)
+    same_predictions(again.predict(path), predictions)
     assert again.posterior.network is not run.posterior.network
     same_posterior(again.posterior, run.posterior)
 
@@ -190,15 +212,17 @@ def test_a_file_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
     """The one that the callback has written, or, of a module that is its own posterior, the one it is asked for."""
     run, _, _ = fitted
     path = run.callback.posterior_path
-    assert (path is None) == (run.own is None)
-    if path is None:
+    if run.own is None:
+        assert path is None
         path = tmp_path / "posterior.pt"
         run.posterior.save(path)
+    else:
+        assert path.name == f"{run.callback.name}_posterior.pt"
     network = METHODS[run.callback.name][0](run.module.task).double()
     network.load_state_dict(torch.load(run.last, weights_only=True)["state_dict"])
-    found = GaussianPosterior.load(path, network)
-    same_posterior(found, run.posterior)
-    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (found, run.posterior))
+    loaded = GaussianPosterior.load(path, network)
+    same_posterior(loaded, run.posterior)
+    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (loaded, run.posterior))
     same_predictions([one], [two])
 
 
@@ -218,7 +242,7 @@ def test_a_resumed_run_ends_in_the_same_posterior(fitted: Any, tmp_path: Path) -
 def test_what_only_watches_does_not_change_training(method: str, tmp_path: Path) -> None:
     watched = new(tmp_path, method, "classification").fit()
     module = plain("classification")
-    trainer(tmp_path, max_epochs=EPOCHS, precision="64-true").fit(module, loader(n=N))
+    trainer(tmp_path, max_epochs=EPOCHS, **TRAINING).fit(module, datamodule=Data("classification"))
     for name, weight in module.state_dict().items():
         assert torch.equal(watched.module.state_dict()[name], weight), name
 

@@ -80,12 +80,13 @@ def test_the_density_is_that_of_the_multivariate_normal(kind: str) -> None:
 
 @every_gaussian
 def test_draws_have_the_mean_and_the_covariance(kind: str) -> None:
-    """Whitened, they are standard normal: five standard errors of each first and second moment."""
-    posterior, n = made(kind, "classification"), 10_000
+    """Whitened, they are standard normal: five standard errors of the first and second moments, and of all together."""
+    posterior, n = made(kind, "classification"), 1_000
     θ = posterior.sample(n, seeded())  # [n, P]
     assert θ.shape == (n, len(posterior.mean))
     z = (θ - posterior.mean) @ torch.linalg.cholesky(posterior.precision.to_dense())
     assert z.mean(0).abs().max() < 5 / n**0.5
+    assert (z.square().mean() - 1).abs() < 5 * (2 / z.numel()) ** 0.5
     moments = z.mT @ z / n
     assert (moments - torch.eye(len(moments))).abs().max() < 5 * (2 / n) ** 0.5
 
@@ -116,15 +117,15 @@ def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> Non
     torch.testing.assert_close(joint, J.flatten(0, 1) @ Σ @ J.flatten(0, 1).mT, **TIGHT)
 
 
-@pytest.mark.parametrize(("kind", "predictive"), [(kind, each) for kind in MAKERS for each in predictives(kind)])
+@pytest.mark.parametrize(("kind", "predictive"), [(kind, word) for kind in MAKERS for word in predictives(kind)])
 @every_task
 def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
     posterior = made(kind, task)
     for link in (None, *TASKS[task].links) if predictive == "glm" else (None,):
-        found, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
-        assert type(found) is Prediction
-        assert len(found) == B
-        values = tensors(found)
+        prediction, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
+        assert type(prediction) is Prediction
+        assert len(prediction) == B
+        values = tensors(prediction)
         per_output = {"epistemic", "aleatoric"} | ({"mean", "variance"} if task == "regression" else {"probs"})
         assert values.keys() == {*per_output, "entropy"}
         for name, value in values.items():
@@ -133,16 +134,16 @@ def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, pred
             assert value.isfinite().all(), name
             assert not value.requires_grad
             assert torch.equal(value, tensors(again)[name])  # the generator decides
-            assert torch.equal(value, tensors(found.to("cpu"))[name])  # where it is already
+            assert torch.equal(value, tensors(prediction.to("cpu"))[name])  # where it is already
         assert (values["aleatoric"] >= 0).all()
         assert (values["epistemic"] >= 0).all()
         if task == "regression":
-            torch.testing.assert_close(found.variance, found.epistemic + found.aleatoric, **TIGHT)
+            torch.testing.assert_close(prediction.variance, prediction.epistemic + prediction.aleatoric, **TIGHT)
         elif task == "classification":
-            torch.testing.assert_close(found.probs.sum(1), torch.ones(B).double(), **TIGHT)
-            assert (found.probs >= 0).all()
+            torch.testing.assert_close(prediction.probs.sum(1), torch.ones(B).double(), **TIGHT)
+            assert (prediction.probs >= 0).all()
         else:
-            assert ((found.probs >= 0) & (found.probs <= 1)).all()
+            assert ((prediction.probs >= 0) & (prediction.probs <= 1)).all()
 
 
 @every_gaussian
@@ -173,10 +174,12 @@ def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
     """`f(x; θ*)`, `diag(J P⁻¹ Jᵀ)`, and the noise."""
     posterior = made(kind, "regression")
     J = jacobian(posterior.network, X, posterior.subset.names)
-    found = posterior.predict(X)
-    torch.testing.assert_close(found.mean, posterior.network(X).detach(), **TIGHT)
-    torch.testing.assert_close(found.epistemic, torch.einsum("bcp,pq,bcq->bc", J, covariance(posterior), J), **TIGHT)
-    torch.testing.assert_close(found.aleatoric, torch.full((B, OUTPUTS), 0.36, dtype=torch.float64), **TIGHT)
+    prediction = posterior.predict(X)
+    torch.testing.assert_close(prediction.mean, posterior.network(X).detach(), **TIGHT)
+    torch.testing.assert_close(
+        prediction.epistemic, torch.einsum("bcp,pq,bcq->bc", J, covariance(posterior), J), **TIGHT
+    )
+    torch.testing.assert_close(prediction.aleatoric, torch.full((B, OUTPUTS), 0.36, dtype=torch.float64), **TIGHT)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -184,28 +187,29 @@ def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
     posterior = made("ensemble", task)
     w = torch.tensor([0.25, 0.75]).double()
     generator = seeded()
-    each = [member.predict(X, generator=generator) for member in posterior.posteriors]
-    found = posterior.predict(X, generator=seeded())
-    means = torch.stack([p.mean if task == "regression" else p.probs for p in each])
+    components = [member.predict(X, generator=generator) for member in posterior.posteriors]
+    mixture = posterior.predict(X, generator=seeded())
+    means = torch.stack([p.mean if task == "regression" else p.probs for p in components])
     mean = torch.einsum("m,mbc->bc", w, means)
-    torch.testing.assert_close(found.mean if task == "regression" else found.probs, mean, **TIGHT)
-    within = torch.einsum("m,mbc->bc", w, torch.stack([p.epistemic for p in each]))
+    torch.testing.assert_close(mixture.mean if task == "regression" else mixture.probs, mean, **TIGHT)
+    within = torch.einsum("m,mbc->bc", w, torch.stack([p.epistemic for p in components]))
     between = torch.einsum("m,mbc->bc", w, (means - mean).square())
-    torch.testing.assert_close(found.epistemic, within + between, **TIGHT)
+    torch.testing.assert_close(mixture.epistemic, within + between, **TIGHT)
 
 
-@pytest.mark.parametrize("kind", [*LINEARISED, "ensemble"])
+@every_posterior
 @both_kinds_of_targets
 def test_scores_have_the_same_keys(kind: str, task: str) -> None:
-    scores = evaluate(made(kind, task), loader(task), samples=5)
-    keys = {"nll", "rmse", "coverage"} if task == "regression" else {"nll", "acc", "ece", "brier"}
-    assert scores.keys() == keys
+    posterior, predictive = made(kind, task), predictives(kind)[0]
+    scores = evaluate(posterior, loader(task), predictive=predictive, samples=5)
     x, y = dataset(task).tensors
-    predicted = made(kind, task).predict(x)
-    if task == "classification":
-        assert scores["nll"] == pytest.approx(float(-predicted.probs.gather(1, y[:, None]).log().mean()))
-    elif task == "regression":
+    predicted = posterior.predict(x, predictive, samples=5, generator=seeded())
+    if task == "regression":
+        assert scores.keys() == {"nll", "rmse", "coverage"}
         assert scores["rmse"] == pytest.approx(float((predicted.mean - y).square().mean().sqrt()))
+    else:
+        assert scores.keys() == {"nll", "acc", "ece", "brier"}
+        assert scores["nll"] == pytest.approx(float(-predicted.probs.gather(1, y[:, None]).log().mean()))
 
 
 # -- files and states --------------------------------------------------------------------------------------------------
@@ -235,13 +239,13 @@ def reloaded(posterior: Any, how: str, folder: Path) -> Any:
 )
 def test_what_comes_back_is_the_same_posterior(kind: str, how: str, task: str, tmp_path: Path) -> None:
     posterior = made(kind, task)
-    found = reloaded(posterior, how, tmp_path)
-    assert type(found) is type(posterior)
+    loaded = reloaded(posterior, how, tmp_path)
+    assert type(loaded) is type(posterior)
     for predictive in predictives(kind):
-        one, two = (p.predict(X, predictive, samples=5, generator=seeded()) for p in (found, posterior))
+        one, two = (p.predict(X, predictive, samples=5, generator=seeded()) for p in (loaded, posterior))
         for name, value in tensors(two).items():
             torch.testing.assert_close(tensors(one)[name], value, **TIGHT)
-    for one, two in zip(members(found), members(posterior), strict=True):
+    for one, two in zip(members(loaded), members(posterior), strict=True):
         assert one.network is not two.network
         assert one.n_data == two.n_data
         assert repr(one.likelihood) == repr(two.likelihood)
@@ -255,9 +259,9 @@ def test_a_network_with_other_weights_is_refused(kind: str) -> None:
     other = copy.deepcopy(posterior.network)
     with torch.no_grad():
         other[2].bias[0] += 1e-3
-    found = GaussianPosterior.from_state_dict(other, posterior.state_dict())
+    stale = GaussianPosterior.from_state_dict(other, posterior.state_dict())
     with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):
-        found.predict(X)
+        stale.predict(X)
 
 
 @every_gaussian

@@ -1,4 +1,4 @@
-"""Small networks gain nothing from threads; every test has its own fixed seed."""
+"""Every test has its own fixed seed."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,14 +7,6 @@ import pytest
 import torch
 
 from lightning_bayes.network.slow_path import log_slow_path
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -70,8 +70,8 @@ def attack(seed: int) -> None:
             joint = J @ torch.linalg.solve(P, J.mT)
             torch.testing.assert_close(posterior.functional(x, joint=True)[1], joint, **TIGHT)
             C = len(J) // len(y)
-            each = torch.stack([joint[n * C : n * C + C, n * C : n * C + C] for n in range(len(y))])
-            torch.testing.assert_close(posterior.functional(x)[1], each, **TIGHT)
+            covariances = torch.stack([joint[n * C : n * C + C, n * C : n * C + C] for n in range(len(y))])
+            torch.testing.assert_close(posterior.functional(x)[1], covariances, **TIGHT)
 
 
 @pytest.mark.parametrize("seed", KNOWN)

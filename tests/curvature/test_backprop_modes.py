@@ -98,8 +98,8 @@ def by_hand(network: nn.Sequential, x: Tensor, y: Tensor, likelihood: Likelihood
         for i in reversed(range(len(network))):
             for name, w in network[i].named_parameters():
                 J_w = jacobian(lambda w, a, i=i, name=name: functional_call(network[i], {name: w}, (a,)), w, at[i])
-                there = torch.einsum("op,oq,qp->p", J_w, M, J_w)
-                total[f"{i}.{name}"] = total.get(f"{i}.{name}", 0) + there
+                diagonal_of_weight = torch.einsum("op,oq,qp->p", J_w, M, J_w)
+                total[f"{i}.{name}"] = total.get(f"{i}.{name}", 0) + diagonal_of_weight
             J_x = jacobian(network[i], at[i])
             M = kept(J_x.mT @ M @ J_x, threshold)
     return torch.cat([total[name] for name, _ in network.named_parameters()])

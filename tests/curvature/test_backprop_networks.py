@@ -119,6 +119,19 @@ def test_an_operation_without_a_rule_is_refused_by_name(mode: str) -> None:
         choose_mode(network, subset, Gaussian(0.7), x, 0)
 
 
+def test_an_error_names_the_innermost_module_and_leaves_no_hook() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Unruly()), nn.Tanh(), nn.Linear(3, 3)).double()
+    hooks = (torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks)
+    before = [dict(registry) for registry in hooks]
+    x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    with pytest.raises(RuleError, match=r"through logcumsumexp in 1\.1 \(Unruly\), of shape"):
+        diagonal(network, x, y, "approx")
+    network[1][1].forward = lambda x: x.foo
+    with pytest.raises(CurvatureError, match="foo"):
+        diagonal(network, x, y, "approx")
+    assert [dict(registry) for registry in hooks] == before
+
+
 class Centred(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0))

@@ -39,8 +39,8 @@ def expected(module: nn.Module, x: Tensor, d: Tensor) -> dict[str, Tensor]:
 
     def squared(name: str) -> Tensor:
         def f(t: Tensor) -> Tensor:
-            mine = {**parts, name: t}
-            return functional_call(module, {k: v for k, v in mine.items() if k}, (mine[""].clone(),))
+            values = {**parts, name: t}
+            return functional_call(module, {k: v for k, v in values.items() if k}, (values[""].clone(),))
 
         J = torch.autograd.functional.jacobian(f, parts[name])  # [*y, *t]
         return (J.square() * d.reshape(*d.shape, *[1] * parts[name].ndim)).sum(list(range(d.ndim)))
@@ -593,6 +593,6 @@ def test_two_inputs_that_depend_on_the_same_tensor_are_kept_apart(f: Callable[..
         z = f(a, b)
     d = torch.rand_like(z)
     got = squared_backward(tape.ops_to(z)[-1], [d], [a, b])
-    for mine, J in zip(got, torch.autograd.functional.jacobian(f, (a.detach(), b.detach())), strict=True):
+    for by_rule, J in zip(got, torch.autograd.functional.jacobian(f, (a.detach(), b.detach())), strict=True):
         by_hand = (J.square() * d.reshape(*d.shape, 1, 1, 1)).sum(list(range(d.ndim)))
-        torch.testing.assert_close(mine, by_hand, **TIGHT)
+        torch.testing.assert_close(by_rule, by_hand, **TIGHT)

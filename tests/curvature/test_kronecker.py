@@ -218,16 +218,16 @@ def test_parameters_without_kronecker_form_have_their_exact_block(name: str) -> 
     found, H = fit(case).to_dense(), oracles.ggn(case)
     for parameter in EXACT[name]:
         places = oracles.positions_of(case.network, parameter).flatten()
-        here = (places.unsqueeze(-1), places)
-        torch.testing.assert_close(found[here], H[here], **TIGHT)
+        block = (places.unsqueeze(-1), places)
+        torch.testing.assert_close(found[block], H[block], **TIGHT)
 
 
 def test_norm_has_one_exact_block_of_scale_and_shift() -> None:
     case = CASES["norm_layer"]()
     found, H = fit(case).to_dense(), oracles.ggn(case)
     places = torch.cat([oracles.positions_of(case.network, f"1.{part}") for part in ("weight", "bias")])
-    here = (places.unsqueeze(-1), places)
-    torch.testing.assert_close(found[here], H[here], **TIGHT)
+    block = (places.unsqueeze(-1), places)
+    torch.testing.assert_close(found[block], H[block], **TIGHT)
 
 
 @pytest.mark.parametrize(("size", "kind"), [(1024, Dense), (1025, Diagonal)])

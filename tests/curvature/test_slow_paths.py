@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.autograd_functions import Cubed, Numpy
 from networks import Case, Wired, real
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,32 +21,6 @@ from lightning_bayes.network import inputs
 from lightning_bayes.predictive.functions import sample_functions
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
-
-
-class Numpy(torch.autograd.Function):
-    """Neither a batching rule nor forward mode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() * 2)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return torch.from_numpy(g.numpy() * 2)
-
-
-class Cubed(torch.autograd.Function):
-    """No forward mode, but a backward pass that autograd can follow."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
 
 
 def custom(function: type[torch.autograd.Function]) -> nn.Module:

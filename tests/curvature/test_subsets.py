@@ -62,8 +62,8 @@ def test_kronecker_last_layer_is_its_block_of_the_whole(name: str, curvature: st
         fit_curvature(case.network, case.loader(), case.likelihood, "kron", subset, curvature).structure.to_dense()
         for subset in ("all", "last_layer")
     )
-    here = places(case.network, LAST[name])
-    torch.testing.assert_close(last, whole[here.unsqueeze(-1), here], **TIGHT)
+    rows = places(case.network, LAST[name])
+    torch.testing.assert_close(last, whole[rows.unsqueeze(-1), rows], **TIGHT)
 
 
 def test_last_layer_is_found_behind_a_log_softmax() -> None:
@@ -156,8 +156,8 @@ def test_named_kronecker_blocks_are_those_of_the_whole(which: str) -> None:
         fit_curvature(case.network, case.loader(), structure="kron", subset=subset).structure.to_dense()
         for subset in ("all", wanted)
     )
-    here = places(case.network, names)
-    torch.testing.assert_close(part, whole[here.unsqueeze(-1), here], **TIGHT)
+    rows = places(case.network, names)
+    torch.testing.assert_close(part, whole[rows.unsqueeze(-1), rows], **TIGHT)
 
 
 def test_module_name_is_not_the_beginning_of_another() -> None:

@@ -1,4 +1,4 @@
-"""The early-stopping bound: Σ lr · multiplier over the planned steps, against the learning rates of a real training."""
+"""The early-stopping bound `Σ lr · multiplier`: of the planned steps before training, of the real ones after it."""
 
 import warnings
 from pathlib import Path
@@ -6,58 +6,70 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from multiplier_cases import SCHEDULERS, Multiplied, Record, adam, loader, scheduled, trainer, two_rates
 from torch.optim import lr_scheduler
 
-from lightning_bayes.mixins.log_sigma_bound import planned, sum_rates
+from lightning_bayes.mixins.log_sigma_groups import REACH
 
 BOUND = "log σ can move by at most"
+ENOUGH = 1000.0  # a multiplier with which nothing is out of reach
 
 
-class Telling(Multiplied):
-    """Keeps what is foretold when the fit starts."""
+def summed(run: Any) -> list[float]:
+    """What the groups of log σ have summed."""
+    return [float(group[REACH]) for group in run.optimizers[0].param_groups if REACH in group]
 
-    def _warn_of_early_stopping(self) -> None:
-        optimizer = self.trainer.optimizers[0]
-        plan = planned(self.trainer)
-        assert plan is not None
-        before = (
-            torch.get_rng_state(),
-            repr(optimizer),
-            [repr(vars(c.scheduler)) for c in self._schedules_of(optimizer)],
-        )
-        self.foretold = sum_rates(optimizer, self._schedules_of(optimizer), plan, self, {0: float("inf")})
-        after = torch.get_rng_state(), repr(optimizer), [repr(vars(c.scheduler)) for c in self._schedules_of(optimizer)]
-        assert torch.equal(before[0], after[0])
-        assert before[1:] == after[1:]
+
+def expected(record: Record) -> list[float]:
+    """The same from the learning rates of all real steps, of the two groups that were split off."""
+    return [sum(rates[group] for rates in record.rates) for group in (2, 3)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("interval", "frequency"), [("step", 1), ("step", 2), ("epoch", 1), ("epoch", 2)])
 @pytest.mark.parametrize("name", ["ExponentialLR", "LambdaLR", "SequentialLR"])
 def test_the_sum_is_that_of_training(name: str, interval: str, frequency: int, accumulate: int, tmp_path: Path) -> None:
-    module, record = Telling(scheduled(name, interval, frequency)), Record()
-    trainer(tmp_path, record, max_epochs=5, accumulate_grad_batches=accumulate).fit(module, loader())
-    for group in (0, 1):
-        expected = sum(rates[group] for rates in record.rates)
-        assert module.foretold.totals[group] == pytest.approx(expected, rel=1e-12)
-    assert module.foretold.assumed == []
+    module, record = Multiplied(scheduled(name, interval, frequency), log_sigma_multiplier=ENOUGH), Record()
+    run = trainer(tmp_path, record, max_epochs=5, accumulate_grad_batches=accumulate)
+    run.fit(module, loader())
+    assert summed(run) == pytest.approx(expected(record), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "ReduceLROnPlateau"])
-def test_every_scheduler_is_run_dry(name: str, tmp_path: Path) -> None:
-    module, record = Telling(scheduled(name)), Record()
-    trainer(tmp_path, record).fit(module, loader())
-    totals = [sum(rates) for rates in zip(*record.rates, strict=True)]
-    assert module.foretold.totals[:2] == pytest.approx(totals[:2], rel=1e-12)
-    assert module.foretold.assumed == []
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_schedule_is_summed(name: str, tmp_path: Path) -> None:
+    module, record = Multiplied(scheduled(name), log_sigma_multiplier=ENOUGH), Record()
+    run = trainer(tmp_path, record)
+    run.fit(module, loader())
+    assert summed(run) == pytest.approx(expected(record), rel=1e-12)
 
 
 def test_a_limited_number_of_steps(tmp_path: Path) -> None:
-    module, record = Telling(scheduled("ExponentialLR", "epoch")), Record()
-    trainer(tmp_path, record, max_epochs=9, max_steps=7).fit(module, loader())
+    module, record = Multiplied(scheduled("ExponentialLR", "epoch"), log_sigma_multiplier=ENOUGH), Record()
+    run = trainer(tmp_path, record, max_epochs=9, max_steps=7)
+    run.fit(module, loader())
     assert len(record.rates) == 7
-    assert module.foretold.totals[0] == pytest.approx(sum(rates[0] for rates in record.rates), rel=1e-12)
+    assert summed(run) == pytest.approx(expected(record), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_resumed_run_sums_on(tmp_path: Path) -> None:
+    """The checkpoint keeps the sum; one that has none, of an older version, is never said to be too short."""
+
+    def run(epochs: int, path: Path | None = None) -> list[float]:
+        kept = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        fitting = trainer(tmp_path, kept, max_epochs=epochs, enable_checkpointing=True)
+        module = Multiplied(scheduled("ExponentialLR"), log_sigma_multiplier=ENOUGH)
+        fitting.fit(module, loader(), ckpt_path=None if path is None else str(path))
+        return summed(fitting)
+
+    whole, first = run(3), tmp_path / "epoch=0.ckpt"
+    assert run(3, first) == pytest.approx(whole, rel=1e-12)
+    checkpoint = torch.load(first, weights_only=False)
+    for group in checkpoint["optimizer_states"][0]["param_groups"]:
+        group.pop(REACH, None)
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    assert run(3, tmp_path / "old.ckpt") == []
 
 
 def fit(tmp_path: Path, configure: Any, multiplier: Any, **arguments: Any) -> None:
@@ -95,45 +107,44 @@ def halving(module: Any) -> Any:
 
 
 def test_a_schedule_counts(tmp_path: Path) -> None:
-    """3 · 0.1 · (1 + ½ + ¼ + ⅛ + 1/16) = 0.58125 in five epochs."""
-    with pytest.warns(UserWarning, match=f"{BOUND} 2.9 "):
+    """3 · 0.1 · (1 + ½ + ¼ + ⅛ + 1/16) = 0.58125 in five epochs, which is known when they are over."""
+    with pytest.warns(UserWarning, match=f"{BOUND} 2.9 with the learning rates of this training.*has stopped.* 6 or"):
         fit(tmp_path, halving, 5.0)
     fit(tmp_path, halving, 5.2)
 
 
-def test_a_plateau_is_assumed_never_to_come_and_it_says_so(tmp_path: Path) -> None:
+def test_what_is_said_when_training_starts_is_not_said_again(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=BOUND) as caught:
+        fit(tmp_path, halving, 1.0)
+    (said,) = [str(warning.message) for warning in caught if BOUND in str(warning.message)]
+    assert "planned" in said
+
+
+def warm_up(module: Any) -> Any:
+    optimizer = adam(module, lr=0.1)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def one_cycle(module: Any) -> Any:
+    optimizer = adam(module, lr=1e-4)
+    return [optimizer], [{"scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=15), "interval": "step"}]
+
+
+@pytest.mark.parametrize("configure", [warm_up, one_cycle])
+def test_a_schedule_that_starts_low_is_no_alarm(configure: Any, tmp_path: Path) -> None:
+    """At its first learning rate, or near it, log σ would never get anywhere."""
+    fit(tmp_path, configure, 10.0)  # a warning would be an error
+
+
+def test_a_plateau_may_come_and_it_says_so(tmp_path: Path) -> None:
     def configure(module: Any) -> Any:
         optimizer = adam(module)
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "rising"}
 
-    with pytest.warns(UserWarning, match=f"{BOUND} 1.5 .*assuming that ReduceLROnPlateau leaves"):
+    with pytest.warns(UserWarning, match=rf"{BOUND} 1.5 .*\(if ReduceLROnPlateau never raises them above 0.01\)"):
         fit(tmp_path, configure, 10.0)
     fit(tmp_path, configure, 20.1)
-
-
-class Stubborn(lr_scheduler.StepLR):
-    """A scheduler of the user's own that cannot be copied."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("no copies")
-
-
-class Failing(lr_scheduler.StepLR):
-    """And one that can, but does not run without its optimizer."""
-
-    def get_lr(self) -> Any:
-        _ = self.optimizer.state
-        return super().get_lr()
-
-
-@pytest.mark.parametrize("kind", [Stubborn, Failing])
-def test_a_schedule_that_cannot_be_run_dry_is_taken_as_constant(kind: Any, tmp_path: Path) -> None:
-    def configure(module: Any) -> Any:
-        optimizer = adam(module)
-        return [optimizer], [kind(optimizer, 2)]
-
-    with pytest.warns(UserWarning, match=f"{BOUND} 1.5 .*assuming that {kind.__name__} leaves"):
-        fit(tmp_path, configure, 10.0)
 
 
 class Holding(Multiplied):
@@ -151,19 +162,17 @@ def test_a_schedule_that_holds_the_module(tmp_path: Path) -> None:
         optimizer = adam(module)
         return [optimizer], [lr_scheduler.LambdaLR(optimizer, module.factor)]
 
-    with pytest.warns(
-        UserWarning, match=f"{BOUND} 0.58 in the 15 planned steps, the sum of their learning rates times the"
-    ):
-        trainer(tmp_path, max_epochs=5).fit(Holding(configure, log_sigma_multiplier=10.0), loader())
+    with pytest.warns(UserWarning, match=f"{BOUND} 1.7 with the learning rates of this training"):
+        trainer(tmp_path, max_epochs=5).fit(Holding(configure, log_sigma_multiplier=30.0), loader())
 
 
-def test_a_long_dry_run_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After that many scheduler steps the learning rate of then stands for the rest."""
-    monkeypatch.setattr("lightning_bayes.mixins.log_sigma_bound.MOST", 4)
-    module = Telling(scheduled("ExponentialLR"))
-    trainer(tmp_path).fit(module, loader())
-    rates = [0.02 * 0.8**step for step in range(6)]
-    assert module.foretold.totals[0] == pytest.approx(sum(rates[:5]) + 4 * rates[5])
+@pytest.mark.parametrize("epochs", [50, -1])
+def test_training_that_is_stopped_early_is_too_short(epochs: int, tmp_path: Path) -> None:
+    """150 steps were planned, or no end at all; six were made."""
+    module = Multiplied(log_sigma_multiplier=10.0)
+    stop = EarlyStopping("rising", patience=1, check_on_train_epoch_end=True)
+    with pytest.warns(UserWarning, match=f"{BOUND} 0.6 with the learning rates of this training"):
+        trainer(tmp_path, stop, max_epochs=epochs).fit(module, loader())
 
 
 def quiet(tmp_path: Path, configure: Any, **arguments: Any) -> None:
@@ -173,7 +182,7 @@ def quiet(tmp_path: Path, configure: Any, **arguments: Any) -> None:
 
 
 def test_where_the_bound_does_not_hold_it_says_nothing(tmp_path: Path) -> None:
-    """SGD's steps grow with the gradient; and one or infinitely many steps are no plan."""
+    """SGD's steps grow with the gradient; and one step or none is no training."""
     quiet(tmp_path, lambda module: torch.optim.SGD(module.parameters(), 1e-3))
     quiet(tmp_path, adam, fast_dev_run=True)
     quiet(tmp_path, adam, max_epochs=-1, max_time={"seconds": 0})

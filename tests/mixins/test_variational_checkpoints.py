@@ -7,11 +7,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from variational_cases import VI, VL, Lit, dataset, images, options, trainer
+from variational_cases import VI, VL, Lit, dataset, options, trainer
 
-from lightning_bayes import Gaussian, GaussianPosterior
+from lightning_bayes import Gaussian
 from lightning_bayes.mixins import LogSigmaMultiplierMixin, OptionError, VariationalLaplaceMixin
 
 # Lightning's notices that a new Trainer has no ModelCheckpoint, or one that writes elsewhere.
@@ -50,8 +49,8 @@ def test_load_from_checkpoint_needs_no_arguments(kind: Any, tmp_path: Path) -> N
     module = kind(variational=options(n_data=None, prior_std="he"))
     path = fitted(tmp_path, module)
     again = kind.load_from_checkpoint(path)
-    assert again._variational.settings.beta == 0.7
-    assert again._variational.prior == module._variational.prior
+    assert again._variational.options.beta == 0.7
+    assert again._variational.prior_std == module._variational.prior_std
     assert again.posterior.n_data == 11
     for name, value in module.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
@@ -76,8 +75,8 @@ def test_a_likelihood_object_survives_beside_the_users_hyperparameters(tmp_path:
     assert stored["variational"]["likelihood"] == {"name": "Gaussian", "noise_std": 0.6}
     again = SavesVL.load_from_checkpoint(path)
     assert again.task == "regression"
-    assert isinstance(again._variational.settings.likelihood, Gaussian)
-    assert again._variational.settings.likelihood.noise_std == 0.6
+    assert isinstance(again._variational.options.likelihood, Gaussian)
+    assert again._variational.options.likelihood.noise_std == 0.6
 
 
 class Own(Gaussian):
@@ -90,7 +89,7 @@ def test_a_likelihood_of_ones_own_has_to_be_passed_again(tmp_path: Path) -> None
     with pytest.raises(OptionError, match=r"Own' cannot be made from a file: pass variational={'likelihood': …} again"):
         VL.load_from_checkpoint(path, task="regression")
     again = VL.load_from_checkpoint(path, task="regression", variational=given)
-    assert isinstance(again._variational.settings.likelihood, Own)
+    assert isinstance(again._variational.options.likelihood, Own)
 
 
 @pytest.mark.parametrize("kind", [Both, VI])
@@ -118,7 +117,7 @@ def test_a_prior_from_weight_decay_is_kept(tmp_path: Path) -> None:
     whole, half, resumed = (Bayes(variational=options(prior_std="weight_decay")) for _ in range(3))
     fitted(tmp_path, whole, epochs=3)
     path = fitted(tmp_path, half, epochs=1)
-    assert Bayes.load_from_checkpoint(path)._variational.prior == half._variational.prior
+    assert Bayes.load_from_checkpoint(path)._variational.prior_std == half._variational.prior_std
     fitted(tmp_path, resumed, 3, path)
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
@@ -155,25 +154,6 @@ def test_variational_laplace_goes_on_from_variational_inference(tmp_path: Path) 
     again = VL.load_from_checkpoint(path, variational=options())
     for name, log_σ in module.log_sigma.items():
         assert torch.equal(again.log_sigma[name], log_σ)
-
-
-@pytest.mark.parametrize("kind", [VL, VI])
-def test_testing_from_a_checkpoint_gives_the_same_numbers(kind: Any, tmp_path: Path) -> None:
-    module = kind(variational=options())
-    path = fitted(tmp_path, module)
-    (expected,) = quiet(tmp_path).test(module, data(n=7), verbose=False)
-    (found,) = quiet(tmp_path).test(kind(variational=options()), data(n=7), ckpt_path=path, verbose=False)
-    assert f"test_nll_{module._variational.settings.name}" in expected
-    assert found == pytest.approx(expected)
-
-
-def test_the_posterior_has_a_file_of_its_own(tmp_path: Path) -> None:
-    module = VL(variational=options())
-    path = fitted(tmp_path, module)
-    module.posterior.save(tmp_path / "posterior.pt")
-    again = GaussianPosterior.load(tmp_path / "posterior.pt", VL.load_from_checkpoint(path))
-    x: Tensor = images(4).float()
-    torch.testing.assert_close(again.predict(x).probs, module.posterior.predict(x).probs)
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["plain", "save_hyperparameters"])

@@ -20,11 +20,11 @@ STEPS = ("exact", "finite_difference")
 
 def own_gradients(module: Any, x: Tensor, ỹ: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`∂R/∂θ` in float32 by differences, and in float64 by double backward."""
-    likelihood, S = module._variational.settings.likelihood, len(x)
+    likelihood, S = module._variational.options.likelihood, len(x)
     with watching(module) as calls:
         f = module(x)
     pairs = dict(module.weights_and_log_sigma().values())
-    at_mean = sg.gradients_of(mean_nll(likelihood, f, ỹ), module._variational_trainable())
+    at_mean = sg.gradients_of(mean_nll(likelihood, f, ỹ), module._variational.trainable())
     _, R = sg.by_differences(calls[0], likelihood, ỹ, at_mean, pairs)
     names = {p: name for name, p in module.named_parameters() if not name.startswith("log_sigma")}
     found = {name: R[p] for p, name in names.items() if p in R}
@@ -59,7 +59,7 @@ def test_it_holds_after_training_as_well(task: str, tmp_path: Path) -> None:
     before = module.nll(module(x), y).item()
     trainer(tmp_path, max_epochs=100, precision="32-true").fit(module, narrow_loader(task))
     module.train()
-    f, likelihood = module(x).detach(), module._variational.settings.likelihood
+    f, likelihood = module(x).detach(), module._variational.options.likelihood
     ỹ = likelihood.sample(f, torch.rand(f.shape, generator=torch.Generator().manual_seed(0)))
     assert float(module.nll(f, y)) < 0.5 * before
     assert float(module.log_sigma["net.0.weight"].detach().std()) > 0.05
@@ -130,7 +130,7 @@ def test_the_true_labels_gradient_is_taken_at_the_mean_whatever_the_sigma(monkey
     """The same bits as without the mixin, also where the squared-gradient term is large."""
     module = spread(VL("residual", variational=options(method="finite_difference")), centre=1.0)
     batch = images(6).float(), targets("classification", 6)
-    θ, seen = module._variational_trainable(), []
+    θ, seen = module._variational.trainable(), []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         found = sg.gradients_of(*args, **kwargs)

@@ -12,6 +12,7 @@ from variational_cases import VI, Lit, draw, gradients, images, loader, options,
 
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization
+from lightning_bayes.mixins.variational_inference import sampled_weights, scaled_gradients
 
 
 def vi(kind: str = "mlp", task: str = "classification", **more: Any) -> Any:
@@ -26,8 +27,8 @@ def moves_of(module: Any, draw_number: int) -> dict[str, Tensor]:
     """`σ ε` of every weight at a draw, by the module's own generator."""
     module._variational.draws = draw_number
     names = {p: name for name, p in module.named_parameters()}
-    with module._variational_sampled() as noise:
-        found = {names[μ]: move for μ, (_, move) in noise.items()}
+    with sampled_weights(module._variational, dict(module.weights_and_log_sigma().values())) as moves:
+        found = {names[μ]: move for μ, move in moves.items()}
     module._variational.draws = 0
     return found
 
@@ -81,8 +82,8 @@ def test_a_loss_scale_is_divided_out_of_the_gradient() -> None:
     θ = list(module.net.parameters())
     loss = module.nll(module(images(5)), targets("classification", 5))
     expected = torch.autograd.grad(loss, θ, retain_graph=True)
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
-    found = module._variational_gradients(loss, θ)
+    module.trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    found = scaled_gradients(module._variational, loss, θ)
     assert scales
     for p, g in zip(θ, expected, strict=True):
         torch.testing.assert_close(found[p], g)
@@ -279,9 +280,9 @@ def test_a_weight_that_layers_share_is_sampled_itself() -> None:
     """Two layers with noise of their own would be two weights."""
     module = vi("tied", local_reparameterization=True)
     shared, alone = module.net.first.weight, module.net.first.bias
-    with module._variational_sampled() as noise:
-        assert shared in noise
-        assert alone not in noise
+    with sampled_weights(module._variational, dict(module.weights_and_log_sigma().values())) as moves:
+        assert shared in moves
+        assert alone not in moves
         module(images(2))
 
 

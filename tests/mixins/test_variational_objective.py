@@ -22,7 +22,10 @@ from variational_cases import (
     vl,
 )
 
-from lightning_bayes.mixins.objective import kl_divergence, kl_with_gradients, squared_gradient
+from lightning_bayes.mixins import variational_laplace
+from lightning_bayes.mixins.gaussian_weights import kl_divergence, kl_with_gradients
+from lightning_bayes.mixins.squared_gradient import squared_gradient
+from lightning_bayes.mixins.variational_laplace import draw_labels
 
 TASKS = list(LIKELIHOODS)
 CASES = [
@@ -111,12 +114,18 @@ def test_gradients_are_those_of_the_losss_own_differences(kind: str, task: str, 
 
 @pytest.mark.parametrize(("kind", "task", "eval_mode"), CASES)
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
-def test_the_users_step_is_trained_on_the_same_loss(kind: str, task: str, eval_mode: bool, method: str) -> None:
+def test_the_users_step_is_trained_on_the_same_loss(
+    kind: str, task: str, eval_mode: bool, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = vl(kind, task, eval_mode, method=method)
     x, y = images(5), targets(task, 5)
     seen: list[Tensor] = []
-    draws = module._variational_labels
-    module._variational_labels = lambda f, y: seen.append(draws(f, y)) or seen[-1]  # type: ignore[func-returns-value]
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(draw_labels(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(variational_laplace, "draw_labels", spy)
     loss = module.training_step((x, y), 0)
     found = gradients(module, loss)
     expected = naive_objective(module, x, y, seen[0], β=0.7, N=11, s=0.8)
@@ -143,7 +152,7 @@ def test_labels_come_from_the_model(task: str) -> None:
     module, n = vl("mlp", task), 4000
     f = module(images(3)).detach()
     many = f.repeat_interleave(n, 0)
-    labels, others = (module._variational_labels(many, targets(task, 3 * n)) for _ in range(2))
+    labels, others = (draw_labels(module._variational, many, targets(task, 3 * n)) for _ in range(2))
     if task == "classification":
         labels, others, expected = F.one_hot(labels, 3).double(), F.one_hot(others, 3).double(), f.softmax(1)
     else:

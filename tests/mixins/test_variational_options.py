@@ -1,6 +1,7 @@
 """log σ, the prior, the number of examples, and everything that can be said in `variational`."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,38 @@ class BareVL(VariationalLaplaceMixin, Bare):
     pass
 
 
+PUBLIC = {"log_sigma", "posterior", "weights_and_log_sigma"}
+
+
+@pytest.mark.parametrize(("kind", "public"), [(VL, {*PUBLIC, "vl_loss"}), (VI, PUBLIC)])
+def test_the_users_namespace_has_one_private_name_more(kind: type, public: set[str]) -> None:
+    """Besides Lightning's own, such as the hooks and the hyperparameters."""
+    plain, module = Lit(), kind(variational={})
+    assert not plain.hparams
+    assert set(dir(module)) - set(dir(plain)) == {*public, "_variational"}
+
+
+def test_the_multiplier_adds_no_private_name() -> None:
+    plain, module = VL(variational={}), CliVL(variational={})
+    assert set(dir(module)) - set(dir(plain)) == {"log_sigma_multiplier"}
+
+
+@pytest.mark.parametrize("kind", [VL, VI])
+def test_a_copy_is_a_module_of_its_own(kind: type) -> None:
+    module = kind(variational=options())
+    copy = deepcopy(module)
+    with torch.no_grad():
+        for p in copy.parameters():
+            p.add_(1.0)
+    assert copy._variational.module is copy
+    assert copy.log_sigma is copy._variational.log_sigma
+    torch.testing.assert_close(copy.posterior.mean, module.posterior.mean + 1)
+    before = module.net[1].weight.detach().clone()
+    copy.training_step((images(4).float(), targets("classification", 4)), 0)
+    assert (module._variational.draws, copy._variational.draws) == (0, 1)
+    assert torch.equal(module.net[1].weight, before)
+
+
 def test_a_parameter_may_have_any_name() -> None:
     module = BareVL(variational={})
     assert list(module.log_sigma.keys()) == ["values", "training_rate"]
@@ -91,7 +124,7 @@ def test_deterministic_frozen_and_tied_parameters() -> None:
 
 def test_he_scales_with_the_fan_in() -> None:
     module = vl("residual", prior_std="he")
-    prior = module._variational.prior
+    prior = module._variational.prior_std
     assert prior["net.0.weight"] == prior["net.0.bias"] == pytest.approx(math.sqrt(2 / 18))
     assert prior["net.1.conv.weight"] == pytest.approx(math.sqrt(2 / 27))
     assert prior["net.6.weight"] == pytest.approx(math.sqrt(2 / 3))
@@ -103,7 +136,7 @@ def test_he_scales_with_the_fan_in() -> None:
 
 def test_a_prior_for_each_name_pattern() -> None:
     module = vl(prior_std={"*": 2.0, "net.1": "he", "net.1.bias": 0.1})
-    prior = module._variational.prior
+    prior = module._variational.prior_std
     assert prior["net.1.bias"] == 0.1
     assert prior["net.1.weight"] == pytest.approx(math.sqrt(2 / 32))
     assert prior["net.5.weight"] == 2.0
@@ -113,11 +146,11 @@ def test_weight_decay_becomes_the_prior(tmp_path: Path) -> None:
     """`s² = 1/(N·wd)`; log σ starts three below it, and the optimizer's own decay is gone."""
     module = DecayedVL(lr=0.0, variational=options(prior_std="weight_decay", n_data=None)).double()
     with pytest.raises(PriorStdError, match=r"is known when training starts: run trainer.fit, or give a number"):
-        module._variational_kl()
+        module._variational.kl()
     fit = trainer(tmp_path, max_epochs=1)
     fit.fit(module, loader(n=11))
     s = 1 / math.sqrt(11 * 0.01)
-    assert list(module._variational.prior.values()) == pytest.approx([s] * 6)
+    assert list(module._variational.prior_std.values()) == pytest.approx([s] * 6)
     assert [group["weight_decay"] for group in fit.optimizers[0].param_groups] == [0.0]
     torch.testing.assert_close(module.log_sigma["net.1.bias"].detach(), torch.full((4,), math.log(s) - 3).double())
 
@@ -132,7 +165,7 @@ def test_a_second_fit_goes_on_with_the_log_sigma_of_the_first(tmp_path: Path) ->
     fit = trainer(tmp_path, max_epochs=1)
     fit.fit(module, loader(n=11))
     assert all(bool((log_σ == -1).all()) for log_σ in module.log_sigma.values())
-    assert list(module._variational.prior.values()) == pytest.approx([1 / math.sqrt(11 * 0.01)] * 6)
+    assert list(module._variational.prior_std.values()) == pytest.approx([1 / math.sqrt(11 * 0.01)] * 6)
     assert [group["weight_decay"] for group in fit.optimizers[0].param_groups] == [0.0]
 
 
@@ -232,7 +265,7 @@ UNCOUNTABLE = {
     "whole batches": (lambda: DataLoader(list(loader()), batch_size=None), "because the dataset gives whole batches"),
     "two loaders": (
         lambda: {"a": loader(), "b": loader()},
-        "there are 2 training dataloaders and no telling which holds each example once",
+        "there are 2 training dataloaders, and nothing says which one holds each example once",
     ),
 }
 
@@ -302,7 +335,7 @@ def test_lightning_cli_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             '--model.variational={"likelihood": "classification", "beta": 0.25, "prior_std": {"*": 2, "net.3": "he"}}',
         ],
     )
-    settings = cli.model._variational.settings
+    settings = cli.model._variational.options
     assert settings.beta == 0.25
     assert settings.prior_std == {"*": 2, "net.3": "he"}
     assert cli.model.log_sigma_multiplier == 3
@@ -314,4 +347,4 @@ class CliVL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
 
 
 def test_a_likelihood_object_is_taken() -> None:
-    assert float(VL(variational={"likelihood": Gaussian(0.3)})._variational.settings.likelihood.noise_std) == 0.3  # type: ignore[attr-defined]
+    assert float(VL(variational={"likelihood": Gaussian(0.3)})._variational.options.likelihood.noise_std) == 0.3  # type: ignore[attr-defined]

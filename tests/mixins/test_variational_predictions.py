@@ -46,11 +46,6 @@ def test_the_posterior_follows_the_weights_and_an_old_one_knows() -> None:
     module.posterior.predict(images(2))
 
 
-def test_evidence_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="does not keep curvature and prior apart"):
-        vl().posterior.log_marginal_likelihood()
-
-
 def test_glm_variance_is_that_of_independent_weights() -> None:
     """`J diag(σ²) Jᵀ`, example by example."""
     module = vl("residual").eval()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -259,6 +260,15 @@ class ManualWithout(Lit):
 def test_manual_optimization_without_it_is_an_error() -> None:
     with pytest.raises(StepError, match=r"under manual optimization .* use self.vl_loss\(f, y\) there"):
         made(ManualWithout).training_step(batch(), 0)
+
+
+@pytest.mark.parametrize("mixin", MIXINS)
+def test_a_step_in_a_loop_of_fabric_is_the_same(mixin: type) -> None:
+    """Where there is no Trainer to log to, nor one with a loss scale."""
+    module, plain = made(mixin=mixin, base=Lit), made(mixin=mixin, base=Lit)
+    wrapped = L.Fabric(accelerator="cpu", devices=1).setup_module(module)
+    wrapped.mark_forward_method("training_step")
+    torch.testing.assert_close(wrapped.training_step(batch(), 0), plain.training_step(batch(), 0), rtol=0, atol=0)
 
 
 class NotANumber(Lit):

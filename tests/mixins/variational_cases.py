@@ -171,7 +171,7 @@ def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def weighted_kl(module: Any) -> Tensor:
     """`β/N · KL`, with its graph."""
-    return module._variational_kl_weight() * module._variational_kl()
+    return module._variational.kl_weight * module._variational.kl()
 
 
 def naive_objective(module: Any, x: Tensor, y: Tensor, y_sampled: Tensor, β: float, N: int, s: float) -> Tensor:

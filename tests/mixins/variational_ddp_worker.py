@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from variational_cases import VI, VL, dataset, options, spread, trainer
 
 from lightning_bayes import LogSigmaMultiplierMixin
+from lightning_bayes.mixins import variational_laplace
+from lightning_bayes.mixins.variational_inference import new_generator
+from lightning_bayes.mixins.variational_laplace import draw_labels
 
 N, BATCH = 16, 8  # examples, and of them in one optimizer step
 MANY, EPOCHS = 64, 8  # for averages over the labels that are drawn
@@ -56,8 +60,12 @@ class Spy(VL):
         self.seen: list[Tensor] = []
         self.labels: list[Tensor] = []
 
-    def _variational_labels(self, f: Tensor, y: Tensor) -> Tensor:
-        self.labels.append(super()._variational_labels(f, y))
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        with mock.patch.object(variational_laplace, "draw_labels", self.draw_labels):
+            return super().training_step(batch, batch_idx)
+
+    def draw_labels(self, *args: Any) -> Tensor:
+        self.labels.append(draw_labels(*args))
         return self.labels[-1]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -74,14 +82,14 @@ class Seeds(VI):
         self.seeds: list[int] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seeds.append(self._variational_generator().initial_seed())
+        self.seeds.append(new_generator(self._variational).initial_seed())
 
 
 class Counted(VL):
     """Remembers the weight of the KL divergence in the loss."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.kl_weight = self._variational_kl_weight()
+        self.kl_weight = self._variational.kl_weight
 
 
 def counts(folder: Path, world: int) -> dict[str, Any]:

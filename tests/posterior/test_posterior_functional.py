@@ -176,7 +176,7 @@ def test_inputs_of_another_length_get_their_own_answer() -> None:
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_layer_that_is_dead_at_the_first_inputs_still_has_its_block(structure: str, joint: bool) -> None:
-    """With dead units there is no telling where the examples lie in a merged layer; the answer must not depend on it"""
+    """With dead units nothing shows where the examples lie in a merged layer; the answer must not depend on it"""
     problem = case("merged")
     with torch.no_grad():
         problem.network.inner.bias.fill_(-1.0)

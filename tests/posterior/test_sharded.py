@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from helpers.tensors import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.nn import functional as F
@@ -33,10 +34,6 @@ def trained(dtype: torch.dtype = torch.float64) -> tuple[nn.Sequential, LaplaceP
         optimizer.step()
     whole = fit_l2m(net, optimizer, n_data=N, batch_size=4.8)
     return net, whole, ShardedPosterior.from_curvature(net, whole.curvature, whole.prior_precision)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # -- which weights a process has ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.autograd_functions import Cubed, Numpy
 from helpers.networks import made
 from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
@@ -71,20 +72,6 @@ class Net(nn.Module):
         return self.head(h.tanh().mean(1))
 
 
-class Cubed(torch.autograd.Function):
-    """Of the old style, without a rule for forward mode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
-
-
 KINDS = ("lstm", "gru", "attention", "transformer", "weight norm", "custom")
 
 
@@ -125,18 +112,6 @@ def test_linearised_draws_in_float32(kind: str) -> None:
     found = sample_functions(narrow, x.float(), 1, seeded(2))[0]
     torch.testing.assert_close(found.double(), f + J @ θ.double(), rtol=1e-4, atol=1e-4)
     assert wide.subset.names == narrow.subset.names
-
-
-class Numpy(torch.autograd.Function):
-    """Neither forward mode nor a backward that autograd can follow."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() * 2)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return torch.from_numpy(g.numpy() * 2)
 
 
 class Opaque(nn.Module):

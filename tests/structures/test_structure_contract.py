@@ -1,13 +1,24 @@
 """One contract: every operation of every structure is the one that its dense matrix defines."""
 
 from collections.abc import Callable
+from io import BytesIO
 
 import pytest
 import torch
-from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random
+from structure_cases import F64, STRUCTURES, layer_prior, like, positive, random, spd
 from torch import Tensor
 
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Structure, base
+from lightning_bayes.structures import (
+    BlockDiagonal,
+    CovarianceForm,
+    Dense,
+    Diagonal,
+    Factor,
+    Kronecker,
+    Structure,
+    base,
+    output_covariance,
+)
 
 V = random(2, 3, 66, seed=31)  # two stacks of three vectors; each structure uses as many entries as it has parameters
 
@@ -96,6 +107,51 @@ def test_block_diagonal_takes_a_per_parameter_prior_where_its_blocks_do() -> Non
         layout = M.layouts[M.names.index(name)]
         layout.scatter(positive(layout.size, seed=33), δ)
     torch.testing.assert_close(M.add_prior(δ).to_dense(), M.to_dense() + torch.diag(δ))
+
+
+def test_a_state_holds_the_same_matrix(M: Structure) -> None:
+    """Also with a prior, and with nothing in it but what a safe file can hold."""
+    for matrix in (M, M.add_prior(0.7), M.scale(2.0)):
+        file = BytesIO()
+        torch.save(matrix.to_state(), file)
+        file.seek(0)
+        found = Structure.from_state(torch.load(file, weights_only=True))
+        torch.testing.assert_close(found.to_dense(), matrix.to_dense(), rtol=0, atol=0)
+        assert isinstance(matrix, type(found))
+
+
+LAYERS = {  # blocks of one layer [g, O, I]
+    "dense": ((1, 2, 3), lambda: Dense(spd(6, seed=41))),
+    "diagonal": ((2, 2, 3), lambda: Diagonal(positive(12, seed=42))),
+    "kronecker": ((1, 3, 4), lambda: STRUCTURES["kronecker"]()),
+    "kronecker groups": ((3, 3, 4), lambda: STRUCTURES["kronecker groups"]()),
+    "kronecker embedding": ((1, 2, 5), lambda: STRUCTURES["kronecker embedding"]()),
+}
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {  # of all outputs' covariance [B, K, B, K]
+    "joint": lambda Σ: Σ.flatten(2).flatten(0, 1),
+    "example": lambda Σ: Σ.diagonal(dim1=0, dim2=2).movedim(-1, 0),
+    "marginal": lambda Σ: Σ.flatten(2).flatten(0, 1).diagonal().reshape(Σ.shape[:2]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("cache", [output_covariance.CACHE, 1])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_covariance_of_outputs_is_that_of_the_layers_jacobian(
+    name: str, cache: int, positions: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For several priors at once, and in pieces of any size."""
+    monkeypatch.setattr(output_covariance, "CACHE", cache)
+    (G, O, I), make = LAYERS[name]
+    B, K = 5, 2
+    a, g = random(G, B, positions, I, seed=43), random(K, G, B, positions, O, seed=44)
+    blocks = [make().add_prior(δ) for δ in (0.3, 2.0)]
+    J = torch.einsum("kgbto,gbti->bkgoi", g, a).flatten(2).flatten(0, 1)  # [B·K, P]
+    found = type(blocks[0]).output_covariances(blocks, a, g, CovarianceForm(form))
+    for covariance, block in zip(found, blocks, strict=True):
+        Σ = J @ torch.linalg.inv(block.to_dense()) @ J.mT
+        torch.testing.assert_close(covariance, FORMS[form](Σ.reshape(B, K, B, K)), rtol=1e-9, atol=1e-10)
 
 
 def test_matrix_is_symmetric(M: Structure) -> None:
@@ -207,9 +263,12 @@ def test_kronecker_is_the_kronecker_product_of_its_factors_per_group() -> None:
 def test_kronecker_damping_is_the_product_of_damped_factors() -> None:
     left, right = random(1, 2, 2, seed=43), random(1, 3, 3, seed=44)
     G, A = left @ left.mT, right @ right.mT
-    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A)).damped(0.2, 0.5)
-    expected = torch.kron(G[0] + 0.2 * torch.eye(2, dtype=F64), A[0] + 0.5 * torch.eye(3, dtype=F64))
-    torch.testing.assert_close(M.to_dense(), expected)
+    M = Kronecker(Factor.from_matrix(G), Factor.from_matrix(A))
+    for split in (1.0, 2.5):
+        expected = torch.kron(
+            G[0] / split + 0.2 * torch.eye(2, dtype=F64), A[0] * split + 0.2 * torch.eye(3, dtype=F64)
+        )
+        torch.testing.assert_close(M.add_damping(torch.tensor(0.04, dtype=F64), split).to_dense(), expected)
 
 
 def test_block_diagonal_puts_every_block_to_its_places() -> None:

@@ -24,7 +24,7 @@ from lightning_bayes.trainer import private
 
 ROOT = Path(lightning_bayes.__file__).parent
 DOOR = ROOT / "trainer" / "private.py"
-TORCH = {"_conv_forward", "_last_lr", "_schedulers", "_version"}  # of layers, schedulers and tensors, not of Lightning
+TORCH = {*dir(nn.Conv2d(1, 1, 1)), *dir(torch.Tensor), "_last_lr", "_schedulers"}  # the last two of schedulers
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

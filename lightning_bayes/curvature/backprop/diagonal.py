@@ -1,7 +1,7 @@
 """The diagonal of a batch's GGN, `Σₙ diag(JₙᵀΛₙJₙ)`, by one backward pass (Laplacian autoencoders, section 3).
 
 A matrix `M`, at the outputs `Λ`, is carried back through the network, and at every layer turned into the diagonal of
-its weights' block (appendix E, algorithm 1). Three modes say what of `M` is carried:
+its weights' block (appendix E, algorithm 1). Three modes say which part of `M` is carried:
 
 - `exact`:   `M` itself, as columns `S` with `M = SSᵀ`; at a bottleneck of `R` features `R` of them are enough.
 - `approx`:  `diag(M)` alone, as if the features of a layer were uncorrelated. Time and memory are those of an ordinary

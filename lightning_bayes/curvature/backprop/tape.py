@@ -1,8 +1,8 @@
 """The operations of one forward pass, in order, with what went in and came out.
 
 A `TorchFunctionMode` sees each operation as the network's author wrote it: `F.softsign` is one, and not the absolute
-value, sum and quotient that it is made of. Autograd's graph is built beside it. It knows what depends on the parameters
-(a detached tensor does not), and has the backward pass of each operation at hand.
+value, sum and quotient that it is made of. Autograd's graph is built beside it: it knows what depends on the parameters
+(a detached tensor does not), and has the backward pass of each operation.
 
 The network computes what it always does. Where it overwrites a tensor in place, the tape keeps the old values.
 """

@@ -1,4 +1,4 @@
-"""A network's operations on one batch, and what each tensor has to do with the examples.
+"""A network's operations on one batch, and how each tensor relates to the examples.
 
 Two small batches show it, before the first large one: a tensor has a row for each example, or an example's entries are
 somewhere else in it (time first, positions merged into the batch), or all examples share it.

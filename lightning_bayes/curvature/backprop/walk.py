@@ -66,7 +66,7 @@ class Walk:
     """From the output `f` back to the parameters, whose diagonals it adds up in `diagonals` by their `id`.
 
     A tensor is whole if it has at most `threshold` features per example. With a threshold of infinity the result is
-    exact, or there is an error. The operations are used up.
+    exact, or there is an error. The walk consumes the operations.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Sums over bins of a score: the one statistic behind calibration, OOD detection and risk–coverage.
 
-Let every example carry a score ``s`` and a row of values ``v``. Two groupings are used:
+Let every example carry a score `s` and a row of values `v`. Two groupings are used:
 
-- **cells**: ``n`` cells of equal width on ``[low, high]``; ``sums[k] = Σ v`` over the examples in cell ``k``. Constant
+- **cells**: `n` cells of equal width on `[low, high]`; `sums[k] = Σ v` over the examples in cell `k`. Constant
   memory, additive over batches and processes. Scores outside the range fall into the outermost cells.
 - **ties**: one group per distinct score. A function of these sums cannot depend on the order in which equal scores
   arrived, which makes every metric here invariant to order and split, ties or not.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def cell_sums(score: Tensor, values: Tensor, n: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Sums of ``values`` ``[N, K, V]`` over ``n`` equal cells of ``score`` ``[N, K]``, column by column: ``[K, n, V]``.
+    """Sums of `values` `[N, K, V]` over `n` equal cells of `score` `[N, K]`, column by column: `[K, n, V]`.
 
     Cells are closed on the left, the last one on both sides.
 
@@ -33,7 +33,7 @@ def cell_sums(score: Tensor, values: Tensor, n: int, low: float = 0.0, high: flo
 
 
 def tie_sums(score: Tensor, values: Tensor) -> Tensor:
-    """Sums of ``values`` ``[N, V]`` over the G distinct values of ``score`` ``[N]``, in ascending order: ``[G, V]``.
+    """Sums of `values` `[N, V]` over the G distinct values of `score` `[N]`, in ascending order: `[G, V]`.
 
     >>> tie_sums(torch.tensor([2.0, -1.0, 2.0]), torch.tensor([[1.0], [5.0], [2.0]]))
     tensor([[5.],
@@ -44,7 +44,7 @@ def tie_sums(score: Tensor, values: Tensor) -> Tensor:
 
 
 def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
-    """Cut ordered groups ``[G, V]``, whose first value is a count, into ``n`` bins of exactly equal count: ``[n, V]``.
+    """Cut ordered groups `[G, V]`, whose first value is a count, into `n` bins of exactly equal count: `[n, V]`.
 
     A group that straddles a border is shared out in proportion, as if its examples were in random order.
 

@@ -36,7 +36,7 @@ def brier_decomposition(
 def _brier_decomposition_update(
     probs: Tensor, target: Tensor, n_bins: int, ignore_index: int | None, validate: bool
 ) -> Tensor:
-    """Per class and bin, the sums of 1, p, y, p² and p·y: ``[C, n_bins, 5]``."""
+    """Per class and bin, the sums of 1, p, y, p² and p·y: `[C, n_bins, 5]`."""
     p, target = classification_inputs(probs, target, ignore_index, validate)  # [N, C], [N]
     y = one_hot(target, p.shape[1]).to(p.dtype)  # [N, C]
     return cell_sums(p, torch.stack([torch.ones_like(p), p, y, p * p, p * y], dim=-1), n_bins)

@@ -2,7 +2,7 @@
 
     BS = (1/N) Σₙ Σ_c (p(c | xₙ) - 1[yₙ = c])²,  from 0 (sure and right) to 2 (sure and wrong)
 
-The sum runs over all classes, as in Brier's paper. For two classes this is twice the one-sided ``(p - y)²`` that
+The sum runs over all classes, as in Brier's paper. For two classes this is twice the one-sided `(p - y)²` that
 scikit-learn reports by default.
 """
 
@@ -14,7 +14,7 @@ from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 
 
 def brier_score(probs: Tensor, target: Tensor, ignore_index: int | None = None, validate_args: bool = True) -> Tensor:
-    """Mean Brier score of ``probs`` ``[B, C, ...]`` for ``target`` ``[B, ...]``.
+    """Mean Brier score of `probs` `[B, C, ...]` for `target` `[B, ...]`.
 
     >>> import torch
     >>> brier_score(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 0]))

@@ -7,8 +7,8 @@ With n_k of N predictions in bin k, their mean confidence conf_k and their accur
     max (MCE)    max_k |acc_k - conf_k|, n_k > 0          Guo et al. (2017, eq. 5)
 
 Bins are of equal *width* on [0, 1], closed on the left, or of equal *mass*: exactly N/K predictions each, where equal
-confidences that straddle a border are shared out in proportion, so that order never matters. ``kind="top_label"`` takes
-the largest probability as confidence; ``kind="class_wise"`` bins each class's probability against its own indicator and
+confidences that straddle a border are shared out in proportion, so that order never matters. `kind="top_label"` takes
+the largest probability as confidence; `kind="class_wise"` bins each class's probability against its own indicator and
 averages over the classes (Nixon et al., 2019; the marginal calibration error of Kumar et al., 2019).
 """
 
@@ -29,7 +29,7 @@ Kind = Literal["top_label", "class_wise"]
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """What a reliability diagram shows, per bin ``[n_bins]``; confidence and accuracy are NaN in an empty bin."""
+    """What a reliability diagram shows, per bin `[n_bins]`; confidence and accuracy are NaN in an empty bin."""
 
     count: Tensor
     confidence: Tensor
@@ -46,7 +46,7 @@ def calibration_error(
     ignore_index: int | None = None,
     validate_args: bool = True,
 ) -> Tensor:
-    """Calibration error of ``probs`` ``[B, C, ...]`` for ``target`` ``[B, ...]``.
+    """Calibration error of `probs` `[B, C, ...]` for `target` `[B, ...]`.
 
     >>> probs, target = torch.tensor([0.95, 0.85, 0.25, 0.65]), torch.tensor([1, 1, 0, 0])
     >>> calibration_error(probs, target, n_bins=10)
@@ -95,7 +95,7 @@ def _binned(
 
 
 def _confidence_and_hit(probs: Tensor, target: Tensor, kind: Kind, ignore_index: int | None, validate: bool) -> Tensor:
-    """Confidence and hit (0 or 1) of each prediction, top-label in one column, class-wise in C: ``[N, K, 2]``."""
+    """Confidence and hit (0 or 1) of each prediction, top-label in one column, class-wise in C: `[N, K, 2]`."""
     probs, target = classification_inputs(probs, target, ignore_index, validate)
     if kind == "class_wise":
         return torch.stack([probs, one_hot(target, probs.shape[1]).to(probs.dtype)], dim=-1)  # [N, C, 2]
@@ -108,17 +108,17 @@ def _with_count(hits: Tensor) -> Tensor:
 
 
 def _width_sums(hits: Tensor, n: int) -> Tensor:
-    """Sums of count, confidence and hits over cells of equal width: ``[K, n, 3]``."""
+    """Sums of count, confidence and hits over cells of equal width: `[K, n, 3]`."""
     return cell_sums(hits[..., 0], _with_count(hits), n)
 
 
 def _exact_mass_sums(hits: Tensor, n: int) -> Tensor:
-    """The same sums over bins of equal mass, from all confidences: ``[K, n, 3]``."""
+    """The same sums over bins of equal mass, from all confidences: `[K, n, 3]`."""
     return torch.stack([equal_mass_sums(tie_sums(column[:, 0], _with_count(column)), n) for column in hits.unbind(1)])
 
 
 def _merged_mass_sums(cells: Tensor, n: int) -> Tensor:
-    """The same sums over bins of equal mass, from the cells of a fine histogram ``[K, resolution, 3]``."""
+    """The same sums over bins of equal mass, from the cells of a fine histogram `[K, resolution, 3]`."""
     return torch.stack([equal_mass_sums(column, n) for column in cells])
 
 

@@ -16,7 +16,7 @@ from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 
 
 def gaussian_crps(mean: Tensor, variance: Tensor, target: Tensor, validate_args: bool = True) -> Tensor:
-    """Mean CRPS of N(mean, variance) for ``target``, all of one shape.
+    """Mean CRPS of N(mean, variance) for `target`, all of one shape.
 
     >>> gaussian_crps(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(0.5349, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
     NLL = (1/N) Σₙ ½ [log 2πσₙ² + (yₙ - μₙ)²/σₙ²]
 
-``variance`` is that of the observation: epistemic plus noise. Several outputs per example are averaged, not summed.
+`variance` is that of the observation: epistemic plus noise. Several outputs per example are averaged, not summed.
 """
 
 import math
@@ -14,7 +14,7 @@ from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor, validate_args: bool = True) -> Tensor:
-    """Mean negative log-likelihood of ``target`` under N(mean, variance), all of one shape.
+    """Mean negative log-likelihood of `target` under N(mean, variance), all of one shape.
 
     >>> import torch
     >>> gaussian_nll(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))

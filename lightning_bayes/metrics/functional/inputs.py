@@ -3,8 +3,8 @@
 A metric never guesses. Probabilities are probabilities: values in [0, 1] that sum to one over the class axis, up to the
 rounding of their dtype; logits are refused. Shapes alone tell the two layouts apart:
 
-- ``probs`` ``[B, C, ...]`` with ``target`` ``[B, ...]``: one probability per class;
-- ``probs`` of ``target``'s own shape: P(y = 1), read as the two classes ``[1 - p, p]``.
+- `probs` `[B, C, ...]` with `target` `[B, ...]`: one probability per class;
+- `probs` of `target`'s own shape: P(y = 1), read as the two classes `[1 - p, p]`.
 
 Everything is upcast to float64 (float32 on devices without it), so that sums do not depend on how the data is split.
 """
@@ -29,7 +29,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 def classification_inputs(
     probs: Tensor, target: Tensor, ignore_index: int | None = None, validate: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[N, C]`` and labels ``[N]``, flattened over dense positions, ignored labels dropped."""
+    """Probabilities `[N, C]` and labels `[N]`, flattened over dense positions, ignored labels dropped."""
     check_tensors(probs=probs, target=target)
     check_label(ignore_index)
     if not probs.is_floating_point():
@@ -67,7 +67,7 @@ def classification_inputs(
 def regression_inputs(
     mean: Tensor, variance: Tensor, target: Tensor, validate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and target as flat ``[N]`` tensors; every element counts once."""
+    """Mean, variance and target as flat `[N]` tensors; every element counts once."""
     check_tensors(mean=mean, variance=variance, target=target)
     if not mean.shape == variance.shape == target.shape:
         raise MetricInputError(
@@ -85,7 +85,7 @@ def regression_inputs(
 
 
 def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate: bool = True) -> tuple[Tensor, Tensor]:
-    """A real-valued score and a 0/1 label as flat ``[N]`` tensors; infinite scores are ordered like any other."""
+    """A real-valued score and a 0/1 label as flat `[N]` tensors; infinite scores are ordered like any other."""
     check_tensors(**{names[0]: score, names[1]: label})
     if score.shape != label.shape:
         raise MetricInputError(
@@ -110,7 +110,7 @@ def check_tensors(**given: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse an option that is not one of ``choices``."""
+    """Refuse an option that is not one of `choices`."""
     word(name, value, choices, MetricInputError)
 
 
@@ -131,7 +131,7 @@ def _widen(x: Tensor) -> Tensor:
 
 def _refuse_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
     """By their shape they would be read as labels of their own, but labels of their own hardly ever sum to one in every
-    example, in ``probs`` and in ``target`` alike."""
+    example, in `probs` and in `target` alike."""
     if probs.ndim < 2 or probs.shape[1] < 2 or probs.numel() == 0:
         return
     if bool((target.sum(1) == 1).all()) and bool(((probs.sum(1) - 1).abs() <= tolerance).all()):

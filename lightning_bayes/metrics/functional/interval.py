@@ -1,7 +1,7 @@
 """Central prediction intervals of a Gaussian predictive: how often they hold the target, and how wide they are.
 
     I(level) = [μ - zσ, μ + zσ],  z = Φ⁻¹((1 + level)/2)
-    coverage = (1/N) Σₙ 1[yₙ ∈ Iₙ]        PICP; a calibrated model's is ``level``
+    coverage = (1/N) Σₙ 1[yₙ ∈ Iₙ]        PICP; a calibrated model's is `level`
     width    = (1/N) Σₙ 2zσₙ              MPIW; narrower is better at equal coverage
 
 Khosravi et al. (2011). Quote the two together: an infinitely wide interval always covers.
@@ -18,7 +18,7 @@ from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 def interval_coverage(
     mean: Tensor, variance: Tensor, target: Tensor, level: float = 0.95, validate_args: bool = True
 ) -> Tensor:
-    """Share of ``target`` inside the central interval of N(mean, variance), borders included.
+    """Share of `target` inside the central interval of N(mean, variance), borders included.
 
     >>> zeros, ones = torch.zeros(4), torch.ones(4)
     >>> interval_coverage(zeros, ones, torch.tensor([-3.0, -1.0, 0.5, 1.9]))
@@ -30,7 +30,7 @@ def interval_coverage(
 def interval_width(
     mean: Tensor, variance: Tensor, target: Tensor, level: float = 0.95, validate_args: bool = True
 ) -> Tensor:
-    """Mean width of the central interval of N(mean, variance); ``target`` is taken for a uniform signature only.
+    """Mean width of the central interval of N(mean, variance); `target` is taken for a uniform signature only.
 
     >>> zeros = torch.zeros(2)
     >>> interval_width(zeros, torch.tensor([1.0, 4.0]), zeros)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def sum_and_count(value: Tensor) -> Tensor:
-    """(Σ value, number of values) of a tensor ``[N]``: ``[2]``."""
+    """(Σ value, number of values) of a tensor `[N]`: `[2]`."""
     return torch.stack([value.sum(), value.new_tensor(value.numel())])
 
 

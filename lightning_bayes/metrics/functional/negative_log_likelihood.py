@@ -15,7 +15,7 @@ from lightning_bayes.metrics.functional.mean import mean_compute, sum_and_count
 def negative_log_likelihood(
     probs: Tensor, target: Tensor, ignore_index: int | None = None, validate_args: bool = True
 ) -> Tensor:
-    """Mean negative log-likelihood of ``target`` ``[B, ...]`` under ``probs`` ``[B, C, ...]``.
+    """Mean negative log-likelihood of `target` `[B, ...]` under `probs` `[B, C, ...]`.
 
     >>> import torch
     >>> negative_log_likelihood(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 0]))

@@ -33,7 +33,7 @@ def ood_detection(
 ) -> dict[str, Tensor]:
     """AUROC, AUPR with either class as the positive one, and FPR at 95 % TPR. All NaN unless both classes are present.
 
-    With ``resolution`` the scores are first put into that many equal cells of ``score_range``.
+    With `resolution` the scores are first put into that many equal cells of `score_range`.
 
     >>> result = ood_detection(torch.tensor([-2.0, 0.0, 5.0, 40.0]), torch.tensor([False, False, True, False]))
     >>> {name: round(float(value), 4) for name, value in result.items()}
@@ -71,12 +71,12 @@ def _in_and_out(is_ood: Tensor) -> Tensor:
 
 
 def _exact_counts(rows: Tensor) -> Tensor:
-    """Number of in- and out-of-distribution inputs at each distinct score, ascending: ``[G, 2]``."""
+    """Number of in- and out-of-distribution inputs at each distinct score, ascending: `[G, 2]`."""
     return tie_sums(rows[:, 0], _in_and_out(rows[:, 1]))
 
 
 def _histogram_counts(rows: Tensor, resolution: int, score_range: tuple[float, float]) -> Tensor:
-    """The same numbers for each cell of a histogram: ``[resolution, 2]``."""
+    """The same numbers for each cell of a histogram: `[resolution, 2]`."""
     return cell_sums(rows[:, :1], _in_and_out(rows[:, 1:]), resolution, *score_range)[0]
 
 
@@ -98,6 +98,6 @@ def _ood_detection_compute(counts: Tensor) -> dict[str, Tensor]:
 
 
 def _average_precision(positive: Tensor, negative: Tensor) -> Tensor:
-    """Average precision from counts ``[G]`` in the order in which a falling threshold accepts them."""
+    """Average precision from counts `[G]` in the order in which a falling threshold accepts them."""
     precision = positive.cumsum(0) / (positive + negative).cumsum(0)  # [G]
     return (precision * positive).sum() / positive.sum()

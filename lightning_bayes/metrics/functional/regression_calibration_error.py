@@ -20,7 +20,7 @@ from lightning_bayes.metrics.functional.inputs import check_choice, check_count,
 def regression_calibration_error(
     mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, norm: Norm = "l1", validate_args: bool = True
 ) -> Tensor:
-    """Distance between the expected and the observed quantile levels of ``target`` under N(mean, variance).
+    """Distance between the expected and the observed quantile levels of `target` under N(mean, variance).
 
     >>> zeros, ones = torch.zeros(4), torch.ones(4)
     >>> regression_calibration_error(zeros, ones, torch.tensor([-3.0, -2.0, -1.0, 1.0]), n_bins=4)
@@ -35,7 +35,7 @@ def regression_calibration_error(
 def regression_calibration_curve(
     mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, validate_args: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Expected levels p_j and the observed shares p̂_j, both ``[n_bins - 1]``.
+    """Expected levels p_j and the observed shares p̂_j, both `[n_bins - 1]`.
 
     >>> zeros, ones = torch.zeros(4), torch.ones(4)
     >>> _, observed = regression_calibration_curve(zeros, ones, torch.tensor([-3.0, -2.0, -1.0, 1.0]), n_bins=4)

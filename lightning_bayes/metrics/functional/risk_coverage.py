@@ -17,7 +17,7 @@ from lightning_bayes.metrics.functional.inputs import score_inputs
 
 
 def risk_coverage(confidence: Tensor, correct: Tensor, validate_args: bool = True) -> Tensor:
-    """Area under the risk–coverage curve; larger ``confidence`` (any real number) is kept first.
+    """Area under the risk–coverage curve; larger `confidence` (any real number) is kept first.
 
     >>> risk_coverage(torch.tensor([0.9, 0.8, 0.7, 0.6]), torch.tensor([True, True, False, True]))
     tensor(0.1458, dtype=torch.float64)
@@ -26,7 +26,7 @@ def risk_coverage(confidence: Tensor, correct: Tensor, validate_args: bool = Tru
 
 
 def risk_coverage_curve(confidence: Tensor, correct: Tensor, validate_args: bool = True) -> tuple[Tensor, Tensor]:
-    """Coverage i/N and the risk at it, for i = 1..N, both ``[N]``.
+    """Coverage i/N and the risk at it, for i = 1..N, both `[N]`.
 
     >>> risk_coverage_curve(torch.tensor([0.9, 0.8, 0.8]), torch.tensor([True, True, False]))[1]
     tensor([0.0000, 0.2500, 0.3333], dtype=torch.float64)

@@ -4,14 +4,14 @@
 decay 0.1, 500 samples. All methods know the noise. The result is one picture, and a table of the negative
 log-likelihood and the coverage of the 95 % interval between the data (|x| < 4) and beyond them (4 < |x| < 6).
 
-The paper does not tell its batch size or its loss, and there is no public code. Two trainings take its place:
+The paper does not state its batch size or its loss, and has no public code. Here are two trainings:
 
 - "eq. (6)": full batches, squared error, a constant learning rate, 5,000 epochs; sampled weights. The precision is
   `v̂ + 1/λ + ε` as printed, and `v̂ + λ + ε` as meant: the prior's precision is λ = 0.1, not 10.
-- everything else: batches of 5, and a learning rate that falls to zero. A full batch has no gradient noise that could
-  tell a Fisher information (`scaling="dataset"` refuses it), and with batches of 5 a constant 0.1 ends anywhere, often
-  with most units dead. By default as many steps as the paper has epochs; with --paper as many epochs, and so four
-  times the steps.
+- everything else: batches of 5, and a learning rate that falls to zero. A full batch has no gradient noise from which
+  to estimate a Fisher information (`scaling="dataset"` refuses it). With batches of 5 a constant 0.1 often ends with
+  most units dead. By default as many steps as the paper has epochs; with --paper as many epochs, and so four times the
+  steps.
 
 "L2M" is the package's default: calibrated scaling, linearised network, the prior of AdamW's weight decay. HMC and both
 post-hoc Laplace posteriors have the prior N(0, 1) on every weight. The ensembles share their five members.
@@ -45,8 +45,8 @@ LIKELIHOOD = Gaussian(noise_std=NOISE)
 Method = Callable[[Tensor], Prediction]
 NOTE = """
 "L2M, sampled" is L2M by weight samples, and too wide for the picture: units that no data point switches on have no
-gradient, and nothing but the prior of weight decay, N·wd/c = 0.1, holds their weights. The linearised network hardly
-notices. Eq. (6) as meant suffers from the same; as printed, its slip of 1/λ = 10 holds every weight to ± 0.3."""
+gradient, and only the prior of weight decay, N·wd/c = 0.1, holds their weights. This hardly affects the linearised
+network. Eq. (6) as meant has the same problem; as printed, its slip of 1/λ = 10 holds every weight to ± 0.3."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,9 @@ def make_methods(data: Cubic, arguments: argparse.Namespace) -> dict[str, Method
 def judge(method: Method, data: Cubic) -> dict[str, float]:
     row = {}
     for where, (x, y) in (("between", data.between), ("beyond", data.beyond)):
-        found = method(x)
-        row[f"NLL {where}"] = float(metrics.functional.gaussian_nll(found.mean, found.variance, y))
-        row[f"coverage {where}"] = float(metrics.functional.interval_coverage(found.mean, found.variance, y))
+        prediction = method(x)
+        row[f"NLL {where}"] = float(metrics.functional.gaussian_nll(prediction.mean, prediction.variance, y))
+        row[f"coverage {where}"] = float(metrics.functional.interval_coverage(prediction.mean, prediction.variance, y))
     return row
 
 
@@ -324,8 +324,9 @@ def save_picture(methods: dict[str, Method], rows: dict[str, dict[str, float]], 
     figure.get_layout_engine().set(h_pad=0.08, w_pad=0.06)
     axes = figure.subplots(3, 4, sharex=True, sharey=True).flatten()
     for ax, (name, method) in zip(axes, methods.items(), strict=False):
-        found = method(x)
-        mean, σ, total = (t.squeeze(1) for t in (found.mean, found.epistemic.sqrt(), found.variance.sqrt()))
+        prediction = method(x)
+        mean, σ, total = prediction.mean, prediction.epistemic.sqrt(), prediction.variance.sqrt()
+        mean, σ, total = (t.squeeze(1) for t in (mean, σ, total))
         for k, tint in ((3, "#fbdccb"), (2, "#f4b08d"), (1, "#e5814f")):
             ax.fill_between(line, mean - k * σ, mean + k * σ, color=tint, linewidth=0, label=f"± {k} σ of f")
         for side in (-2, 2):

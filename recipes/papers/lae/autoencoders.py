@@ -1,11 +1,11 @@
-"""Autoencoders and the ways to be unsure about them that the Laplacian autoencoder is compared with (Miani et al.,
-"Laplacian autoencoders for learning stochastic representations", section 5 and appendix A).
+"""Autoencoders, and the methods that the Laplacian autoencoder is compared with (Miani et al., "Laplacian autoencoders
+for learning stochastic representations", section 5 and appendix A).
 
 Every method is a `Method`: it draws networks, and has the moments of their latent points and reconstructions. All train
 with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior has. Where the authors'
-code does otherwise than the paper says, this does as the paper says: the loss is that of the Hessian (theirs is a mean
-over pixels), the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor
-½, and the prior does not decay.
+code differs from their paper, this follows the paper: the loss is that of the Hessian (theirs is a mean over pixels),
+the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor ½, and the
+prior does not decay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
-from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from lightning_bayes.predictive import Reconstruction, decode
 from recipes.papers.lae.common import PAPER, Data, Settings
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
@@ -166,9 +166,9 @@ def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> 
 
 
 def memory(n: int, settings: Settings) -> dict[str, float]:
-    """The paper's memory, for fewer images. It forgets a part α at every step: it lasts for some epochs, and is as
-    sharp as the Hessian of N/α images. With n = N/s images an epoch is shorter by s, so that the same number of epochs
-    has the factor sα, and the Hessian is that of n/(sα) images, which s² makes up for. The precision starts at the
+    """The paper's memory, for fewer images. It forgets a fraction α at every step: it lasts for some epochs, and is as
+    sharp as the Hessian of N/α images. With n = N/s images an epoch is shorter by s, so the same number of epochs has
+    the factor sα. The Hessian is then that of n/(sα) images, which the scale s² corrects. The precision starts at the
     number of images, as in the authors' code. With the paper's own factor a short training would never forget that
     start, and nearly every weight would have the same variance."""
     s = PAPER.n_train / n
@@ -228,7 +228,9 @@ class Several(Method):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             z = torch.stack([module.encoder(x) for module in chosen])  # [n, B, 2]
-            f = torch.stack([module.decoder(each) for module, each in zip(chosen, z, strict=True)])  # [n, B, 1, H, W]
+            f = torch.stack(
+                [module.decoder(latent) for module, latent in zip(chosen, z, strict=True)]
+            )  # [n, B, 1, H, W]
         return _with_moments(z, f)
 
 
@@ -244,8 +246,8 @@ class Variational(Method):
         noise = torch.randn(n, *μ.shape, generator=torch.Generator().manual_seed(seed))
         z = μ + (0.5 * log_σ2).exp() * noise  # [n, B, 2]
         f, log_s2 = (t.unflatten(0, (n, len(x))) for t in self.module.decode(z.flatten(0, 1)))
-        found = _with_moments(z, f)
-        return replace(found, variance=found.variance + log_s2.exp().mean(0), latent_variance=log_σ2.exp())
+        moments = _with_moments(z, f)
+        return replace(moments, variance=moments.variance + log_s2.exp().mean(0), latent_variance=log_σ2.exp())
 
     @torch.no_grad()
     def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
@@ -260,9 +262,9 @@ class Laplacian(Method):
         return self.posterior.reconstruct(x, n, torch.Generator().manual_seed(seed), keep_samples=True)
 
     def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
-        found = decode(self.posterior, z, n, torch.Generator().manual_seed(seed)).variance
-        assert found is not None
-        return found
+        variance = decode(self.posterior, z, n, torch.Generator().manual_seed(seed)).variance
+        assert variance is not None
+        return variance
 
 
 def _with_moments(z: Tensor, f: Tensor) -> Reconstruction:
@@ -287,5 +289,5 @@ def train_all(
     say("trained the VAE and the MC-AE")
     lae = online(data, settings, output, conv)
     say("trained the online LAE")
-    found = (Several(members[:1]), Variational(vae), Several([dropout], dropout=True), Several(members))
-    return dict(zip(METHODS, (*found, Laplacian(posterior), Laplacian(lae)), strict=True))
+    others = (Several(members[:1]), Variational(vae), Several([dropout], dropout=True), Several(members))
+    return dict(zip(METHODS, (*others, Laplacian(posterior), Laplacian(lae)), strict=True))

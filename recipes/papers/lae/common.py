@@ -38,7 +38,7 @@ class Settings:
     pixels: int = 28  # a side of the image; fewer by averaging
     width: int = 512  # of the linear net's first layer; convolutions have an eighth as many channels
     hessian: str = "approx"
-    memory_factor: float = 1e-3  # of the authors' configurations; for 55,000 images, whatever their number here
+    memory_factor: float = 1e-3  # of the authors' configurations, for 55,000 images; `memory` scales it
     average: bool = False
     seed: int = 0
 
@@ -78,7 +78,7 @@ def read_data(name: str, folder: Path, output: Path, settings: Settings) -> Data
 
 
 def read_outside(name: str, folder: Path, output: Path, settings: Settings) -> Tensor:
-    """Test images of another dataset, of which nothing else need be there.  # [N, 1, H, W]"""
+    """Test images of another dataset; its training images are not needed.  # [N, 1, H, W]"""
     file = folder / name / "raw" / "t10k-images-idx3-ubyte"
     packed = file.with_name(f"{file.name}.gz")
     if not file.exists() and not packed.exists():
@@ -104,17 +104,17 @@ def parse(description: str, name: str, default: Settings, paper: Settings) -> tu
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:
     """Every setting is an option."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--paper", action="store_true", help="the paper's network, data and training; wants a GPU")
-    found.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help=f"torchvision's folder, or set {VARIABLE}")
-    found.add_argument("--output", type=Path, default=Path("outputs/papers/lae") / name)
-    for each in fields(Settings):
-        option = f"--{each.name.replace('_', '-')}"
-        if isinstance(each.default, bool):
-            found.add_argument(option, action="store_true", default=None)
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--paper", action="store_true", help="the paper's network, data and training; wants a GPU")
+    options.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help=f"torchvision's folder, or set {VARIABLE}")
+    options.add_argument("--output", type=Path, default=Path("outputs/papers/lae") / name)
+    for setting in fields(Settings):
+        option = f"--{setting.name.replace('_', '-')}"
+        if isinstance(setting.default, bool):
+            options.add_argument(option, action="store_true", default=None)
         else:
-            found.add_argument(option, type=type(each.default))
-    return found
+            options.add_argument(option, type=type(setting.default))
+    return options
 
 
 def chosen_settings(arguments: argparse.Namespace, default: Settings, paper: Settings) -> Settings:

@@ -85,7 +85,7 @@ def train_classifier(data: Data, settings: Settings) -> Classifier:
 
 
 def hide(x: Tensor, seed: int, everything: bool = False) -> tuple[Tensor, Tensor]:
-    """The image with noise from 0 to 1 in place of its upper half (or of everything), and where it was observed."""
+    """The image with noise from 0 to 1 instead of its upper half (or of everything), and where it was observed."""
     observed = torch.zeros_like(x, dtype=torch.bool)
     if not everything:
         observed[..., x.shape[-2] // 2 :, :] = True
@@ -112,8 +112,8 @@ def generate(method: Method, settings: Settings, n: int = BATCH) -> Tensor:
 @torch.no_grad()
 def judge(classifier: Classifier, images: Tensor, x: Tensor | None, y: Tensor) -> list[float | None]:
     """Of several imputations `[S, B, 1, H, W]` of the images `x`."""
-    each = classifier(images.flatten(0, 1)).softmax(1).unflatten(0, images.shape[:2])  # [S, B, 10]
-    probs = each.mean(0)
+    probs_of_each = classifier(images.flatten(0, 1)).softmax(1).unflatten(0, images.shape[:2])  # [S, B, 10]
+    probs = probs_of_each.mean(0)
     norms: tuple[Any, ...] = ("l1", "max", "l2")
     calibration = [float(metrics.functional.calibration_error(probs, y, n_bins=10, norm=norm)) for norm in norms]
     accuracy = float((probs.argmax(1) == y).float().mean())
@@ -121,7 +121,7 @@ def judge(classifier: Classifier, images: Tensor, x: Tensor | None, y: Tensor) -
         return [None, None, accuracy, *calibration, None]
     mse = (x - images.mean(0)).square().flatten(1).sum(1).mean()
     log_p = -(x - images).square().flatten(2).sum(2).mean()
-    return [float(mse), float(log_p), accuracy, *calibration, float(digits(each).float().mean())]
+    return [float(mse), float(log_p), accuracy, *calibration, float(digits(probs_of_each).float().mean())]
 
 
 def digits(probs: Tensor) -> Tensor:
@@ -188,11 +188,11 @@ def figure_11(methods: dict[str, Method], data: Data, settings: Settings) -> Fig
     figure = Figure(figsize=(4.6 * len(SHOWN), 4.6), layout="constrained", dpi=110)
     for panel, name in zip(figure.subfigures(1, len(SHOWN), wspace=0.06), SHOWN, strict=True):
         imputed = impute(methods[name], hidden, observed, settings.seed)  # [5, 4, ...]
-        rows_of_noise = zip(noise.split(1), nothing.split(1), (2, 4), strict=True)  # each with networks of its own
+        rows_of_noise = zip(noise.split(1), nothing.split(1), (2, 4), strict=True)  # each with its own networks
         generated = torch.cat([impute(methods[name], x, o, settings.seed + i) for x, o, i in rows_of_noise], 1)
         seen = torch.where(observed, chosen, 0.5)
-        rows = [[a, b, *each] for a, b, each in zip(chosen, seen, imputed.transpose(0, 1), strict=True)]
-        rows += [[None, a, *each] for a, each in zip(noise, generated.transpose(0, 1), strict=True)]
+        rows = [[a, b, *images] for a, b, images in zip(chosen, seen, imputed.transpose(0, 1), strict=True)]
+        rows += [[None, a, *images] for a, images in zip(noise, generated.transpose(0, 1), strict=True)]
         axes = panel.subplots(len(rows), 2 + STAGE)
         for line, row in zip(axes, rows, strict=True):
             for ax, image in zip(line, row, strict=False):

@@ -7,9 +7,9 @@ learning stochastic representations").
 
 One autoencoder is trained as usual and gets its posterior afterwards (post-hoc), by the KFAC, the exact and the
 approximate diagonal Hessian; others are trained at samples of their posterior (online), with the exact and the
-approximate diagonal. Each is asked for the squared error of the mean reconstruction, and for the log-likelihood of a
-sampled network, averaged over the samples. The exact diagonal costs as many backward passes as there are pixels, which
-is why the default has few of them. Results go to outputs/papers/lae/mnist/.
+approximate diagonal. The table has the squared error of the mean reconstruction, and the log-likelihood of a
+sampled network, averaged over the samples. The exact diagonal costs a backward pass per pixel, so the default has few
+pixels. Results go to outputs/papers/lae/mnist/.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def train(data: Data, settings: Settings, output: Path, say: Callable[[str], Non
     """Every row of the table, and the VAE of figure 1."""
     seed(settings.seed)
     module = fit(LitAutoencoder(settings), data, settings, output)
-    found: dict[str, Method] = {"AE": Several([module])}
+    methods: dict[str, Method] = {"AE": Several([module])}
     say("trained the autoencoder")
-    found["post-hoc KFAC"] = Laplacian(kfac(module, data, settings))
+    methods["post-hoc KFAC"] = Laplacian(kfac(module, data, settings))
     for hessian in hessians(settings):
-        found[f"post-hoc {hessian}"] = Laplacian(post_hoc(module, data, hessian))
+        methods[f"post-hoc {hessian}"] = Laplacian(post_hoc(module, data, hessian))
     say("fitted the post-hoc posteriors")
     for hessian in hessians(settings):
-        found[f"online {hessian}"] = Laplacian(online(data, replace(settings, hessian=hessian), output))
+        methods[f"online {hessian}"] = Laplacian(online(data, replace(settings, hessian=hessian), output))
         say(f"trained the online LAE with the {hessian} Hessian")
     seed(settings.seed)
-    found["VAE"] = Variational(fit(LitVAE(settings), data, settings, output).eval())
+    methods["VAE"] = Variational(fit(LitVAE(settings), data, settings, output).eval())
     say("trained the VAE")
-    return found
+    return methods
 
 
 def hessians(settings: Settings) -> list[str]:
@@ -85,19 +85,19 @@ def kfac(module: LitAutoencoder, data: Data, settings: Settings) -> Any:
 
 def judge(method: Method, data: Data, settings: Settings) -> dict[str, float]:
     x, _ = data.test.tensors
-    found = method.moments(x, settings.samples, settings.seed)
-    assert found.mean is not None
-    assert found.variance is not None
-    assert found.latent_mean is not None
-    assert found.latent_variance is not None
-    mse = (x - found.mean).square().flatten(1).sum(1).mean()
+    moments = method.moments(x, settings.samples, settings.seed)
+    assert moments.mean is not None
+    assert moments.variance is not None
+    assert moments.latent_mean is not None
+    assert moments.latent_variance is not None
+    mse = (x - moments.mean).square().flatten(1).sum(1).mean()
     # Averaged over the samples, the error of a sampled network is that of the mean plus the variance.
-    spread = 0.0 if isinstance(method, Variational) else found.variance.flatten(1).sum(1).mean()
-    latent = found.latent_variance.mean().sqrt() / found.latent_mean.std(0).mean()
+    spread = 0.0 if isinstance(method, Variational) else moments.variance.flatten(1).sum(1).mean()
+    latent = moments.latent_variance.mean().sqrt() / moments.latent_mean.std(0).mean()
     row = {"MSE": float(mse), "log p(x)": -float(mse + spread), "latent σ": float(latent)}
     if isinstance(method, Several):
         return row | {"far / near": float("nan")}
-    return row | {"far / near": growth(method, found.latent_mean[:BATCH], settings)}
+    return row | {"far / near": growth(method, moments.latent_mean[:BATCH], settings)}
 
 
 def growth(method: Method, z: torch.Tensor, settings: Settings) -> float:
@@ -111,26 +111,26 @@ def growth(method: Method, z: torch.Tensor, settings: Settings) -> float:
 
 def claims(rows: dict[str, dict[str, float]], names: list[str]) -> list[Claim]:
     """Of section 5 on table 2, and of figure 1."""
-    found = []
+    statements = []
     if len(names) == 2:
         for kind in ("post-hoc", "online"):
             a, b = (rows[f"{kind} {name}"] for name in names)
             alike = all(abs(a[key] / b[key] - 1) <= ALIKE for key in ("MSE", "log p(x)"))
             numbers = ", ".join(f"{key} {a[key]:.2f} and {b[key]:.2f}" for key in ("MSE", "log p(x)"))
-            found.append(Claim(f"{kind}, exact and approximate diagonal are alike, ± {ALIKE:.0%}", alike, numbers))
+            statements.append(Claim(f"{kind}, exact and approximate diagonal are alike, ± {ALIKE:.0%}", alike, numbers))
     for name in names:
         after, during, plain = rows[f"post-hoc {name}"], rows[f"online {name}"], rows["AE"]["MSE"]
         worse = after["MSE"] / plain - 1
         text = f"post-hoc {name}: the mean reconstruction is good (MSE at most {2 * ALIKE:.0%} above the AE's)"
-        found.append(Claim(text, worse <= 2 * ALIKE, f"{after['MSE']:.2f}, AE {plain:.2f}"))
+        statements.append(Claim(text, worse <= 2 * ALIKE, f"{after['MSE']:.2f}, AE {plain:.2f}"))
         text = f"online {name}: sampled networks reconstruct much better than post-hoc ones"
         numbers = f"log p(x) {during['log p(x)']:.2f} and {after['log p(x)']:.2f}"
-        found.append(Claim(text, during["log p(x)"] > after["log p(x)"], numbers))
+        statements.append(Claim(text, during["log p(x)"] > after["log p(x)"], numbers))
         for kind in ("post-hoc", "online"):
             ratio = rows[f"{kind} {name}"]["far / near"]
-            found.append(Claim(f"{kind} {name}: σ grows away from the data", ratio > 1, f"far / near {ratio:.2f}"))
+            statements.append(Claim(f"{kind} {name}: σ grows away from the data", ratio > 1, f"far / near {ratio:.2f}"))
     ratio = rows["VAE"]["far / near"]
-    return [*found, Claim("a VAE's σ does not grow away from the data", ratio <= 1, f"far / near {ratio:.2f}")]
+    return [*statements, Claim("a VAE's σ does not grow away from the data", ratio <= 1, f"far / near {ratio:.2f}")]
 
 
 def main() -> None:

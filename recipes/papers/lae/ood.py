@@ -105,16 +105,16 @@ def chosen(n: int, settings: Settings, pair: Pair) -> str:
 
 def measure(method: Method, x: Tensor, settings: Settings) -> dict[str, Tensor]:
     """Squared error and standard deviations of every image.  # each [N]"""
-    found: dict[str, list[Tensor]] = {"error": [], "latent σ": [], "output σ": []}
+    measured: dict[str, list[Tensor]] = {"error": [], "latent σ": [], "output σ": []}
     for part in x.split(BATCH):
         drawn = method.draw(part, settings.samples, settings.seed)
         assert drawn.samples is not None
         assert drawn.variance is not None
         assert drawn.latent_variance is not None
-        found["error"].append((drawn.samples - part).square().flatten(2).sum(2).mean(0))
-        found["latent σ"].append((drawn.latent_variance + 1e-5).sqrt().sum(1))
-        found["output σ"].append((drawn.variance + 1e-5).sqrt().flatten(1).sum(1))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        measured["error"].append((drawn.samples - part).square().flatten(2).sum(2).mean(0))
+        measured["latent σ"].append((drawn.latent_variance + 1e-5).sqrt().sum(1))
+        measured["output σ"].append((drawn.variance + 1e-5).sqrt().flatten(1).sum(1))
+    return {name: torch.cat(parts) for name, parts in measured.items()}
 
 
 def scores_of(method: Method, data: Data, outside: Tensor, settings: Settings) -> Scores:
@@ -122,11 +122,11 @@ def scores_of(method: Method, data: Data, outside: Tensor, settings: Settings) -
     some = data.train.tensors[0][: len(data.test)]  # as many as there are test images
     typical = measure(method, some, settings)["error"].mean()
     both = [measure(method, x, settings) for x in (data.test.tensors[0], outside)]
-    found = {"log-likelihood": tuple(each["error"] for each in both)}
-    found["typicality"] = tuple((each["error"] - typical).abs() for each in both)
+    scores = {"log-likelihood": tuple(measured["error"] for measured in both)}
+    scores["typicality"] = tuple((measured["error"] - typical).abs() for measured in both)
     if method.stochastic:
-        found |= {name: tuple(each[name] for each in both) for name in SCORES[2:]}
-    return found  # type: ignore[return-value]
+        scores |= {name: tuple(measured[name] for measured in both) for name in SCORES[2:]}
+    return scores  # type: ignore[return-value]
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -152,21 +152,25 @@ def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 def claims(rows: dict[str, dict[str, Any]], pair: Pair) -> list[Claim]:
     """Of section 5 on figures 9 and 10, and of the run that the authors' repository stores."""
     lae = rows["LAE (online)"]
-    found = [beats("LAE (online)", {name: row[score] for name, row in rows.items()}, score) for score in SCORES[:2]]
+    statements = []
+    for score in SCORES[:2]:
+        statements.append(beats("LAE (online)", {name: row[score] for name, row in rows.items()}, score))
     for score in SCORES[2:]:
         text = f"{score} of the online LAE tells the two sets apart, AUROC > {TOLD_APART}"
-        found.append(Claim(text, lae[score] > TOLD_APART, f"{lae[score]:.3f}"))
+        statements.append(Claim(text, lae[score] > TOLD_APART, f"{lae[score]:.3f}"))
     better = {name: rows[name]["output σ"] for name in ("LAE (online)", "LAE (post-hoc)", "VAE", "MC-AE")}
     numbers = ", ".join(f"{name} {value:.3f}" for name, value in better.items())
-    found.append(Claim("both LAE do so better than VAE and MC-AE", _first_two_best(better), f"output σ: {numbers}"))
-    dropout = rows["MC-AE"]["output σ"]
-    found.append(Claim("with dropout output σ is larger inside than outside", dropout < 0.5, f"AUROC {dropout:.3f}"))
+    text = "both LAE do so better than VAE and MC-AE"
+    statements.append(Claim(text, _first_two_best(better), f"output σ: {numbers}"))
+    dropout, text = rows["MC-AE"]["output σ"], "with dropout output σ is larger inside than outside"
+    statements.append(Claim(text, dropout < 0.5, f"AUROC {dropout:.3f}"))
     if pair is PAIRS["mnist-kmnist"]:
         stored = STORED_RUNS["LAE (online)"]
         same = all(abs(lae[score] - value) <= AS_STORED for score, value in zip(SCORES, stored, strict=True))
         text = f"the online LAE's four AUROC are the authors', ± {AS_STORED}"
-        found.append(Claim(text, same, ", ".join(f"{lae[s]:.3f} – {v}" for s, v in zip(SCORES, stored, strict=True))))
-    return found
+        numbers = ", ".join(f"{lae[score]:.3f} – {value}" for score, value in zip(SCORES, stored, strict=True))
+        statements.append(Claim(text, same, numbers))
+    return statements
 
 
 def _first_two_best(values: dict[str, float]) -> bool:
@@ -177,26 +181,26 @@ def _first_two_best(values: dict[str, float]) -> bool:
 def figure_9(scores: dict[str, Scores]) -> Figure:
     figure = Figure(figsize=(9.5, 6.3), layout="constrained", dpi=110)
     for ax, name in zip(figure.subplots(1, 2), SCORES[2:], strict=True):
-        for method, found in scores.items():
-            if name in found:
+        for method, of_method in scores.items():
+            if name in of_method:
                 look = {key: LOOKS[method][key] for key in ("color", "linestyle")}
-                label = f"{method}: {auroc(*found[name]):.3f}"
-                ax.plot(*roc(*found[name]), label=label, linewidth=2.4 if method == "LAE (online)" else 1.4, **look)
+                label = f"{method}: {auroc(*of_method[name]):.3f}"
+                ax.plot(*roc(*of_method[name]), label=label, linewidth=2.4 if method == "LAE (online)" else 1.4, **look)
         ax.plot([0, 1], [0, 1], color="black", linewidth=0.6)
         ax.set(title=name, xlabel="false positive rate", ylabel="true positive rate", aspect="equal")
-        # Below the axes: there is no corner that some curve does not go through.
+        # Below the axes, because some curve goes through every corner.
         ax.legend(fontsize=8, title="AUROC", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     return figure
 
 
 def figure_10(scores: dict[str, Scores], pair: Pair) -> Figure:
-    shown = {method: found["output σ"] for method, found in scores.items() if "output σ" in found}
+    shown = {method: both["output σ"] for method, both in scores.items() if "output σ" in both}
     figure = Figure(figsize=(3.9 * len(shown), 3.4), layout="constrained", dpi=110)
-    for ax, (method, found) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
-        score, is_ood = joined(*found)
+    for ax, (method, both) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
+        score, is_ood = joined(*both)
         plots.ood_histogram(score.log10(), is_ood, n_bins=30, ax=ax)
         ax.set(title=method, xlabel="log₁₀ of the output σ, summed over pixels")
-        title = f"AUROC = {auroc(*found):.3f}"
+        title = f"AUROC = {auroc(*both):.3f}"
         ax.legend([pair.inside, pair.outside], loc="upper left", ncols=2, fontsize=7, title=title, title_fontsize=8)
     return figure
 
@@ -217,10 +221,10 @@ def main() -> None:
     methods = train_all(data, settings, arguments.output, conv=pair.conv, say=say)
     scores = {name: scores_of(method, data, outside, settings) for name, method in methods.items()}
     rows: dict[str, dict[str, Any]] = {}
-    for name, found in scores.items():
-        row: dict[str, Any] = {"error": float(found["log-likelihood"][0].mean())}
-        row |= {score: auroc(*found[score]) if score in found else None for score in SCORES}
-        row["FPR95"] = detection(*found["output σ"])["fpr95"] if "output σ" in found else None
+    for name, of_method in scores.items():
+        row: dict[str, Any] = {"error": float(of_method["log-likelihood"][0].mean())}
+        row |= {score: auroc(*of_method[score]) if score in of_method else None for score in SCORES}
+        row["FPR95"] = detection(*of_method["output σ"])["fpr95"] if "output σ" in of_method else None
         rows[name] = row
     say("scored")
 

@@ -37,16 +37,16 @@ def figure_1(methods: dict[str, Method], data: Data, settings: Settings) -> Figu
     panels = figure.subfigures(1, len(methods))
     x, y = (t[:POINTS] for t in data.test.tensors)
     for panel, (name, method) in zip(panels, methods.items(), strict=True):
-        found = method.moments(x, settings.samples, settings.seed)
+        moments = method.moments(x, settings.samples, settings.seed)
         grid = panel.add_gridspec(3, 4)
         ax = panel.add_subplot(grid[:, :3])
-        z = found.latent_mean
+        z = moments.latent_mean
         assert z is not None
         _heat_map(panel, ax, method, z, settings)
         _points(ax, z, y, size=7)
         ax.set(title=name, xticks=[], yticks=[])
         ax.legend(handles=_digits(), ncols=10, loc="lower center", fontsize=7, handletextpad=-0.5, columnspacing=0.1)
-        shown = (x[0], found.mean, found.variance)
+        shown = (x[0], moments.mean, moments.variance)
         for row, (what, image) in enumerate(zip(("image", "mean", "std"), shown, strict=True)):
             image = image if row == 0 else image[0]  # type: ignore[index]
             _image(panel.add_subplot(grid[row, 3]), image.sqrt() if row == 2 else image, what, ink=row < 2)
@@ -61,17 +61,17 @@ def figure_8(methods: dict[str, Method], data: Data, settings: Settings) -> Figu
     figure = Figure(figsize=(2.3 + 1.35 * (columns - 1), 1.75 * len(methods)), layout="constrained", dpi=110)
     axes = figure.subplots(len(methods), columns, width_ratios=[1.6] + [1] * (columns - 1), squeeze=False)
     for row, (name, method) in zip(axes, methods.items(), strict=True):
-        found = method.moments(x, settings.samples, settings.seed)
-        assert found.latent_mean is not None
-        assert found.latent_variance is not None
-        assert found.mean is not None
-        assert found.variance is not None
+        moments = method.moments(x, settings.samples, settings.seed)
+        assert moments.latent_mean is not None
+        assert moments.latent_variance is not None
+        assert moments.mean is not None
+        assert moments.variance is not None
         some = slice(BARS)  # more would cover each other
-        _points(row[0], found.latent_mean[some], y[some], 5, found.latent_variance[some].sqrt())
+        _points(row[0], moments.latent_mean[some], y[some], 5, moments.latent_variance[some].sqrt())
         row[0].set(xticks=[], yticks=[], ylabel=name)
         for place, index in enumerate(chosen):
-            _image(row[1 + 2 * place], found.mean[index], f"{int(y[index])}: mean", ink=True)
-            _image(row[2 + 2 * place], found.variance[index].sqrt(), "std", ink=False)
+            _image(row[1 + 2 * place], moments.mean[index], f"{int(y[index])}: mean", ink=True)
+            _image(row[2 + 2 * place], moments.variance[index].sqrt(), "std", ink=False)
     axes[0, 0].set_title("latent mean ± σ", fontsize=9)
     return figure
 

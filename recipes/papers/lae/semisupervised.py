@@ -7,8 +7,8 @@ representations").
 Autoencoders learn from images without labels. Then 1 to 100 images of each class get their labels, all from the
 validation set, and K-nearest neighbours in latent space classify the rest of it (appendix A.4). A stochastic encoder
 writes every labelled image 100 times, and so says how far its label reaches. K is chosen by two-fold cross-validation
-on the labelled images: all copies of an image are in the same fold, since they would give each other away (with one
-label per class there is nothing to leave out, and K is 1). Five repeats. Results go to
+on the labelled images. All copies of an image are in the same fold, because they would give each other away. (With
+one label per class there is nothing to leave out, and K is 1.) Five repeats. Results go to
 outputs/papers/lae/semisupervised/.
 """
 
@@ -73,33 +73,34 @@ def hits(z: Tensor, y: Tensor, known: Tensor, asked: Tensor, neighbours: tuple[i
     possible = [K for K in neighbours if len(points) >= K]
     _, nearest = KDTree(points.numpy()).query(z[:, asked].mean(0).numpy(), k=max(possible))
     classes = labels[torch.from_numpy(nearest)]  # [N, K]
-    found = {}
+    shares = {}
     for K in possible:
         votes = torch.zeros(len(asked), int(y.max()) + 1).scatter_add_(1, classes[:, :K], torch.ones(len(asked), K))
-        found[K] = float((votes.argmax(1) == y[asked]).float().mean())
-    return found
+        shares[K] = float((votes.argmax(1) == y[asked]).float().mean())
+    return shares
 
 
 def claims(results: dict[str, Tensor], labels: list[int]) -> list[Claim]:
     """Of section 5 on figure 12. That the AE is better in the end is beyond a hundred labels."""
     lae, ae = (results[name].mean(1) for name in ("LAE (online)", "AE"))  # [labels]
     others = {name: r.mean(1) for name, r in results.items() if not name.startswith("LAE")}
-    found = []
+    statements = []
     for i, n in enumerate(labels):
         if n <= 20:
             best = max(others, key=lambda name: float(others[name][i]))
             text = f"with {n} label{'s' if n > 1 else ''} per class the LAE is better than all others"
-            found.append(Claim(text, bool(lae[i] > others[best][i]), f"{lae[i]:.3f}; {best}: {others[best][i]:.3f}"))
+            numbers = f"{lae[i]:.3f}; {best}: {others[best][i]:.3f}"
+            statements.append(Claim(text, bool(lae[i] > others[best][i]), numbers))
     holds = bool((lae[-1] - ae[-1]).abs() <= ALIKE)
     text = f"with {labels[-1]} labels per class AE and LAE are alike, ± {ALIKE}"
-    return [*found, Claim(text, holds, f"LAE {lae[-1]:.3f}, AE {ae[-1]:.3f}")]
+    return [*statements, Claim(text, holds, f"LAE {lae[-1]:.3f}, AE {ae[-1]:.3f}")]
 
 
 def figure_12(results: dict[str, Tensor], labels: list[int]) -> Figure:
     figure = Figure(figsize=(6.4, 4.4), layout="constrained", dpi=110)
     ax = figure.subplots()
-    for name, found in results.items():
-        mean, std = found.mean(1), found.std(1, correction=0)
+    for name, accuracies in results.items():
+        mean, std = accuracies.mean(1), accuracies.std(1, correction=0)
         ax.plot(labels, mean, markersize=5, linewidth=2.2 if "LAE" in name else 1.3, label=name, **LOOKS[name])
         ax.fill_between(labels, mean - std, mean + std, color=LOOKS[name]["color"], alpha=0.12, linewidth=0)
     ax.set(xscale="log", xlabel="labels per class", ylabel="accuracy of K-nearest neighbours in latent space")
@@ -121,11 +122,11 @@ def main() -> None:
         if name == "AE ensemble":
             continue  # five latent spaces that have nothing to do with each other
         z = embed(method, x, settings)
-        found = []
+        accuracies = []
         for n in labels:
             generator = torch.Generator().manual_seed(settings.seed)  # the same labelled images for every method
-            found.append([accuracy(z, y, n, generator) for _ in range(REPEATS)])
-        results[name] = torch.tensor(found)  # [labels, repeats]
+            accuracies.append([accuracy(z, y, n, generator) for _ in range(REPEATS)])
+        results[name] = torch.tensor(accuracies)  # [labels, repeats]
     say("classified")
 
     print(

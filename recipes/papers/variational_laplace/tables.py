@@ -188,12 +188,12 @@ def run(method: str, beta: float, multiplier: float, images: Images, settings: S
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(images.train, settings.batch, shuffle=True))
-    (found,) = trainer.test(module, DataLoader(images.test, 500), verbose=False)
+    (logged,) = trainer.test(module, DataLoader(images.test, 500), verbose=False)
     done = Run(method, beta, multiplier, elbo=watch.elbo, seconds=min(watch.seconds))
-    at_mean = {score: found[f"test_{score}"] for score in SCORES}  # the module's own, at its own weights
+    at_mean = {score: logged[f"test_{score}"] for score in SCORES}  # the module's own, at its own weights
     done.scores["VI (mean)" if method == "VI" else method] = at_mean
     if method == "VI":
-        done.scores["VI (10 samples)"] = {score: found[f"test_{score}_vi"] for score in SCORES}
+        done.scores["VI (10 samples)"] = {score: logged[f"test_{score}_vi"] for score in SCORES}
     return done
 
 
@@ -212,8 +212,8 @@ def plan(settings: Settings) -> list[tuple[str, float, float]]:
 def best(runs: list[Run], row: str, score: str, settings: Settings) -> tuple[float, float]:
     """The best value over β and the β that gave it; chosen on the test images, as in the paper."""
     swept = [r for r in runs if row in r.scores and r.multiplier == settings.multiplier and r.beta in settings.betas]
-    found = [(r.scores[row][score], r.beta) for r in swept]
-    return max(found) if score == "acc" else min(found)
+    values = [(r.scores[row][score], r.beta) for r in swept]
+    return max(values) if score == "acc" else min(values)
 
 
 def table_1(runs: list[Run], dataset: str, settings: Settings) -> str:
@@ -314,10 +314,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help=f"torchvision's folder, or set {VARIABLE}")
     parser.add_argument("--output", type=Path, default=Path("outputs/papers/variational_laplace"))
     lists = ("betas", "multipliers", "early_stopping_betas")
-    for each in fields(Settings):
-        kind = float if each.name in ("lr", *lists) else int
-        several: dict[str, Any] = {"nargs": "+"} if each.name in lists else {}
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, **several)
+    for setting in fields(Settings):
+        kind = float if setting.name in ("lr", *lists) else int
+        several: dict[str, Any] = {"nargs": "+"} if setting.name in lists else {}
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, **several)
     arguments = parser.parse_args()
     given = {f.name: v for f in fields(Settings) if (v := getattr(arguments, f.name)) is not None}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -1,13 +1,11 @@
 """The recipes on Laplacian autoencoders as a user runs them, on small images in torchvision's own layout; and parts."""
 
 import csv
-import gzip
 import importlib
 import io
 import logging
 import math
 import os
-import struct
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.image_files import OFFLINE, write_idx
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -25,19 +24,11 @@ from lightning_bayes import Gaussian, fit_laplace
 
 ROOT, LAE = Path(__file__).parents[3], "recipes.papers.lae"
 PNG = b"\x89PNG\r\n\x1a\n"
-OFFLINE = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "HTTP", "HTTPS")} | {"no_proxy": ""}
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 TINY = ["--n-train", "300", "--n-valid", "100", "--n-test", "150", "--pixels", "8", "--width", "32", "--batch", "30"]
 TINY += ["--lr", "0.01", "--epochs", "6", "--samples", "8"]
 
 Rows = dict[str, dict[str, str]]
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
-    with gzip.open(path, "wb") as file:
-        file.write(header + values.astype(np.uint8).tobytes())
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """The Variational Laplace recipe as a user runs it, on small images in torchvision's own layout, and its parts."""
 
 import csv
-import gzip
 import importlib
 import math
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.image_files import OFFLINE, write_idx
 from sklearn.datasets import load_digits
 
 from lightning_bayes.mixins.activations import warn_piecewise_linear
@@ -22,15 +21,6 @@ ROOT, RECIPE = Path(__file__).parents[3], "recipes.papers.variational_laplace.ta
 PNG = b"\x89PNG\r\n\x1a\n"
 BETAS, MULTIPLIERS, EPOCHS = (0.1, 0.01), (1.0, 10.0), 4
 ROWS = ("VL", "VI (mean)", "VI (10 samples)", "MAP")
-# One proxy that nobody answers at: a test must not wait for, or make, a download.
-OFFLINE = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https", "HTTP", "HTTPS")} | {"no_proxy": ""}
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
-    with gzip.open(path, "wb") as file:
-        file.write(header + values.astype(np.uint8).tobytes())
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -207,10 +197,7 @@ def test_images_are_standardised_by_the_training_part(recipe: Any, tmp_path: Pat
     images = {"train": generator.integers(0, 256, (40, 6, 6)), "t10k": generator.integers(0, 256, (20, 6, 6))}
     for part, pixels in images.items():
         for kind, values in (("images-idx3", pixels), ("labels-idx1", np.arange(len(pixels)) % 3)):
-            packed = tmp_path / "MNIST" / "raw" / f"{part}-{kind}-ubyte.gz"
-            write_idx(packed, values)
-            packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
-            packed.unlink()
+            write_idx(tmp_path / "MNIST" / "raw" / f"{part}-{kind}-ubyte", values)
     found = recipe.read_images("MNIST", tmp_path, tmp_path / "unpacked")
     assert not (tmp_path / "unpacked").exists()
     mean, std = images["train"].mean(), images["train"].std(ddof=1)

@@ -1,0 +1,72 @@
+"""Out of memory is an error of its own: nobody takes it for a network or a checkpoint that cannot be used."""
+
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_bayes.trainer import checkpoints, dry_run
+from lightning_bayes.trainer.module import ModuleError
+
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Raising(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Any) -> Any:
+        raise self.error
+
+
+def quiet_trainer() -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def test_a_networks_own_error_names_the_network_and_out_of_memory_stays() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ModuleError, match="cannot be run on the x of a batch"):
+        dry_run._run(Raising(KeyError("mask")), None, x, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        dry_run._run(Raising(FULL), None, x, 2)
+
+
+def test_in_its_own_mode_a_network_may_fail_but_for_memory() -> None:
+    x, rng = torch.ones(2, 3), torch.get_rng_state()
+    assert dry_run._in_own_mode(Raising(ValueError("no")), x, rng, quiet_trainer()) is None
+    with pytest.raises(torch.OutOfMemoryError):
+        dry_run._in_own_mode(Raising(FULL), x, rng, quiet_trainer())
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), KeyError("state_dict"), pickle.UnpicklingError("torn")])
+def test_a_checkpoint_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(checkpoints, "_read", raising(error))
+    module = L.LightningModule()
+    with (
+        pytest.raises(checkpoints.CheckpointError, match="cannot be loaded"),
+        checkpoints.weights_of(quiet_trainer(), module, "a.ckpt"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("error", [FULL, MemoryError(), ZeroDivisionError()])
+def test_any_other_error_is_not_taken_for_an_unreadable_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(checkpoints, "_read", raising(error))
+    monkeypatch.setattr(checkpoints, "exists", lambda path: True)
+    with pytest.raises(type(error)):
+        checkpoints._read_or_warn(quiet_trainer(), "a.ckpt")
+    with pytest.raises(type(error)), checkpoints.weights_of(quiet_trainer(), L.LightningModule(), "a.ckpt"):
+        pass
+
+
+def raising(error: Exception) -> Any:
+    def read(*_: Any) -> Any:
+        raise error
+
+    return read
