@@ -1,0 +1,194 @@
+"""The linearised network as a model of its own: its optimum, its refined posteriors, its Gaussian process.
+
+The oracle is the dense linear model in float64: Jacobians by `torch.func`, Newton's method with the whole Hessian.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev
+
+from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.posterior.function_space import GaussianProcess, TrainingPoints
+from lightning_bayes.posterior.linear_model import LinearModel
+from lightning_bayes.posterior.refinement import refine
+from lightning_bayes.structures import Diagonal
+
+δ = 0.4
+
+
+def problem(kind: str, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Likelihood]:
+    torch.manual_seed(seed)
+    x = torch.randn(23, 3, dtype=torch.float64)
+    C = 1 if kind == "binary" else 3
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    if kind == "classification":
+        return network, x, torch.randint(0, 3, (23,)), Categorical()
+    if kind == "binary":
+        return network, x, torch.randint(0, 2, (23, 1)).double(), Bernoulli()
+    return network, x, torch.randn(23, 3, dtype=torch.float64), Gaussian(noise_std=0.5)
+
+
+def batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x[:9], y[:9]), (x[9:22], y[9:22]), (x[22:], y[22:])]
+
+
+class Dense:
+    """`h(θ) = f + J(θ − θ̃)` with the whole Jacobian."""
+
+    def __init__(self, network: nn.Module, x: Tensor) -> None:
+        parameters = dict(network.named_parameters())
+        sizes = [p.numel() for p in parameters.values()]
+        self.θ = torch.cat([p.detach().flatten() for p in parameters.values()])
+
+        def outputs(flat: Tensor) -> Tensor:
+            parts = zip(parameters.items(), flat.split(sizes), strict=True)
+            return functional_call(network, {name: part.view_as(p) for (name, p), part in parts}, (x,))
+
+        self.f, self.J = outputs(self.θ).detach(), jacrev(outputs)(self.θ).detach()  # [N, C], [N, C, P]
+
+    def __call__(self, θ: Tensor) -> Tensor:
+        return self.f + self.J @ (θ - self.θ)
+
+    def optimum(self, likelihood: Likelihood, y: Tensor) -> Tensor:
+        def loss(θ: Tensor) -> Tensor:
+            return -likelihood.log_likelihood(self(θ), y) + 0.5 * δ * θ.square().sum()
+
+        θ = self.θ
+        for _ in range(60):
+            step = torch.linalg.solve(hessian(loss)(θ), grad(loss)(θ))
+            length = 1.0
+            while loss(θ - length * step) > loss(θ) + 1e-12 and length > 1e-6:
+                length /= 2
+            θ = θ - length * step
+        return θ
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("kind", ["classification", "binary", "regression"])
+def test_the_optimum_is_that_of_the_dense_linear_model(kind: str, structure: str) -> None:
+    network, x, y, likelihood = problem(kind)
+    posterior = fit_laplace(network, batches(x, y), likelihood, structure=structure, prior_precision=δ)
+    optimum = LinearModel(posterior, batches(x, y)).minimum(passes=600, tolerance=1e-9)
+    dense = Dense(network, x)
+    expected = dense.optimum(likelihood, y)
+    torch.testing.assert_close(optimum.theta, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(optimum.log_likelihood, likelihood.log_likelihood(dense(expected), y), rtol=1e-8, atol=0)
+    assert optimum.residual <= 1e-9
+
+
+def test_a_search_keeps_to_its_passes_and_says_how_near_it_came() -> None:
+    network, x, y, likelihood = problem("classification")
+    posterior = fit_laplace(network, batches(x, y), likelihood, prior_precision=δ)
+    model = LinearModel(posterior, batches(x, y))
+    optimum = model.minimum(passes=7, tolerance=1e-9)
+    assert optimum.passes == model.passes <= 7
+    assert 1e-9 < optimum.residual < 1
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary", "regression"])
+def test_laplace_refinement_is_the_gaussian_at_the_optimum(kind: str) -> None:
+    network, x, y, likelihood = problem(kind)
+    fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
+    refined = refine(fitted, batches(x, y), passes=400, tolerance=1e-10)
+    dense = Dense(network, x)
+    mean = dense.optimum(likelihood, y)
+    h = dense(mean)
+    S = likelihood.fisher_root(h, y)  # [K, N, C]
+    rows = torch.einsum("knc,ncp->knp", S, dense.J).flatten(0, 1)
+    P = rows.mT @ rows + δ * torch.eye(len(mean), dtype=torch.float64)
+    torch.testing.assert_close(refined.mean, mean, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(refined.precision.to_dense(), P, rtol=1e-6, atol=1e-8)
+    outputs, covariance = refined.functional(x[:4])
+    torch.testing.assert_close(outputs, h[:4], rtol=1e-6, atol=1e-8)
+    J = dense.J[:4]
+    torch.testing.assert_close(covariance, J @ torch.linalg.inv(P) @ J.mT, rtol=1e-6, atol=1e-8)
+    if kind == "regression":  # the linear–Gaussian model: the covariance stays, the mean is the exact posterior's
+        torch.testing.assert_close(refined.precision.to_dense(), fitted.precision.to_dense(), rtol=1e-9, atol=1e-9)
+
+
+def bound(dense: Dense, likelihood: Likelihood, y: Tensor, mean: Tensor, P: Tensor) -> Tensor:
+    """The evidence lower bound by many draws of the outputs, the same ones for all arguments."""
+    covariance = dense.J @ torch.linalg.inv(P) @ dense.J.mT
+    noise = torch.randn(2000, *dense.f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise = torch.cat((noise, -noise))
+    root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(covariance.shape[-1], dtype=torch.float64))
+    draws = dense(mean) + torch.einsum("ncd,snd->snc", root, noise)
+    fit = torch.stack([likelihood.log_likelihood(f, y) for f in draws]).mean()
+    size = len(mean)
+    kl = 0.5 * (
+        δ * torch.linalg.inv(P).trace() + δ * mean.square().sum() - size + P.logdet() - size * torch.tensor(δ).log()
+    )
+    return fit - kl
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary"])
+def test_variational_refinement_maximises_the_evidence_lower_bound(kind: str) -> None:
+    network, x, y, likelihood = problem(kind)
+    fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
+    laplace = refine(fitted, batches(x, y), passes=400, tolerance=1e-8)
+    best = refine(fitted, batches(x, y), "variational", passes=400, tolerance=1e-8, samples=256)
+    dense = Dense(network, x)
+    of = {q: bound(dense, likelihood, y, q.mean, q.precision.to_dense()) for q in (fitted, laplace, best)}
+    assert of[best] > of[laplace] > of[fitted]
+    for scale in (0.9, 1.1):  # neither a narrower nor a wider Gaussian is better, nor another mean
+        assert bound(dense, likelihood, y, best.mean, scale * best.precision.to_dense()) < of[best]
+        assert bound(dense, likelihood, y, scale * best.mean, best.precision.to_dense()) < of[best]
+
+
+def test_a_refined_posterior_survives_its_file(tmp_path: Any) -> None:
+    network, x, y, likelihood = problem("classification")
+    fitted = fit_laplace(network, batches(x, y), likelihood, prior_precision=δ)
+    refined = refine(fitted, batches(x, y), passes=60, tolerance=1e-4)
+    refined.save(tmp_path / "refined.pt")
+    loaded = LaplacePosterior.load(tmp_path / "refined.pt", network)
+    for predictive in ("glm", "bnn", "map"):
+        a, b = (q.predict(x, predictive, generator=torch.Generator().manual_seed(0)).probs for q in (refined, loaded))
+        torch.testing.assert_close(a, b)
+
+
+def test_what_has_no_convex_linear_model_is_refused() -> None:
+    network, x, _, _ = problem("regression")
+    network[2] = nn.Linear(4, 2).double()
+    y = torch.randn(23, 1, dtype=torch.float64)
+    posterior = fit_laplace(network, batches(x, y), HeteroscedasticGaussian(), prior_precision=δ)
+    with pytest.raises(PosteriorError, match="HeteroscedasticGaussian is not convex"):
+        refine(posterior, batches(x, y))
+
+
+NETWORKS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), (3,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)
+        ),
+        (1, 4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("prior", [1e-2, 0.3, "layers"])
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_with_all_points_the_process_is_the_linearised_network(name: str, kind: str, prior: Any) -> None:
+    torch.manual_seed(0)
+    make, shape = NETWORKS[name]
+    network, x = make().double(), torch.randn(23, *shape, dtype=torch.float64)
+    y = torch.randint(0, 3, (23,)) if kind == "classification" else torch.randn(23, 3, dtype=torch.float64)
+    likelihood: Likelihood = Categorical() if kind == "classification" else Gaussian(noise_std=0.5)
+    posterior = fit_laplace(network, batches(x, y), likelihood, structure="full")
+    posterior = posterior.with_prior(torch.linspace(0.05, 1, 3, dtype=torch.float64) if prior == "layers" else prior)
+    roots = likelihood.fisher_root(network(x).detach(), y).permute(1, 2, 0)  # [N, C, K]
+    process = GaussianProcess(posterior, TrainingPoints(x, roots), independent=False)
+    unseen = 2 * torch.randn(5, *shape, dtype=torch.float64)
+    expected = posterior.functional(unseen)[1]
+    δs = posterior.prior_precision[posterior.subset.layer_index] if prior == "layers" else None
+    δs = torch.full((posterior.subset.size,), float(posterior.prior_precision)).double() if δs is None else δs
+    before = posterior.functional_for([Diagonal(δs)], unseen)[1][0]
+    assert (process.covariance(unseen) - expected).abs().max() <= 1e-9 * before.abs().max()
