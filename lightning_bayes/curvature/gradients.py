@@ -126,6 +126,8 @@ class ParameterGradients:
         self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor, gradients: dict[str, Tensor]
     ) -> bool:
         """Whether the gradients, weighted by random numbers, add up to autograd's gradient of the same weighted sum."""
+        if any(g.shape[:2] != columns.shape[:2] for g in gradients.values()):
+            return False
         r = random_numbers(*columns.shape[:2], like=columns)  # [k, b]
         f = inputs.call(self._network, x)
         cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
