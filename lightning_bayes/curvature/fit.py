@@ -19,7 +19,7 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, DiagonalAccumulator, make_accumulator
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal_sum import DiagonalSum
-from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, LikelihoodAt, data_totals, name_totals
+from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
 from lightning_bayes.curvature.output_columns import CURVATURES
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -36,7 +36,7 @@ def fit_curvature(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor | Subset = "all",
+    subset: str | Sequence[str] | Tensor = "all",
     curvature: str = "ggn",
     *,
     samples: int = 1,
@@ -46,7 +46,6 @@ def fit_curvature(
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
-    likelihood_at: LikelihoodAt | None = None,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
@@ -68,8 +67,6 @@ def fit_curvature(
             over all of them.
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             the first batch.
-        likelihood_at: the likelihood of a batch, from x and f: where Fisher and residual are not those at the network's
-            own outputs.
     """
     check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes, hessian)
     likelihood = resolve(likelihood)
@@ -93,9 +90,7 @@ def fit_curvature(
                 describe([(name, f"{hessian} diagonal") for name in chosen.names])
                 return DiagonalSum(network, plan, accumulator, likelihood, hessian, processes)
             describe(accumulator.blocks())
-            return CurvatureSum(
-                network, plan, accumulator, likelihood, curvature, samples, seed, processes, likelihood_at
-            )
+            return CurvatureSum(network, plan, accumulator, likelihood, curvature, samples, seed, processes)
 
         if probe is not None:
             total = begin(inputs.to_device(probe, _device(network)))
@@ -160,10 +155,8 @@ def log_likelihood(
     return name_totals(totals)
 
 
-def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
+def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
     """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
-    if isinstance(subset, Subset):
-        return subset
     last_layer: tuple[str, ...] = ()
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):

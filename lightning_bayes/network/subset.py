@@ -98,7 +98,7 @@ def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, las
 
 def check_subset(subset: Any) -> None:
     """Refuse what names no parameters of any network."""
-    if isinstance(subset, (Tensor, Subset)) or (isinstance(subset, str) and subset in WORDS):
+    if isinstance(subset, Tensor) or (isinstance(subset, str) and subset in WORDS):
         return
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise SubsetError(

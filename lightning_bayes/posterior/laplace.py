@@ -226,6 +226,30 @@ class LaplacePosterior(GaussianPosterior):
 
         return tune(self, method, loader, per_layer, **options)
 
+    def refine(
+        self,
+        loader: Iterable[Any],
+        method: str = "laplace",
+        passes: int = 200,
+        tolerance: float = 1e-6,
+        samples: int = 64,
+        seed: int = 0,
+    ) -> LaplacePosterior:
+        """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
+        predictions are then those of the linearised network.
+
+        Args:
+            loader: the training data `(x, y)`; its batches are kept in memory.
+            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound.
+            passes: over the data, at most, for each search of the mean.
+            tolerance: of the mean, by the gradient relative to that at the start.
+            samples: quasi-random outputs that stand for their distribution, for "variational".
+            seed: of those.
+        """
+        from lightning_bayes.posterior.refinement import refine
+
+        return refine(self, loader, method, passes, tolerance, samples, seed)
+
     def _precision(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
         """At noise `ρσ`, or at `σ`."""
         H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)

@@ -28,58 +28,55 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, word
-from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.likelihoods import Gaussian, Likelihood
-from lightning_bayes.network import inputs
+from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.curvature.accumulate import make_accumulator
+from lightning_bayes.curvature.curvature_sum import CurvatureSum
+from lightning_bayes.curvature.plan import make_plan
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_model import LinearModel, Optimum
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal
 
 logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
-_WORDS = {Dense: "full", Diagonal: "diag", BlockDiagonal: "kron"}
+_ROUNDS = 30  # of mean and covariance, at most
 
 
 def refine(
     posterior: LaplacePosterior,
     loader: Iterable[Any],
-    method: str = "laplace",
-    passes: int = 200,
-    tolerance: float = 1e-6,
-    rounds: int = 30,
-    samples: int = 64,
-    seed: int = 0,
+    method: str,
+    passes: int,
+    tolerance: float,
+    samples: int,
+    seed: int,
 ) -> LaplacePosterior:
-    """The posterior of the linearised network, with the same prior and structure.
-
-    Args:
-        posterior: whose network is linearised.
-        loader: the training data; its batches are kept in memory.
-        method: "laplace" or "variational".
-        passes: over the data, at most, for each search of the mean.
-        tolerance: of the mean, by the gradient relative to that at the start.
-        rounds: alternations of mean and covariance, at most, for "variational".
-        samples: quasi-random outputs that stand for their distribution, for "variational".
-        seed: of those.
-    """
+    """See `LaplacePosterior.refine`."""
     word("method", method, METHODS)
-    for name, value in (("passes", passes), ("rounds", rounds), ("samples", samples)):
-        count(name, value)
+    count("passes", passes, 2)
+    count("samples", samples)
+    check_seed("seed", seed)
     positive("tolerance", tolerance)
+    check_loader(loader)
     _check(posterior)
+    if posterior.shift is not None:  # one that was refined before
+        posterior = replace(posterior, mean=posterior.mean - posterior.shift, shift=None)
     batches = [inputs.split_targets(batch) for batch in loader]
+    if not batches:
+        raise DataError("the loader is empty: refinement needs the training data")
     refined, likelihoods = posterior, None
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
-    is_exact = method == "laplace" or isinstance(posterior.likelihood, Gaussian)
-    for number in range(1 if is_exact else rounds):
-        if not is_exact:
+    rounds = 1 if method == "laplace" or posterior.likelihood.noise_std is not None else _ROUNDS
+    for number in range(rounds):
+        if rounds > 1:
             likelihoods = _expected(refined, batches, samples, seed)
         optimum = LinearModel(posterior, batches, likelihoods).minimum(passes, tolerance, start=refined.mean)
-        before = refined
-        refined = _around(posterior, batches, optimum, likelihoods)
+        before, refined = refined, _around(posterior, batches, optimum, likelihoods)
         if number and _is_same(before, refined, tolerance**0.5):
             break
     if optimum.residual > tolerance:
@@ -96,6 +93,11 @@ def _check(posterior: LaplacePosterior) -> None:
         raise PosteriorError(
             f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
             "to refine to: use a likelihood with one parameter per output"
+        )
+    if posterior.curvature.structure.word is None:
+        raise PosteriorError(
+            f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
+            "give the class a word"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
         raise PosteriorError("refinement needs curvature='ggn' and the exact sum with the prior, without damping")
@@ -135,7 +137,8 @@ def _around(
     """With curvature at the linearised outputs of these weights."""
     from lightning_bayes.predictive.functions import linearised_outputs
 
-    shift = optimum.theta - posterior.mean
+    mean = optimum.theta
+    shift = mean - posterior.mean
     numbers = iter(range(len(batches)))
 
     def likelihood_at(x: Any, f: Tensor) -> Likelihood:
@@ -145,19 +148,17 @@ def _around(
             return ExpectedLikelihood(own.of, own.spread + move)
         return ExpectedLikelihood(own, move.unsqueeze(0))
 
-    structure = _WORDS[type(posterior.curvature.structure)]
-    curvature = fit_curvature(
-        posterior.network,
-        batches,
-        posterior.likelihood,
-        structure,
-        posterior.subset,
-        likelihood_at=likelihood_at,
-    )
+    word = posterior.curvature.structure.word
+    assert word is not None
+    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+        plan = make_plan(posterior.network, inputs.to_device(batches[0][0], posterior.device), posterior.subset)
+        accumulator = make_accumulator(word, plan, "expand", mean.dtype, posterior.device)
+        total = CurvatureSum(posterior.network, plan, accumulator, posterior.likelihood, likelihood_at=likelihood_at)
+        for x, y in batches:
+            total.add(inputs.to_device(x, posterior.device), y.to(posterior.device))
+        curvature = total.finish()
     curvature = replace(curvature, log_likelihood=optimum.log_likelihood, squared_error=None, gradient=None)
-    return replace(posterior, curvature=curvature, mean=optimum.theta, shift=shift).with_prior(
-        posterior.prior_precision
-    )
+    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
 
 
 def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:

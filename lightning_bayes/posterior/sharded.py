@@ -54,7 +54,7 @@ class ShardedPosterior(LaplacePosterior):
 
     functional_for, log_marginal_likelihood = _refused("functional"), _refused("the evidence")
     with_noise, with_log_likelihood = _refused("with_noise"), _refused("with_log_likelihood")
-    tune_prior, calibrate = _refused("tune_prior"), _refused("calibrate")
+    tune_prior, calibrate, refine = _refused("tune_prior"), _refused("calibrate"), _refused("refine")
     encode, reconstruct = _refused("encode"), _refused("reconstruct")
 
     @staticmethod

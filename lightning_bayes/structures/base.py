@@ -74,6 +74,7 @@ class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
     name: ClassVar[str | None] = None  # under which files know it
+    word: ClassVar[str | None] = None  # by which `structure=` means it, where it can be fitted again
     is_exact: ClassVar[bool] = True  # whether the form itself leaves nothing out of the block it stands for
 
     NAMES: ClassVar[dict[str, type[Structure]]] = {}

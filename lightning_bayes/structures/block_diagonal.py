@@ -21,6 +21,7 @@ class BlockDiagonal(Structure):
     """`M` with one block for each entry of `blocks`; `layouts` say where they lie and `names` what they are."""
 
     name: ClassVar[str] = "BlockDiagonal"
+    word: ClassVar[str] = "kron"
 
     blocks: tuple[Structure, ...]
     layouts: tuple[Layout, ...]

@@ -28,6 +28,7 @@ class Dense(Structure):
     """`M = factor · matrix + diag(shift)`, with one `shift` or `[P]`."""
 
     name = "Dense"
+    word = "full"
 
     def __init__(
         self,

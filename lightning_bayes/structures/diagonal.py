@@ -21,6 +21,7 @@ class Diagonal(Structure):
     """`M = diag(values)`."""
 
     name: ClassVar[str] = "Diagonal"
+    word: ClassVar[str] = "diag"
 
     values: Tensor  # [P]
 

@@ -232,6 +232,18 @@ calibration = Table(
     lambda t, **given: t.classifier.calibrate(**{"loader": t.batches, **given}),
     GaussianPosterior.calibrate,
 )
+refinement = Table(
+    "refine", lambda t, **given: t.classifier.refine(**{"loader": t.batches, **given}), LaplacePosterior.refine
+)
+words(refinement, "method")
+counts(refinement, "samples")
+refinement("passes", 1, "must be an integer of at least 2, got 1")
+refinement("passes", "ten", "must be an integer of at least 2, got 'ten'")
+positives(refinement, "tolerance")
+refinement("seed", -1, "got -1")
+refinement("loader", [], "the loader is empty", named=False)
+refinement("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+refinement("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 for _table in (autos, calibration):
     _scoring(_table)
     _table("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")

@@ -17,7 +17,6 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.function_space import GaussianProcess, TrainingPoints
 from lightning_bayes.posterior.linear_model import LinearModel
-from lightning_bayes.posterior.refinement import refine
 from lightning_bayes.structures import Diagonal
 
 δ = 0.4
@@ -96,7 +95,7 @@ def test_a_search_keeps_to_its_passes_and_says_how_near_it_came() -> None:
 def test_laplace_refinement_is_the_gaussian_at_the_optimum(kind: str) -> None:
     network, x, y, likelihood = problem(kind)
     fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
-    refined = refine(fitted, batches(x, y), passes=400, tolerance=1e-10)
+    refined = fitted.refine(batches(x, y), passes=400, tolerance=1e-10)
     dense = Dense(network, x)
     mean = dense.optimum(likelihood, y)
     h = dense(mean)
@@ -111,6 +110,15 @@ def test_laplace_refinement_is_the_gaussian_at_the_optimum(kind: str) -> None:
     torch.testing.assert_close(covariance, J @ torch.linalg.inv(P) @ J.mT, rtol=1e-6, atol=1e-8)
     if kind == "regression":  # the linear–Gaussian model: the covariance stays, the mean is the exact posterior's
         torch.testing.assert_close(refined.precision.to_dense(), fitted.precision.to_dense(), rtol=1e-9, atol=1e-9)
+
+
+def test_refining_twice_is_refining_once() -> None:
+    network, x, y, likelihood = problem("classification")
+    fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
+    once = fitted.refine(batches(x, y), tolerance=1e-9)
+    twice = once.refine(batches(x, y), tolerance=1e-9)
+    torch.testing.assert_close(twice.mean, once.mean)
+    torch.testing.assert_close(twice.functional(x)[0], once.functional(x)[0])
 
 
 def bound(dense: Dense, likelihood: Likelihood, y: Tensor, mean: Tensor, P: Tensor) -> Tensor:
@@ -132,8 +140,8 @@ def bound(dense: Dense, likelihood: Likelihood, y: Tensor, mean: Tensor, P: Tens
 def test_variational_refinement_maximises_the_evidence_lower_bound(kind: str) -> None:
     network, x, y, likelihood = problem(kind)
     fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
-    laplace = refine(fitted, batches(x, y), passes=400, tolerance=1e-8)
-    best = refine(fitted, batches(x, y), "variational", passes=400, tolerance=1e-8, samples=256)
+    laplace = fitted.refine(batches(x, y), passes=400, tolerance=1e-8)
+    best = fitted.refine(batches(x, y), "variational", passes=400, tolerance=1e-8, samples=256)
     dense = Dense(network, x)
     of = {q: bound(dense, likelihood, y, q.mean, q.precision.to_dense()) for q in (fitted, laplace, best)}
     assert of[best] > of[laplace] > of[fitted]
@@ -145,7 +153,7 @@ def test_variational_refinement_maximises_the_evidence_lower_bound(kind: str) ->
 def test_a_refined_posterior_survives_its_file(tmp_path: Any) -> None:
     network, x, y, likelihood = problem("classification")
     fitted = fit_laplace(network, batches(x, y), likelihood, prior_precision=δ)
-    refined = refine(fitted, batches(x, y), passes=60, tolerance=1e-4)
+    refined = fitted.refine(batches(x, y), passes=60, tolerance=1e-4)
     refined.save(tmp_path / "refined.pt")
     loaded = LaplacePosterior.load(tmp_path / "refined.pt", network)
     for predictive in ("glm", "bnn", "map"):
@@ -159,7 +167,7 @@ def test_what_has_no_convex_linear_model_is_refused() -> None:
     y = torch.randn(23, 1, dtype=torch.float64)
     posterior = fit_laplace(network, batches(x, y), HeteroscedasticGaussian(), prior_precision=δ)
     with pytest.raises(PosteriorError, match="HeteroscedasticGaussian is not convex"):
-        refine(posterior, batches(x, y))
+        posterior.refine(batches(x, y))
 
 
 NETWORKS = {
