@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +19,27 @@ class ExpectedLikelihood(Likelihood):
     spread: Tensor  # ε [S, B, ...]
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._mean(self.of.log_likelihood_per_example, f, y)
+        return self._mean(self.of.log_likelihood_per_example(*self._spread(f, y)))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._mean(self.of.residual, f, y)
+        return self._mean(self.of.residual(*self._spread(f, y)))
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """A root of the average, with as many columns as there are outputs."""
-        roots = torch.cat([self.of.fisher_root(f + ε, y) for ε in self.spread])  # [S·K, B, C]
-        flat = roots.reshape(*roots.shape[:2], -1)  # [S·K, B, C]
-        average = torch.einsum("kbc,kbd->bcd", flat, flat) / len(self.spread)
+        columns = self.of.fisher_root(*self._spread(f, y))  # [K, S·B, C]
+        columns = columns.reshape(len(columns), len(self.spread), len(f), -1)  # [K, S, B, C]
+        average = torch.einsum("ksbc,ksbd->bcd", columns, columns) / len(self.spread)
         values, vectors = torch.linalg.eigh(average)
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)  # [B, C, K]
         return root.movedim(-1, 0).reshape(-1, *f.shape)
 
-    def _mean(self, function: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([function(f + ε, y) for ε in self.spread]).mean(0)
+    def _spread(self, f: Tensor, y: Any) -> tuple[Tensor, Any]:
+        """All draws as one batch of `S·B` examples."""
+        outputs = (f + self.spread).flatten(0, 1)
+        return outputs, None if y is None else y.repeat(len(self.spread), *[1] * (y.ndim - 1))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        return values.unflatten(0, (len(self.spread), -1)).mean(0)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         raise NotImplementedError

@@ -38,7 +38,7 @@ def output_gaussian(
     if form != "joint" and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated([output_gaussian(network, plan, precisions, part, form) for part in parts])
-    forward = ForwardPass(network, plan, x)
+    forward = _ForwardPass(network, plan, x)
     if forward.matched.mixed and B > 1:
         return _one_by_one(network, plan, precisions, x, form, forward.f.detach())
     wanted = CovarianceForm(form)
@@ -67,7 +67,7 @@ def _one_by_one(
         return means, covariances
     jacobians = []
     for example in examples:
-        gradients = ForwardPass(network, plan, example).gradients(0, f[0].numel())
+        gradients = _ForwardPass(network, plan, example).gradients(0, f[0].numel())
         with torch.no_grad():
             jacobians.append(gradients.rows())
     rows = CovarianceForm(form).arrange(torch.cat(jacobians, dim=1))
@@ -80,7 +80,7 @@ def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, lis
     return torch.cat(means), [torch.cat(of_precision) for of_precision in zip(*covariances, strict=True)]
 
 
-class ForwardPass:
+class _ForwardPass:
     """The outputs at `x`, and what their gradients are taken from."""
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
@@ -94,13 +94,13 @@ class ForwardPass:
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._of_layers, self._of_parameters = LayerGradients(), ParameterGradients(network, parameters)
 
-    def gradients(self, start: int, stop: int) -> OutputGradients:
+    def gradients(self, start: int, stop: int) -> _Gradients:
         """Of some outputs of every example."""
         f, matched = self.f, self.matched
         picks = torch.eye(self.n_outputs, dtype=f.dtype, device=f.device)[start:stop]
         columns = picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)  # column k picks output start + k
         of_layers = self._of_layers(f, matched.used, columns, matched.plain) if matched.used else []
-        return OutputGradients(self, len(columns), of_layers, self._leftovers(columns))
+        return _Gradients(self, len(columns), of_layers, self._leftovers(columns))
 
     def _leftovers(self, columns: Tensor) -> dict[str, Tensor]:
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
@@ -115,10 +115,10 @@ class ForwardPass:
         return {name: torch.cat(parts, dim=1) for name, parts in jacobians.items()}
 
 
-class OutputGradients:
+class _Gradients:
     """Of `K` outputs of every example. They are used once: a layer's are dropped as soon as they were."""
 
-    def __init__(self, forward: ForwardPass, K: int, of_layers: list[Tensor], leftovers: dict[str, Tensor]) -> None:
+    def __init__(self, forward: _ForwardPass, K: int, of_layers: list[Tensor], leftovers: dict[str, Tensor]) -> None:
         self._forward, self._plan, self._K = forward, forward.plan, K
         self._of_layers, self._leftovers = of_layers, leftovers
 
@@ -154,9 +154,9 @@ class OutputGradients:
         for site, calls in self._layers():
             if not calls:
                 continue
-            a, g = self._factors(site, calls)
+            g = site.gradients(calls, self._taken(calls)).to(dtype)
             blocks = [_found(block_of, site.layout) for block_of in finders]
-            terms = type(blocks[0]).output_covariances(blocks, a, g, form)
+            terms = type(blocks[0]).output_covariances(blocks, _inputs(site, calls, g), g, form)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
@@ -164,19 +164,6 @@ class OutputGradients:
             for total, block_of in zip(totals, finders, strict=True):
                 total += form.quadratic(_found(block_of, self._plan.leftover_layout(name)), rows)
         return totals
-
-    def factors(self) -> dict[Layout, tuple[Tensor, Tensor]]:
-        """Of each layer the inputs `a` `[G, B, T, I]`, with a one for its bias, and the gradients `g`
-        `[K, G, B, T, O]`."""
-        return {site.layout: self._factors(site, calls) for site, calls in self._layers() if calls}
-
-    def leftovers(self) -> dict[Layout, Tensor]:
-        """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
-        return {self._plan.leftover_layout(name): J.to(self._forward.dtype) for name, J in self._leftovers.items()}
-
-    def _factors(self, site: Site, calls: list[Call]) -> tuple[Tensor, Tensor]:
-        g = site.gradients(calls, self._taken(calls)).to(self._forward.dtype)
-        return _inputs(site, calls, g), g
 
     def _layers(self) -> list[tuple[Site, list[Call]]]:
         return list(zip(self._plan.sites, self._forward.matched.calls, strict=True))

@@ -1,4 +1,4 @@
-"""The linearised network as a model of its own: its optimum, its refined posteriors, its Gaussian process.
+"""The linearised network as a model of its own: its optimum, and its refined posteriors.
 
 The oracle is the dense linear model in float64: Jacobians by `torch.func`, Newton's method with the whole Hessian.
 """
@@ -15,27 +15,25 @@ from torch.func import functional_call, grad, hessian, jacrev
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.function_space import GaussianProcess, TrainingPoints
 from lightning_bayes.posterior.linear_model import LinearModel
-from lightning_bayes.structures import Diagonal
 
 δ = 0.4
 
 
 def problem(kind: str, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, Likelihood]:
     torch.manual_seed(seed)
-    x = torch.randn(23, 3, dtype=torch.float64)
+    x = torch.randn(13, 3, dtype=torch.float64)
     C = 1 if kind == "binary" else 3
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, C)).double()
     if kind == "classification":
-        return network, x, torch.randint(0, 3, (23,)), Categorical()
+        return network, x, torch.randint(0, 3, (13,)), Categorical()
     if kind == "binary":
-        return network, x, torch.randint(0, 2, (23, 1)).double(), Bernoulli()
-    return network, x, torch.randn(23, 3, dtype=torch.float64), Gaussian(noise_std=0.5)
+        return network, x, torch.randint(0, 2, (13, 1)).double(), Bernoulli()
+    return network, x, torch.randn(13, 3, dtype=torch.float64), Gaussian(noise_std=0.5)
 
 
 def batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(x[:9], y[:9]), (x[9:22], y[9:22]), (x[22:], y[22:])]
+    return [(x[:12], y[:12]), (x[12:], y[12:])]
 
 
 class Dense:
@@ -124,7 +122,7 @@ def test_refining_twice_is_refining_once() -> None:
 def bound(dense: Dense, likelihood: Likelihood, y: Tensor, mean: Tensor, P: Tensor) -> Tensor:
     """The evidence lower bound by many draws of the outputs, the same ones for all arguments."""
     covariance = dense.J @ torch.linalg.inv(P) @ dense.J.mT
-    noise = torch.randn(2000, *dense.f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(1000, *dense.f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     noise = torch.cat((noise, -noise))
     root = torch.linalg.cholesky(covariance + 1e-12 * torch.eye(covariance.shape[-1], dtype=torch.float64))
     draws = dense(mean) + torch.einsum("ncd,snd->snc", root, noise)
@@ -141,7 +139,7 @@ def test_variational_refinement_maximises_the_evidence_lower_bound(kind: str) ->
     network, x, y, likelihood = problem(kind)
     fitted = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=δ)
     laplace = fitted.refine(batches(x, y), passes=400, tolerance=1e-8)
-    best = fitted.refine(batches(x, y), "variational", passes=400, tolerance=1e-8, samples=256)
+    best = fitted.refine(batches(x, y), "variational", passes=400, tolerance=1e-8, samples=64)
     dense = Dense(network, x)
     of = {q: bound(dense, likelihood, y, q.mean, q.precision.to_dense()) for q in (fitted, laplace, best)}
     assert of[best] > of[laplace] > of[fitted]
@@ -164,39 +162,7 @@ def test_a_refined_posterior_survives_its_file(tmp_path: Any) -> None:
 def test_what_has_no_convex_linear_model_is_refused() -> None:
     network, x, _, _ = problem("regression")
     network[2] = nn.Linear(4, 2).double()
-    y = torch.randn(23, 1, dtype=torch.float64)
+    y = torch.randn(13, 1, dtype=torch.float64)
     posterior = fit_laplace(network, batches(x, y), HeteroscedasticGaussian(), prior_precision=δ)
     with pytest.raises(PosteriorError, match="HeteroscedasticGaussian is not convex"):
         posterior.refine(batches(x, y))
-
-
-NETWORKS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), (3,)),
-    "cnn": (
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)
-        ),
-        (1, 4, 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("prior", [1e-2, 0.3, "layers"])
-@pytest.mark.parametrize("kind", ["classification", "regression"])
-@pytest.mark.parametrize("name", sorted(NETWORKS))
-def test_with_all_points_the_process_is_the_linearised_network(name: str, kind: str, prior: Any) -> None:
-    torch.manual_seed(0)
-    make, shape = NETWORKS[name]
-    network, x = make().double(), torch.randn(23, *shape, dtype=torch.float64)
-    y = torch.randint(0, 3, (23,)) if kind == "classification" else torch.randn(23, 3, dtype=torch.float64)
-    likelihood: Likelihood = Categorical() if kind == "classification" else Gaussian(noise_std=0.5)
-    posterior = fit_laplace(network, batches(x, y), likelihood, structure="full")
-    posterior = posterior.with_prior(torch.linspace(0.05, 1, 3, dtype=torch.float64) if prior == "layers" else prior)
-    roots = likelihood.fisher_root(network(x).detach(), y).permute(1, 2, 0)  # [N, C, K]
-    process = GaussianProcess(posterior, TrainingPoints(x, roots), independent=False)
-    unseen = 2 * torch.randn(5, *shape, dtype=torch.float64)
-    expected = posterior.functional(unseen)[1]
-    δs = posterior.prior_precision[posterior.subset.layer_index] if prior == "layers" else None
-    δs = torch.full((posterior.subset.size,), float(posterior.prior_precision)).double() if δs is None else δs
-    before = posterior.functional_for([Diagonal(δs)], unseen)[1][0]
-    assert (process.covariance(unseen) - expected).abs().max() <= 1e-9 * before.abs().max()
