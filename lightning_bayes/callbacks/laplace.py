@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.decompositions import Undecomposed
+from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
@@ -143,9 +143,7 @@ class LaplaceCallback(PosteriorCallback):
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
         self.hessian = hessian
-        check_options(
-            structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress, hessian=hessian
-        )
+        check_options(structure, self.subset, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
         check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)

@@ -18,7 +18,7 @@ from lightning_bayes.curvature.accumulate import JacobianRows
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
-from lightning_bayes.curvature.recorder import Call, recording
+from lightning_bayes.curvature.recorder import Call, Recorder
 from lightning_bayes.network import inputs
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
@@ -86,10 +86,10 @@ class _ForwardPass:
     def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
         self.plan, self._x = plan, x
         parameters = plan.subset.parameters(network)
-        with recording(parameters) as calls:
+        with Recorder(parameters) as recorder:
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
-        self.matched = plan.match(self.f, calls, parameters)
+        self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._of_layers, self._of_parameters = LayerGradients(), ParameterGradients(network, parameters)
@@ -106,9 +106,8 @@ class _ForwardPass:
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
         jacobians: dict[str, list[Tensor]] = {name: [] for name in self.matched.leftovers}
 
-        def keep(gradients: dict[str, Tensor], _: slice) -> None:
-            for name, J in gradients.items():
-                jacobians[name].append(J)
+        def keep(name: str, J: Tensor, _: slice) -> None:
+            jacobians[name].append(J)
 
         if jacobians:
             self._of_parameters(self._x, columns, list(jacobians), keep)
@@ -133,7 +132,7 @@ class _Gradients:
         """The whole Jacobian.  # [K, B, P]"""
         f = self._forward.f
         jacobian = JacobianRows(self._plan, self._forward.dtype, f.device)
-        jacobian.begin(self._K, len(f))
+        jacobian.begin_chunk(self._K, len(f))
         for index, calls in enumerate(self._forward.matched.calls):
             if calls:
                 jacobian.add_site(index, calls, self._taken(calls))

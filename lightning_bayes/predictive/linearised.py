@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from lightning_bayes.curvature.gradients import NetworkCall
 from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.network import inputs
 from lightning_bayes.network.at_weights import at_weights, call_with
@@ -29,25 +28,23 @@ class Linearised:
     """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`."""
 
     def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
-        self._module = NetworkCall(network)
-        self._parameters = {f"network.{name}": p.detach() for name, p in parameters.items()}
+        self._network = network
+        self._parameters = {name: p.detach() for name, p in parameters.items()}
         self._x = x
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
         self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
 
     def at(self, moves: dict[str, Tensor]) -> Tensor:
         """The network itself at the weights moved by `moves`; where these are shards, the network gathers them."""
-        network = self._module.network
-        if is_sharded(network):
-            parameters = dict(network.named_parameters())
-            with at_weights(network, {parameters[name]: move for name, move in moves.items()}):
-                return inputs.call(network, self._x)
-        moved = {name: p + moves[name.removeprefix("network.")] for name, p in self._parameters.items()}
-        return self._call(moved)
+        if is_sharded(self._network):
+            parameters = dict(self._network.named_parameters())
+            with at_weights(self._network, {parameters[name]: move for name, move in moves.items()}):
+                return inputs.call(self._network, self._x)
+        return self._call({name: p + moves[name] for name, p in self._parameters.items()})
 
     def __call__(self, moves: dict[str, Tensor]) -> Tensor:
         """# {name: the parameter's shape} -> [B, ...]"""
-        directions = {name: moves[name.removeprefix("network.")] for name in self._parameters}
+        directions = {name: moves[name] for name in self._parameters}
         if self._backward is None:
             try:
                 with _forward_mode(self._recurrent):
@@ -64,8 +61,8 @@ class Linearised:
         return f + df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
-        with explained(self._module.network, self._x):
-            return call_with(self._module, parameters, (self._x,))
+        with explained(self._network, self._x):
+            return call_with(self._network, parameters, *inputs.arguments(self._x))
 
     @torch.enable_grad()
     def _double_backward(self, reason: str) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
