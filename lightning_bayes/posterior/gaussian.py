@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, shown
-from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
@@ -25,7 +25,6 @@ from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
-from lightning_bayes.posterior.plan_cache import PlanCache
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -54,7 +53,8 @@ class GaussianPosterior:
     n_data: int
     fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
-    plans: PlanCache = field(default_factory=PlanCache, repr=False)
+    # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
+    plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +95,10 @@ class GaussianPosterior:
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
             x = inputs.to_device(x, self.device)
-            yield self.plans.plan_for(self.network, self.subset, x), x
+            shapes = tuple(leaf.shape[1:] for leaf in inputs.tensors(x))  # positions may be merged with the batch
+            if shapes not in self.plans:
+                self.plans[shapes] = make_plan(self.network, x, self.subset)
+            yield self.plans[shapes], x
 
     def predict(
         self,

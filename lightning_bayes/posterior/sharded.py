@@ -9,10 +9,10 @@ whole network on every process (the linearised network, the evidence, held-out c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
 
 NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
+Sharded = TypeVar("Sharded", bound="ShardedPosterior")
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -65,20 +66,11 @@ class ShardedPosterior(LaplacePosterior):
         shards = tuple(ParameterShard.of(p, starts[name]) for name, p in parameters.items())
         structure = ShardedDiagonal(curvature.structure.diagonal(), shards)
         mean = _flat(parameters.values())
-        bare = ShardedPosterior(
-            network=network,
-            subset=curvature.subset,
-            likelihood=curvature.likelihood,
-            mean=mean,
-            precision=structure,
-            n_data=curvature.n_data,
-            fingerprint=mean.new_empty(0, 2),  # the weights themselves are compared with the mean
-            curvature=replace(curvature, structure=structure),
-            prior_precision=mean.new_ones(()),
-        )
-        return bare.with_prior(prior_precision)
+        no_fingerprint = mean.new_empty(0, 2)  # the weights themselves are compared with the mean
+        curvature = replace(curvature, structure=structure)
+        return ShardedPosterior.around(network, mean, no_fingerprint, curvature, prior_precision)
 
-    def with_prior(self, prior_precision: float | Tensor) -> ShardedPosterior:
+    def with_prior(self: Sharded, prior_precision: float | Tensor | Sequence[float]) -> Sharded:
         """The same curvature with another prior: one number, one per layer, or this process's shard of one per
         parameter."""
         with torch.inference_mode(False), torch.no_grad():
@@ -86,7 +78,7 @@ class ShardedPosterior(LaplacePosterior):
             H = replace(self.precision, values=self.curvature.structure.diagonal())
             return replace(self, prior_precision=δ, precision=H.add_prior(δ))
 
-    def _own_prior(self, prior_precision: float | Tensor) -> Tensor:
+    def _own_prior(self, prior_precision: float | Tensor | Sequence[float]) -> Tensor:
         """# [] or [p]"""
         δ = torch.as_tensor(prior_precision, dtype=self.mean.dtype, device=self.device)
         if δ.shape == self.mean.shape:
