@@ -168,9 +168,9 @@ class GaussianPosterior:
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
         """Mean and variance in latent space, for a network that names its `encoder` and `decoder`."""
-        from lightning_bayes.predictive.autoencoder import encode
+        from lightning_bayes.predictive.autoencoder import reconstruct
 
-        return encode(self, x, samples, generator, keep_samples)
+        return reconstruct(self, x, samples, generator, keep_samples, parts=("encoder",))
 
     def reconstruct(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False

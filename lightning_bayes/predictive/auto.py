@@ -66,7 +66,7 @@ def tune_auto(
     flag("calibrate", calibrate)
     word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
-    scoring.check(posterior.likelihood)
+    posterior.likelihood.choose_link(link)
     if loader is None:
         return without_held_out_data(posterior)
     return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()
@@ -84,16 +84,12 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The prior, and a regression's noise, that the training data alone choose."""
     if posterior.likelihood.noise_std is not None:
-        return marglik(at_training_noise(posterior), per_layer=False, noise=False)
+        σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
+        training_noise = σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ)
+        return marglik(posterior.with_noise(training_noise), per_layer=False, noise=False)
     classes = posterior.likelihood.has_probs
     knows_optimum = posterior.curvature.gradient is not None and posterior.damping is None
     return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
-
-
-def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The noise as large as the training error."""
-    σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
-    return posterior.with_noise(σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ))
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:

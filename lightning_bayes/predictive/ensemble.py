@@ -148,7 +148,7 @@ class DeepEnsemble:
     ) -> list[Prediction]:
         """Every member's own prediction at `x`, on one device."""
         # A member gives the global generator back as it was: all would draw the same numbers from it.
-        generator = _copy_of_global_generator() if generator is None else generator
+        generator = torch.Generator().set_state(torch.get_rng_state()) if generator is None else generator
         predictions = []
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
@@ -238,10 +238,6 @@ def _mean(prediction: Prediction) -> Tensor:
     mean = prediction.mean if prediction.probs is None else prediction.probs
     assert mean is not None
     return mean
-
-
-def _copy_of_global_generator() -> torch.Generator:
-    return torch.Generator().set_state(torch.get_rng_state())
 
 
 @contextmanager

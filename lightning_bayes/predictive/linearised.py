@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -95,8 +95,5 @@ def _forward_mode(recurrent: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.*", category=Warning)
         warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # said by any setting of oneDNN
-        if not recurrent:
-            yield
-            return
-        with torch.backends.mkldnn.flags(enabled=False):
+        with torch.backends.mkldnn.flags(enabled=False) if recurrent else nullcontext():
             yield
