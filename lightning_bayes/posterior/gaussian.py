@@ -224,8 +224,7 @@ class GaussianPosterior:
         """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
         it was fitted to."""
         from lightning_bayes.posterior.files import read
-        from lightning_bayes.posterior.sharded import ShardedPosterior
-        from lightning_bayes.posterior.sharded_files import is_folder_of_shards
+        from lightning_bayes.posterior.sharded import ShardedPosterior, is_folder_of_shards
 
         if is_folder_of_shards(path):
             return ShardedPosterior.load(path, network, likelihood)

@@ -53,13 +53,8 @@ class SecondMoment:
     weight_decay: float
     decoupled: bool  # weight decay beside the gradient (AdamW) and not within it
 
-    @property
-    def v(self) -> Tensor:
-        """`v̂`, in at least float32."""
-        return self.scaled(1.0)
-
-    def scaled(self, factor: float, out: Tensor | None = None) -> Tensor:
-        """`factor · v̂`, in one pass; `out` is flat."""
+    def scaled(self, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """`factor · v̂` in at least float32, in one pass; `out` is flat."""
         v = widen(self.buffer)
         v = v - self.offset if self.offset else v
         return torch.mul(v if out is None else v.reshape(-1), self.correction * factor, out=out)

@@ -131,7 +131,7 @@ class DeepEnsemble:
         each member, independent of the others'."""
         members = self.predict_each(x, predictive, link, samples, generator)
         means = torch.stack([_mean(member) for member in members])  # [M, B, …]
-        w = torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
+        w = self._weights_like(means)
         mean = (w * means).sum(0)
         within = (w * torch.stack([member.epistemic for member in members])).sum(0)
         between = (w * (means - mean).square()).sum(0)
@@ -176,18 +176,18 @@ class DeepEnsemble:
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
         instance("y", y, Tensor, "a tensor of targets")
-        y = y.to(self.device)
-        terms = []
-        for w, member in zip(self.weights or (), members, strict=True):
-            μ, v = _mean(member), member.variance
-            assert v is not None
-            if y.shape != μ.shape:
-                raise PosteriorError(
-                    f"log_prob needs targets of shape {list(μ.shape)}, as the predictions have, got {list(y.shape)}"
-                )
-            log_w = math.log(w) if w > 0 else -math.inf
-            terms.append(log_w - 0.5 * ((2 * math.pi * v).log() + (y - μ).square() / v))
-        return torch.stack(terms).logsumexp(0)
+        μ = torch.stack([_mean(member) for member in members])  # [M, B, …]
+        v = torch.stack([member.epistemic + member.aleatoric for member in members])
+        if y.shape != μ.shape[1:]:
+            raise PosteriorError(
+                f"log_prob needs targets of shape {list(μ.shape[1:])}, as the predictions have, got {list(y.shape)}"
+            )
+        log_density = -0.5 * ((2 * math.pi * v).log() + (y.to(self.device) - μ).square() / v)
+        return (self._weights_like(μ).log() + log_density).logsumexp(0)
+
+    def _weights_like(self, means: Tensor) -> Tensor:
+        """# [M, 1, …]"""
+        return torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
 
 
 def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
