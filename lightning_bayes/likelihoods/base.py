@@ -179,8 +179,8 @@ class Likelihood(ABC):
     ) -> Predictive:
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
-        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form. The
-        parts of a variance that are not known without drawing are NaN for `samples=0`.
+        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form, as the
+        epistemic and aleatoric parts for "probit" and "pairwise". They are NaN for `samples=0`, which draws nothing.
         """
         self._check_outputs(mean)
         self._check_tensor("variances of the outputs", covariance)

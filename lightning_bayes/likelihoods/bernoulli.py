@@ -5,8 +5,7 @@
 **Integrals** over `f ~ N(m, v)`:
 
 - `"probit"`: `σ(κm)` with `κ = 1/√(1 + πv/8)` (MacKay, 1992, "The evidence framework applied to classification
-  networks"), which is also what `"pairwise"` means for one logit; the epistemic and aleatoric parts come from samples
-  of `f`, and are NaN for `samples=0`, which draws nothing;
+  networks"), which is also what `"pairwise"` means for one logit;
 - `"mc"`: the average of `σ` over samples of `f`.
 """
 

@@ -28,9 +28,6 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
   after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace the bridge lives in: with row sums `r = Σ1` and
   `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The moments are the Dirichlet's, in closed form;
 - `"mc"`: the average of `softmax` over samples of `f`.
-
-For `"pairwise"` and `"probit"`, the epistemic and aleatoric parts come from samples of `f`, and are NaN for
-`samples=0`, which draws nothing.
 """
 
 from __future__ import annotations

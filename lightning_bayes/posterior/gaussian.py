@@ -72,7 +72,11 @@ class GaussianPosterior:
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
-        check_theta(theta, self.mean)
+        if not isinstance(theta, Tensor) or theta.shape[-1:] != self.mean.shape:  # which broadcasting would let through
+            raise ValueError(
+                f"theta must be weight vectors [..., {len(self.mean)}], one number for each weight of the posterior, "
+                f"got {shown(theta)}"
+            )
         distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
@@ -245,13 +249,4 @@ class GaussianPosterior:
         return (
             f"{type(self).__name__} does not keep curvature and prior apart and so has not {what}; "
             "fit_laplace gives a LaplacePosterior that does"
-        )
-
-
-def check_theta(theta: Tensor, mean: Tensor) -> None:
-    """Refuse what broadcasting would make a weight vector of."""
-    if not isinstance(theta, Tensor) or theta.shape[-1:] != mean.shape:
-        raise ValueError(
-            f"theta must be weight vectors [..., {len(mean)}], one number for each weight of the posterior, got "
-            f"{shown(theta)}"
         )

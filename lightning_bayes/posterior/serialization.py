@@ -72,12 +72,14 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         return ShardedPosterior.from_state_dict(check_network(unwrap(network)), state, likelihood)
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
     state = {"squared_error": None, "gradient": None, "calibrations": [], **state}  # which older files do not have
-    _check_keys(state)
+    matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
+    for key in (*_COMMON, *(_OF_LAPLACE if matrix == "curvature" else ("precision",))):
+        if key not in state:
+            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     check_parameters(network, subset)
-    matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
     structure = _read_structure(state[matrix])
     _check_numbers(state, subset, structure, matrix)
     device = next(iter(subset.parameters(network).values())).device
@@ -104,13 +106,6 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
     return replace(posterior, calibrations=calibrations)
-
-
-def _check_keys(state: dict[str, Any]) -> None:
-    laplace = state.get("type") == "LaplacePosterior"
-    for key in (*_COMMON, *(_OF_LAPLACE if laplace else ("precision",))):
-        if key not in state:
-            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
 
 
 def _read_structure(state: Any) -> Structure:

@@ -108,10 +108,9 @@ class Errors:
     link: str
 
     def nll(self, s: Tensor) -> Tensor:
-        """# [...] -> [D, ..., N]"""
+        """# [K] -> [D, K, N]"""
         s = s.unsqueeze(-1)
-        ratio, log_v = (t.reshape(len(t), *[1] * (s.ndim - 1), -1) for t in (self.ratio, self.log_v))
-        return 0.5 * self.outputs * (ratio / s + s.log()) + log_v
+        return 0.5 * self.outputs * (self.ratio.unsqueeze(1) / s + s.log()) + self.log_v.unsqueeze(1)
 
 
 def squared_errors(
