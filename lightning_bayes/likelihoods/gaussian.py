@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import Likelihood
-from .outputs import (
-    LikelihoodError,
-    diagonal_root,
-    marginal_variance,
-    standard_normal,
-    sum_per_example,
-    vector,
-    widen,
-)
+from .outputs import LikelihoodError, diagonal_root, marginal_variance, standard_normal, sum_per_example, vector, widen
 from .predictive import Predictive
 
 

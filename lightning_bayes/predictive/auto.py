@@ -196,8 +196,9 @@ class NoiseChoice(Choice):
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
-        if self.tune:
-            return _scaled(self.posterior, max(factor, 1.0))
+        if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
+            s, σ = max(factor, 1.0), torch.as_tensor(self.posterior.likelihood.noise_std)
+            return self.posterior.with_noise(σ * s**0.5).with_prior(self.posterior.prior_precision / s)
         if not self.calibrate:
             return self.posterior
         return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
@@ -221,9 +222,3 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         return (float(by_evidence(posterior).prior_precision),)
     evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
     return PRIORS[int(evidence.argmax()) :]
-
-
-def _scaled(posterior: LaplacePosterior, factor: float) -> LaplacePosterior:
-    """`H/(sσ²) + δ/s = (H/σ² + δ)/s`: noise and prior that make the predictive variance `s` times as large."""
-    σ, δ = torch.as_tensor(posterior.likelihood.noise_std), posterior.prior_precision
-    return posterior.with_noise(σ * factor**0.5).with_prior(δ / factor)

@@ -32,7 +32,6 @@ def grid(
     """The prior on `logspace(low, high, size)` with the best validation score.
 
     Args:
-        posterior: the posterior to tune.
         loader: validation batches `(x, y)`; one pass.
         metric: a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`; its `higher_is_better` says
             which score is best. By default the negative log-likelihood.
