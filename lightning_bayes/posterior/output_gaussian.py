@@ -144,28 +144,27 @@ class _Gradients:
         """Whether every layer of this forward pass has a block of its own. A plan is made from a few examples; where
         these leave open how a layer is used (an expert that none of them needs, say), it may differ from the fit's."""
         layouts = [self._plan.leftover_layout(name) for name in self._leftovers]
-        layouts += [site.layout for site, calls in self._layers() if calls]
+        layouts += [site.layout for site, _ in self._layers()]
         return all(block_of(layout) is not None for layout in layouts)
 
     def _by_block(self, finders: list[BlockFinder], form: CovarianceForm) -> list[Tensor]:
         f, dtype = self._forward.f, self._forward.dtype
         totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
         for site, calls in self._layers():
-            if not calls:
-                continue
             g = site.gradients(calls, self._taken(calls)).to(dtype)
-            blocks = [_found(block_of, site.layout) for block_of in finders]
+            blocks = _blocks(finders, site.layout)
             terms = type(blocks[0]).output_covariances(blocks, _inputs(site, calls, g), g, form)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
             rows = form.arrange(J.to(dtype))
-            for total, block_of in zip(totals, finders, strict=True):
-                total += form.quadratic(_found(block_of, self._plan.leftover_layout(name)), rows)
+            for total, block in zip(totals, _blocks(finders, self._plan.leftover_layout(name)), strict=True):
+                total += form.quadratic(block, rows)
         return totals
 
     def _layers(self) -> list[tuple[Site, list[Call]]]:
-        return list(zip(self._plan.sites, self._forward.matched.calls, strict=True))
+        """Those that were called."""
+        return [layer for layer in zip(self._plan.sites, self._forward.matched.calls, strict=True) if layer[1]]
 
     def _taken(self, calls: list[Call]) -> list[Tensor]:
         gradients = self._of_layers[: len(calls)]
@@ -173,10 +172,8 @@ class _Gradients:
         return gradients
 
 
-def _found(block_of: BlockFinder, layout: Layout) -> Structure:
-    block = block_of(layout)
-    assert block is not None
-    return block
+def _blocks(finders: list[BlockFinder], layout: Layout) -> list[Structure]:
+    return [block for block_of in finders if (block := block_of(layout)) is not None]
 
 
 def _inputs(site: Site, calls: list[Call], g: Tensor) -> Tensor:
