@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
-from lightning_bayes.callbacks.loss_scale import recognise_scale
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
@@ -32,17 +31,15 @@ from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scal
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer import data
-from lightning_bayes.trainer.arguments import check_tuning
 from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import class_name, is_dev_run
+from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import describe, report
-from lightning_bayes.trainer.strategy import forward_context
 
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"

@@ -29,7 +29,6 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
-from lightning_bayes.trainer.arguments import check_module, check_tuning
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
@@ -41,13 +40,13 @@ from lightning_bayes.trainer.checkpoints import (
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.files import run_folder
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, report
-from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
+from lightning_bayes.trainer.strategy import refuse_sharded, share
 
 _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
 

@@ -36,16 +36,15 @@ from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.trainer.arguments import CALIBRATIONS
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_indexed, single
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
+from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import callbacks_of
+from lightning_bayes.trainer.private import callbacks_of, forward_context
 from lightning_bayes.trainer.report import describe, report
-from lightning_bayes.trainer.strategy import forward_context, refuse_sharded
+from lightning_bayes.trainer.strategy import refuse_sharded
 
 
 class OnlineLaplaceCallback(PosteriorCallback):

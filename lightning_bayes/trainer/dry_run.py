@@ -27,8 +27,7 @@ from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
-from lightning_bayes.trainer.private import gradient_scale, is_compiled
-from lightning_bayes.trainer.strategy import forward_context
+from lightning_bayes.trainer.private import forward_context, gradient_scale, is_compiled
 
 if TYPE_CHECKING:
     from lightning_bayes.trainer.posterior_callback import PosteriorCallback

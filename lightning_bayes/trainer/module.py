@@ -8,11 +8,20 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import shown
 from lightning_bayes.network.checks import submodule
 
 
 class ModuleError(RuntimeError):
     """The module does not say enough of itself, or is not for this callback; the message says what to do."""
+
+
+def check_module(module: Any, trainer: Any) -> None:
+    """What `fit_now` and `evaluate` are handed, of `lightning` or `pytorch_lightning`."""
+    if not isinstance(module, nn.Module) or not hasattr(module, "transfer_batch_to_device"):
+        raise TypeError(f"module must be a LightningModule, got {shown(module)}")
+    if trainer is not None and not hasattr(trainer, "strategy"):
+        raise TypeError(f"trainer must be a Trainer or None, got {shown(trainer)}")
 
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:

@@ -18,18 +18,17 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
-from lightning_bayes.trainer.arguments import check_module
 from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
 from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
-from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
-from lightning_bayes.trainer.private import callbacks_of, is_dev_run, is_launched, load_validation
+from lightning_bayes.trainer.private import callbacks_of, forward_context, is_dev_run, is_launched, load_validation
 from lightning_bayes.trainer.scoring import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import forward_context, on_device, run_last
+from lightning_bayes.trainer.strategy import on_device, run_last
 
 
 def _option(field: str) -> Any:

@@ -17,7 +17,7 @@ from lightning_bayes.predictive.scores import ScoreTable
 from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
 from lightning_bayes.trainer.files import directory
 from lightning_bayes.trainer.module import split_batch
-from lightning_bayes.trainer.strategy import forward_context
+from lightning_bayes.trainer.private import forward_context
 
 
 def score_module(
