@@ -68,7 +68,7 @@ class VariationalInferenceMixin(VariationalMixin):
             g |= _through_moves(g, moves, log_σ)
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
         kl, loss = q.add_kl(nll, gradients)
-        q.log(step.size, nll, kl)
+        q.log(len(step.f), nll, kl)
         return step.with_loss(loss)
 
 

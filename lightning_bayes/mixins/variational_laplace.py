@@ -106,7 +106,7 @@ def _loss(q: GaussianWeights, step: Step) -> Tensor:
         return _exact_loss(q, step.loss, step.f, step.y)
     squared_gradient, gradients = _two_passes(q, step)
     kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
-    q.log(step.size, step.loss, kl, squared_gradient)
+    q.log(len(step.f), step.loss, kl, squared_gradient)
     return loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,17 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
         f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
         "split_batch(self, batch) that returns (x, y)"
     )
+
+
+def call_step(step: Callable[..., Any], batch: Any, **numbers: int) -> Any:
+    """A step of the user's own, with as many of the arguments (`batch_idx`, then `dataloader_idx`) as it takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return step(batch, *numbers.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    given = (batch, *numbers.values())[: len(positional)]
+    return step(*given, **{name: number for name, number in numbers.items() if name in named})
 
 
 class ReplacedMethod:

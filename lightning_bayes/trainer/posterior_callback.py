@@ -208,7 +208,7 @@ class PosteriorCallback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._dry_run is None:
             return
-        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.outputs
+        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.f
         self._end_dry_run()
         if fit is not None:
             self.judge_loss(fit, outputs)
@@ -226,10 +226,16 @@ class PosteriorCallback(Callback):
     # -- validate and test -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(trainer, pl_module, trainer.val_dataloaders)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(trainer, pl_module, trainer.test_dataloaders)
+        # While a fit is running there is no posterior of the weights that are being trained.
+        self._scores = None
+        if trainer.state.fn == "fit":
+            return
+        self._load_beside(trainer)
+        if self._find_posterior() is None:
+            rank_zero_warn(f"nothing is scored: {self._missing()}")
+            return
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        self._scores = TrainerScores(self.likelihood, pl_module, loaders, self.use.ood)
 
     def on_validation_batch_end(
         self,
@@ -240,36 +246,18 @@ class PosteriorCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._score_batch(trainer, batch, batch_idx, dataloader_idx)
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, "test")
-
-    def _start_scores(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
-        # While a fit is running there is no posterior of the weights that are being trained.
-        self._scores = None
-        if trainer.state.fn == "fit":
-            return
-        self._load_beside(trainer)
-        if self._find_posterior() is None:
-            rank_zero_warn(f"nothing is scored: {self._missing()}")
-        else:
-            self._scores = TrainerScores(self.likelihood, module, loaders, self.use.ood)
-
-    def _score_batch(self, trainer: Trainer, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if self._scores is not None:
             predictors = self._predictors(with_map=posterior_callbacks(trainer)[0] is self)
             with torch.inference_mode(False), forward_context(trainer):
                 self._scores.add(predictors, batch, batch_idx, dataloader_idx)
 
-    def _log_scores(self, trainer: Trainer, stage: str) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None:
-            self._scores.log(trainer, stage, self.use.plots)
+            self._scores.log(trainer, "test" if trainer.testing else "val", self.use.plots)
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     # -- predict -----------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.trainer.module import ReplacedMethod, split_batch
+from lightning_bayes.trainer.module import ReplacedMethod, call_step, split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
 USER = "user"  # key of the module's own output beside the predictions
@@ -47,7 +45,9 @@ class PredictStep:
             x, _ = split_batch(self._module, batch, predicting=True)
             answers: dict[str, Any] = {}
             if self._both:
-                answers[USER] = _call(self._method.original, batch, batch_idx, dataloader_idx)
+                answers[USER] = call_step(
+                    self._method.original, batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx
+                )
             answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
             return answers if len(answers) > 1 else next(iter(answers.values()))
 
@@ -55,15 +55,3 @@ class PredictStep:
 
     def remove(self) -> None:
         self._method.remove()
-
-
-def _call(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-    """The user's step with as many of the arguments as it takes."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return step(batch, batch_idx, dataloader_idx)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    rest = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
-    given = (batch, batch_idx, dataloader_idx)[: len(positional)]
-    return step(*given, **{name: value for name, value in rest.items() if name in named})

@@ -50,10 +50,9 @@ class TrainerScores:
             loaders = list(loaders.values())
         self._loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
         self._table = ScoreTable(likelihood, module.device, len(self._loaders) - 1 if ood else 0)
-        self._module, self._is_empty = module, True
+        self._module = module
 
     def add(self, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        self._is_empty = False
         x, y = split_batch(self._module, batch, predicting=self._table.is_ood(dataloader_idx))
         real = _without_padding(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
@@ -64,8 +63,6 @@ class TrainerScores:
 
     def log(self, trainer: Trainer, stage: str, plots: bool) -> None:
         """As `<stage>_<metric>_<name>`; on all processes, because metrics gather."""
-        if self._is_empty:
-            return
         if not trainer.barebones:
             for key, value in self._table.compute().items():
                 self._module.log(f"{stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
