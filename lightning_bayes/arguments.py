@@ -30,6 +30,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names within a message."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number; a bool, a string or NaN is none."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -152,28 +152,20 @@ class _Watch(TorchFunctionMode):
 
 def _called(module: nn.Module, example: Any) -> dict[str, str]:
     inputs.batch_size(example)  # an error where it holds no tensor
-    with borrowed(module, ()), torch.no_grad(), _watched(module) as watch:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        inputs.call(module, inputs.to_device(example, device))
-    return watch.kinks
-
-
-@contextmanager
-def _watched(module: nn.Module) -> Iterator[_Watch]:
-    watch, handles = _Watch(), []
+    watch = _Watch()
 
     def leave(*_: Any) -> None:  # what a hook returns would replace the output
         watch.inside.pop()
 
-    for name, layer in module.named_modules():
-        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name)))
-        handles.append(layer.register_forward_hook(leave, always_call=True))
-    try:
-        with watch:
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+    with borrowed(module, ()), torch.no_grad(), ExitStack() as stack:
+        for name, layer in module.named_modules():
+            enter = layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name))
+            stack.enter_context(enter)
+            stack.enter_context(layer.register_forward_hook(leave, always_call=True))
+        stack.enter_context(watch)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        inputs.call(module, inputs.to_device(example, device))
+    return watch.kinks
 
 
 def _message(kinks: dict[str, str]) -> str:

@@ -54,10 +54,9 @@ class GaussianWeights:
         self.called_vl_loss = False  # by the training step that runs
         self.checked_kinks = False  # in the fit that runs
         weights = self._candidates()
-        priors = find_priors(options.prior_std, weights, self.network)
-        self.decayed = tuple(name for name, prior in priors.items() if prior.provisional)  # s from weight decay
-        self.prior_std = {name: prior.std for name, prior in priors.items() if not prior.provisional}  # s, where known
-        start = {name: math.log(prior.std) - BELOW_PRIOR for name, prior in priors.items()}
+        stds, self.decayed = find_priors(options.prior_std, weights, self.network)
+        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # s, where known
+        start = {name: math.log(s) - BELOW_PRIOR for name, s in stds.items()}
         self.log_sigma = LogSigma({n: torch.full_like(p.detach(), start[n]) for n, p in weights.items()})
 
     def _candidates(self) -> dict[str, nn.Parameter]:

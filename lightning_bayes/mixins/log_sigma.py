@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import some
+
 BELOW_PRIOR = 3.0  # log σ starts at log s − 3, section 5.1 of the Variational Laplace paper
 Value = TypeVar("Value")
 
@@ -38,9 +40,7 @@ class LogSigma(nn.Module):
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._encoded:
             raise KeyError(f"no log σ for {name!r}: it has no such parameter, or it is frozen or deterministic")
-        parameter = self._parameters[self._encoded[name]]
-        assert parameter is not None
-        return parameter
+        return self.get_parameter(self._encoded[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._encoded
@@ -96,8 +96,8 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str)
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            few = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {few}")
+            known = some(names)
+            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {known}")
 
 
 def _literal_letters(pattern: str) -> int:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
@@ -102,22 +101,17 @@ def _split_groups(module: LightningModule, multiplier: float | Mapping[str, floa
     optimizers = [optimizer for optimizer in module.trainer.optimizers if optimizer.param_groups]
     if not optimizers:
         return
-    log_σ = _log_sigma_of(module)
-    by_name = multipliers(multiplier, log_σ)
-    add_missing(optimizers, log_σ, dict(module.named_parameters()))
-    for optimizer in optimizers:
-        schedulers = _schedulers_of(optimizer, module.trainer)
-        split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
-
-
-def _log_sigma_of(module: LightningModule) -> dict[str, nn.Parameter]:
     log_σ: Any = getattr(module, "log_sigma", None)
     if log_σ is None:
         raise TypeError(
             f"{type(module).__name__} has no log_sigma to multiply the learning rate of: derive it from "
             "(LogSigmaMultiplierMixin, VariationalLaplaceMixin, …) or (…, VariationalInferenceMixin, …)"
         )
-    return dict(log_σ.items())
+    by_name = multipliers(multiplier, log_σ.keys())
+    add_missing(optimizers, log_σ, dict(module.named_parameters()))
+    for optimizer in optimizers:
+        schedulers = _schedulers_of(optimizer, module.trainer)
+        split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
 
 
 def _schedulers_of(optimizer: Optimizer, trainer: Trainer) -> list[Any]:

@@ -33,9 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
-from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term
-from lightning_bayes.mixins.variational import VariationalMixin
+from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
@@ -59,11 +58,7 @@ class VariationalLaplaceMixin(VariationalMixin):
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unused = ("train_samples", "local_reparameterization")
-        options = options_from(variational, name="vl", predictive="glm", unused=unused)
-        # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
-        self.hparams["variational"] = plain(variational)
-        self._variational = GaussianWeights(self, options)
-        self.log_sigma = self._variational.log_sigma
+        make_variational(self, variational, name="vl", predictive="glm", unused=unused)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Yours, with the Variational Laplace loss instead of the negative log-likelihood."""
@@ -184,14 +179,9 @@ def _kernels(q: GaussianWeights) -> Iterator[None]:
         if q.options.method == "exact" or q.options.curvature == "hessian" or _is_narrow(q):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(isinstance(module, nn.RNNBase) for module in q.module.modules()):
-                stack.enter_context(_plain_recurrent_kernels())
+                # Those of cuDNN and oneDNN have no second derivative. Any setting of oneDNN warns of TF32.
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield
-
-
-@contextmanager
-def _plain_recurrent_kernels() -> Iterator[None]:
-    """Those of cuDNN and oneDNN have no second derivative."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # said by any setting of oneDNN
-        with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
-            yield
