@@ -194,8 +194,10 @@ class L2MCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         network = unwrap(network_of(pl_module, self.network))
         check_optimizers(trainer.optimizers, trainable(network))
-        if is_sharded(network):
-            self._check_sharded()
+        if is_sharded(network) and self.predictive == "glm":
+            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
+        if is_sharded(network) and self.tune not in (None, "auto"):
+            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
         if self._counts and self.loss_scale is None:
             default_loss_scale(self.likelihood, 1)
         if trainer.gradient_clip_val:
@@ -203,12 +205,6 @@ class L2MCallback(PosteriorCallback):
                 f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
                 "moment, and with it L2M's precision, is too small"
             )
-
-    def _check_sharded(self) -> None:
-        if self.predictive == "glm":
-            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
-        if self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -169,22 +169,19 @@ class LaplaceCallback(PosteriorCallback):
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
-            posterior = self._fit(trainer, module, loader)
+            data = self._data.exact_pass(trainer, module, loader)
+            quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
+            posterior = fit_laplace(
+                network_of(module, self.network),
+                data,
+                **self._words(),
+                progress=self.progress and not quiet,
+                processes=Processes.current(),
+                probe=data.probe(),
+            )
             if self.tune not in (None, "auto", "grid"):
                 posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
             return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
-
-    def _fit(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
-        data = self._data.exact_pass(trainer, module, loader)
-        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-        return fit_laplace(
-            network_of(module, self.network),
-            data,
-            **self._words(),
-            progress=self.progress and not quiet,
-            processes=Processes.current(),
-            probe=data.probe(),
-        )
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""

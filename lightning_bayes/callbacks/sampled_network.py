@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bayes.callbacks.memory import CurvatureMemory
-from lightning_bayes.callbacks.sampled_step import Moves
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.backprop import BatchDiagonal, choose_mode
 from lightning_bayes.likelihoods import Likelihood
@@ -21,28 +20,38 @@ from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.trainer.module import split_batch
 
+Moves = dict[str, Tensor]  # by the parameter's name in the module
+
 
 class SampledNetwork:
-    """`module`'s network, whose diagonal of a batch goes into a memory."""
+    """`module`'s network, whose diagonal of a batch goes into a memory; its draws belong to `seed` and `rank`."""
 
-    def __init__(self, module: LightningModule, diagonal: BatchDiagonal, memory: CurvatureMemory) -> None:
+    def __init__(
+        self, module: LightningModule, diagonal: BatchDiagonal, memory: CurvatureMemory, seed: int, rank: int
+    ) -> None:
         names, subset = memory.subset.names, diagonal.subset
         if names != subset.names:
             raise CurvatureError(
                 f"the checkpoint holds the curvature of {', '.join(names)}, but now these are to "
                 f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
             )
-        self.diagonal, self._module, self._memory = diagonal, module, memory
+        self.diagonal, self._module, self._memory, self._seed, self._rank = diagonal, module, memory, seed, rank
         names_in_module = {id(p): name for name, p in module.named_parameters()}
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
+
+    def begin_draws(self, number: int) -> None:
+        """So many samples of a new batch."""
+        self._memory.draws += number
 
     def measure(self, batch: Any) -> None:
         x, y = split(self._module, batch)
         self._memory.measure(self.diagonal(x, y), inputs.batch_size(x))
 
-    def draw(self, number: int, seed: int, rank: int) -> Moves:
+    def draw(self, number: int) -> Moves:
+        """From the mean to the batch's sample of this number."""
         shapes = self._memory.subset.shapes
-        parts = self._memory.draw(number, seed, rank).split([shape.numel() for shape in shapes])
+        move = self._memory.draw(self._memory.draws - number, self._seed, self._rank)
+        parts = move.split([shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 
 

@@ -14,38 +14,30 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_bayes.callbacks.sampled_network import Moves, SampledNetwork
 from lightning_bayes.network.at_weights import at_weights, call_with
 from lightning_bayes.network.recomputation import refuse_recomputation
 from lightning_bayes.trainer.module import ReplacedMethod
-
-Moves = dict[str, Tensor]  # by the parameter's name in the module
 
 
 class SampledStep:
     """Instead of `module.training_step`, from `install` to `remove`.
 
     An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
-    a batch's samples have the same noise, and `before` and `after` are called in the first evaluation only.
+    a batch's samples have the same noise, and its curvature is measured in the first evaluation only.
 
     Args:
         module: whose step it is.
-        before: called with a new batch while the weights are the mean.
-        draw: the moves from the mean to a batch's sample of the given number.
-        after: called with a new batch while the weights are a sample; None for nothing.
+        begin: makes the sampled network with the first batch, while the weights are the mean.
+        at: where the curvature of a batch is measured, at the "mean" or at each "sample".
         samples: drawn for one batch.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        before: Callable[[Any], None],
-        draw: Callable[[int], Moves],
-        after: Callable[[Any], None] | None,
-        samples: int,
-    ) -> None:
-        self._module, self._before, self._draw, self._after, self._samples = module, before, draw, after, samples
+    def __init__(self, module: LightningModule, begin: Callable[[Any], SampledNetwork], at: str, samples: int) -> None:
+        self._module, self._begin, self._at, self._samples = module, begin, at, samples
+        self._network: SampledNetwork | None = None
         self._method = ReplacedMethod(module, "training_step")
         self._users = self._method.original
         self._at_sample = ExitStack()  # holds the mean while the weights are a sample
@@ -73,10 +65,23 @@ class SampledStep:
         self.put_back()
         new, self._new = self._new, False
         try:
+            network = self._network = self._network or self._begin(batch)
             if new:
-                self._before(batch)
-            run = self._at_one if self._samples == 1 else self._at_several
-            returned = run(new, batch, *args, **kwargs)
+                network.begin_draws(self._samples)
+                if self._at == "mean":
+                    network.measure(batch)
+            drawn = [network.draw(number) for number in range(self._samples)]
+            measures = new and self._at == "sample"
+            for moves in drawn if measures or self._samples == 1 else ():
+                self.put_back()
+                self._move(moves)
+                if measures:
+                    network.measure(batch)
+            if self._samples == 1:
+                returned = self._users(batch, *args, **kwargs)
+            else:
+                self.put_back()
+                returned = self._at_several(drawn, batch, *args, **kwargs)
         except BaseException:
             self.put_back()
             raise
@@ -84,19 +89,7 @@ class SampledStep:
             self.put_back()
         return returned
 
-    def _at_one(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._move(self._draw(0))
-        if new and self._after is not None:
-            self._after(batch)
-        return self._users(batch, *args, **kwargs)
-
-    def _at_several(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drawn = [self._draw(number) for number in range(self._samples)]
-        if new and self._after is not None:
-            for moves in drawn:
-                self._move(moves)
-                self._after(batch)
-                self.put_back()
+    def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = _Step(self._module, self._users)
         losses, returned = [], None
         # A checkpointed layer runs again after the functional call has ended, at other weights.

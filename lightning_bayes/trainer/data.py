@@ -84,7 +84,7 @@ def exact_pass(
     `max_batches` there are no more than so many."""
     loader = single(loader)
     processes = processes or Processes()
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_indexed(loader):
         if processes.size > 1:
             warnings.warn(
                 "the training data cannot be indexed, so each process passes over what its own loader gives: examples "
@@ -122,12 +122,12 @@ def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
 
 def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPass:
     """All of the first validation dataloader, on every process, so that all choose the same prior."""
-    loader = None if trainer is None else trainer.val_dataloaders
-    if loader is None:
+    if trainer is None or trainer.val_dataloaders is None:
         raise RuntimeError(_NO_VALIDATION)
-    first = next(iter(loader.values())) if isinstance(loader, dict) else loader
-    limit = None if trainer is None else trainer.limit_val_batches
-    return exact_pass(first[0] if isinstance(first, (list, tuple)) else first, module, trainer, limit)
+    loaders = trainer.val_dataloaders
+    first = next(iter(loaders.values())) if isinstance(loaders, dict) else loaders
+    first = first[0] if isinstance(first, (list, tuple)) else first
+    return exact_pass(first, module, trainer, trainer.limit_val_batches)
 
 
 def check_validation(trainer: Trainer) -> None:
@@ -140,7 +140,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     """How many examples training draws its batches from, on all processes together; where they cannot be counted, an
     error that says what to do `instead`."""
     loader = single(trainer.train_dataloader, instead)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_indexed(loader):
         raise DataError(f"the training data cannot be counted, because they have no length: {instead}")
     size = batch_size(loader)
     if size is None:
@@ -169,8 +169,7 @@ def replicas(trainer: Trainer) -> int:
 def is_indexed(loader: Any) -> bool:
     """Whether the training data can be counted."""
     loader = single(loader)
-    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    return indexed and batch_size(loader) is not None
+    return _is_indexed(loader) and batch_size(loader) is not None
 
 
 def is_sized(loader: Any) -> bool:
@@ -225,6 +224,10 @@ def sampler_of(loader: Any) -> Any:
     if batches is None or getattr(loader, "batch_size", None) is not None:
         return getattr(loader, "sampler", None)
     return getattr(batches, "sampler", batches)
+
+
+def _is_indexed(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _indices(loader: DataLoader[Any]) -> list[int]:
