@@ -157,15 +157,15 @@ class L2MCallback(PosteriorCallback):
             )
         if not posterior.is_sharded:
             with preserved_rng(), forward_context(trainer):
-                posterior = self._by_evidence(trainer, module, posterior)
+                if self._needs_evidence(trainer):
+                    posterior = self._by_evidence(trainer, module, posterior)
                 posterior = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
         self._posterior = posterior
         return posterior
 
     def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        """Tuned on the training data, if that is asked for."""
-        if self.tune is None or not self._needs_evidence(trainer):
-            return posterior
+        """Tuned on the training data."""
+        assert self.tune is not None
         processes, limit = Processes.current(), data.drawn_batches(trainer)
         batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
         known = posterior.with_log_likelihood(batches, processes)
@@ -274,14 +274,10 @@ class L2MCallback(PosteriorCallback):
             scale = recognise_scale(self.name, self.likelihood, fit.scale, self.loss_scale, n_targets)
             self._batches.loss_scale = scale or self._batches.loss_scale
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
-            self._finish(trainer, module)
-
-    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        can_read = self._resumed and (self._batches.steps or not self._counts)
+        if only_missing and (self._find_posterior() is not None or not can_read):
+            return
         posterior = self.fit_now(trainer, module)
         numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size} if self._counts else {}
         what = f"second-moment posterior over {posterior.subset.size} weights"

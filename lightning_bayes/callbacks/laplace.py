@@ -256,12 +256,6 @@ class LaplaceCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, only_missing=False)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        self._finish(trainer, module, only_missing=True)
-
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         try:
             self._fit_weights(trainer, module, only_missing)

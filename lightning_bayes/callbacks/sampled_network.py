@@ -35,22 +35,18 @@ class SampledNetwork:
                 f"the checkpoint holds the curvature of {', '.join(names)}, but now these are to "
                 f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
             )
-        self.diagonal, self._module, self._memory, self._seed, self._rank = diagonal, module, memory, seed, rank
+        self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
         names_in_module = {id(p): name for name, p in module.named_parameters()}
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
 
-    def begin_draws(self, number: int) -> None:
-        """So many samples of a new batch."""
-        self._memory.draws += number
-
     def measure(self, batch: Any) -> None:
         x, y = split(self._module, batch)
-        self._memory.measure(self.diagonal(x, y), inputs.batch_size(x))
+        self.memory.measure(self.diagonal(x, y), inputs.batch_size(x))
 
     def draw(self, number: int) -> Moves:
         """From the mean to the batch's sample of this number."""
-        shapes = self._memory.subset.shapes
-        move = self._memory.draw(self._memory.draws - number, self._seed, self._rank)
+        shapes = self.memory.subset.shapes
+        move = self.memory.draw(self.memory.draws - number, self._seed, self._rank)
         parts = move.split([shape.numel() for shape in shapes])
         return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
 

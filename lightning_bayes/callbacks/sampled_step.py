@@ -67,14 +67,15 @@ class SampledStep:
         try:
             network = self._network = self._network or self._begin(batch)
             if new:
-                network.begin_draws(self._samples)
+                network.memory.draws += self._samples
                 if self._at == "mean":
                     network.measure(batch)
             drawn = [network.draw(number) for number in range(self._samples)]
             measures = new and self._at == "sample"
             for moves in drawn if measures or self._samples == 1 else ():
                 self.put_back()
-                self._move(moves)
+                parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
+                self._at_sample.enter_context(at_weights(self._module, parameters))
                 if measures:
                     network.measure(batch)
             if self._samples == 1:
@@ -108,10 +109,6 @@ class SampledStep:
                 losses.append(returned["loss"] if isinstance(returned, Mapping) else returned)
         loss = torch.stack(losses).mean()
         return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
-
-    def _move(self, moves: Moves) -> None:
-        parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
-        self._at_sample.enter_context(at_weights(self._module, parameters))
 
 
 class _Step(nn.Module):

@@ -9,12 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import some
 
+if TYPE_CHECKING:
+    MixinBase = LightningModule
+else:
+    MixinBase = object  # a mixin stands before the user's own LightningModule
 BELOW_PRIOR = 3.0  # log σ starts at log s − 3, section 5.1 of the Variational Laplace paper
 Value = TypeVar("Value")
 
@@ -86,7 +91,7 @@ def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) 
     """The value of each name that a pattern fits; where several do, that of the most specific one."""
     names = list(names)
     check_patterns(given, names, argument)
-    most_specific_first = sorted(given, key=_literal_letters, reverse=True)
+    most_specific_first = sorted(given, key=lambda pattern: len(re.sub(r"\[[^]]*\]|[*?]", "", pattern)), reverse=True)
     values = {name: next((given[p] for p in most_specific_first if matches(name, p)), None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -98,7 +103,3 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str)
         if not any(matches(name, pattern) for name in names):
             known = some(names)
             raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {known}")
-
-
-def _literal_letters(pattern: str) -> int:
-    return len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,14 +23,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
-from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, by_pattern
+from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, MixinBase, by_pattern
 from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, REACH, add_missing, keep_ratio, split
 from lightning_bayes.trainer.private import is_dev_run
 
-if TYPE_CHECKING:
-    _Base = LightningModule
-else:
-    _Base = object
 # Their steps grow with the gradient: the learning rate bounds nothing.
 _UNBOUNDED = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.LBFGS)
 
@@ -39,7 +35,7 @@ class MultiplierError(ValueError):
     """A multiplier that is no positive number."""
 
 
-class LogSigmaMultiplierMixin(_Base):
+class LogSigmaMultiplierMixin(MixinBase):
     """Train log σ at a multiple of the weights' learning rate: `class Bayes(LogSigmaMultiplierMixin,
     VariationalLaplaceMixin, YourModule)`.
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights
-from lightning_bayes.mixins.log_sigma import LogSigma
+from lightning_bayes.mixins.log_sigma import LogSigma, MixinBase
 from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
 
-if TYPE_CHECKING:
-    _Base = LightningModule
-else:
-    _Base = object
 _KEY = "variational"  # in a checkpoint
 
 
-class VariationalMixin(_Base):
+class VariationalMixin(MixinBase):
     """Weights with a Gaussian each; the base of `VariationalLaplaceMixin` and `VariationalInferenceMixin`."""
 
     log_sigma: LogSigma

@@ -4,9 +4,6 @@ The expected log-likelihood is estimated at weights drawn by the reparameterisat
 and (5)), `w = μ + σ ε` with `ε ~ N(0, 1)`:
 
     loss = mean NLL at w + (β/N) Σ_λ KL_λ,      ∂/∂μ = g,   ∂/∂log σ = g σ ε   with   g = ∂NLL/∂w.
-
-A training step passes through `variational_inference.py`, `watched_step.py` (the user's own step at the sampled
-weights) and `gaussian_weights.py` (the KL divergence and the loss), in this order.
 """
 
 from __future__ import annotations

@@ -8,15 +8,6 @@ from the model, the objective is (Variational Laplace paper, eq. (30))
 It is the expected log-likelihood, expanded to second order around the mean with the Fisher information instead of the
 Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` counts the examples
 whose gradient is squared together, which is the batch of one process; `N` counts those of all.
-
-A training step passes through four files, in this order and never back:
-
-1. `variational_laplace.py`: `training_step` chooses the kernels, and puts together what the others compute;
-2. `watched_step.py`: the user's own step, the one call of the network in it, and the check of its loss;
-3. `squared_gradient.py`: the squared-gradient term and its gradient, exactly or by a second pass at moved weights;
-4. `gaussian_weights.py`: the KL divergence, the loss with all gradients, and what is logged.
-
-They build on what all methods share: likelihoods, and a network at other weights (`network/at_weights.py`).
 """
 
 from __future__ import annotations

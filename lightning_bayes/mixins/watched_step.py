@@ -71,12 +71,8 @@ class Step:
     returned: Any
     loss: Tensor  # the mean NLL of the true labels
     call: ForwardCall
+    f: Tensor
     y: Tensor
-
-    @property
-    def f(self) -> Tensor:
-        output: Tensor = self.call.output
-        return output
 
     def with_loss(self, loss: Tensor) -> Any:
         """What the step returned, with another loss."""
@@ -106,7 +102,7 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
         loss = mean_nll(options.likelihood, f, y)
     else:
         _check_loss(module, loss, mean_nll(options.likelihood, f.detach(), y), f)
-    return Step(returned, loss, call, y)
+    return Step(returned, loss, call, f, y)
 
 
 @contextmanager

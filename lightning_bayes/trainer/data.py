@@ -104,12 +104,6 @@ def exact_pass(
     return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
 
 
-def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
-    """What the data module's or module's method or attribute `name` gives."""
-    loader = getattr(owner_of(trainer, module, name), name)
-    return loader() if callable(loader) else loader
-
-
 def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """The data module or the module, whichever has a `name`."""
     owners = [owner for owner in (datamodule_of(trainer), module) if owner is not None]

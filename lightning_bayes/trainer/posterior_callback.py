@@ -164,18 +164,21 @@ class PosteriorCallback(Callback):
         self._posterior = self._stored = None  # of the weights before this training
         self._begin_dry_run(trainer)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer, pl_module, only_missing=False)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run with nothing left to train never reaches `on_train_end`.
         if not self._has_trained and trainer.train_dataloader is not None:
             load_validation(trainer)
             with on_device(trainer, pl_module):
-                self._fit_untrained(trainer, pl_module)
+                self._finish(trainer, pl_module, only_missing=True)
         if is_launched(trainer):
             path = None if self._file.path is None else str(self._file.path)
             self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
 
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        """After a `fit` without a step: what no checkpoint holds."""
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        """Make and store the posterior; after a `fit` without a step `only_missing`, what no checkpoint holds."""
 
     # -- the dry run on the first batch ------------------------------------------------------------------------------
 
