@@ -118,10 +118,8 @@ def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPa
     """All of the first validation dataloader, on every process, so that all choose the same prior."""
     if trainer is None or trainer.val_dataloaders is None:
         raise RuntimeError(_NO_VALIDATION)
-    loaders = trainer.val_dataloaders
-    first = next(iter(loaders.values())) if isinstance(loaders, dict) else loaders
-    first = first[0] if isinstance(first, (list, tuple)) else first
-    return exact_pass(first, module, trainer, trainer.limit_val_batches)
+    first = as_list(trainer.val_dataloaders)[0]
+    return exact_pass(as_list(first)[0], module, trainer, trainer.limit_val_batches)
 
 
 def check_validation(trainer: Trainer) -> None:
@@ -193,16 +191,19 @@ _WITH_FIT_NOW = "train without this callback, then call its fit_now(trainer, mod
 
 def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
     """The one dataloader there is, or an error that says what to do instead."""
-    loaders = list(loader.values()) if isinstance(loader, dict) else loader
-    if isinstance(loaders, (list, tuple)):
-        if len(loaders) == 1:
-            return loaders[0]
+    loaders = as_list(getattr(loader, "flattened", loader))  # of Lightning's CombinedLoader
+    if len(loaders) != 1:
         raise DataError(
             f"there are {len(loaders)} training dataloaders and no telling which holds each example once: {instead}"
         )
-    if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
-        return single(list(loaders.flattened), instead)
-    return loaders
+    return loaders[0]
+
+
+def as_list(loaders: Any) -> list[Any]:
+    """One dataloader, or several as a Trainer has them."""
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def batch_size(loader: Any) -> int | None:

@@ -46,11 +46,6 @@ def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return -likelihood.log_likelihood(f, y) / len(f)
 
 
-def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
-    """Equal up to rounding, or both NaN."""
-    return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
-
-
 def compare_gradients(
     likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float
 ) -> LossFit | None:

@@ -14,7 +14,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.predictive.evaluate import Predict, score_loaders
 from lightning_bayes.predictive.scores import ScoreTable
-from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
+from lightning_bayes.trainer.data import as_list, batch_size, sampler_of, to_module
 from lightning_bayes.trainer.files import directory
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import forward_context
@@ -46,9 +46,7 @@ class TrainerScores:
     """Of the predictions for a module's batches, from `loaders` as the Trainer has them."""
 
     def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool) -> None:
-        if isinstance(loaders, dict):
-            loaders = list(loaders.values())
-        self._loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        self._loaders = as_list(loaders)
         self._table = ScoreTable(likelihood, module.device, len(self._loaders) - 1 if ood else 0)
         self._module = module
 
