@@ -164,7 +164,6 @@ class L2MCallback(PosteriorCallback):
         return posterior
 
     def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        """Tuned on the training data."""
         assert self.tune is not None
         processes, limit = Processes.current(), data.drawn_batches(trainer)
         batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
@@ -223,7 +222,6 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, size * data.replicas(trainer) * trainer.accumulate_grad_batches)
 
     def _count_data(self, trainer: Trainer, loader: Any) -> int:
-        """The `N` examples that training draws from."""
         if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_indexed(loader)):
             return self.n_data
         counted = data.count_examples(trainer)

@@ -185,19 +185,9 @@ class LaplaceCallback(PosteriorCallback):
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""
-        return {
-            "likelihood": self.likelihood,
-            "structure": self.structure,
-            "subset": self.subset,
-            "curvature": self.curvature,
-            "prior_precision": self.prior_precision,
-            "temperature": self.temperature,
-            "damping": self.damping,
-            "samples": self.mc_samples,
-            "seed": self.seed,
-            "weight_sharing": self.weight_sharing,
-            "hessian": self.hessian,
-        }
+        of_model = ("likelihood", "structure", "subset", "curvature", "prior_precision", "temperature", "damping")
+        names = (*of_model, "seed", "weight_sharing", "hessian")
+        return {"samples": self.mc_samples, **{name: getattr(self, name) for name in names}}
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)

@@ -34,7 +34,7 @@ from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.trainer.checkpoints import Stored
+from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_indexed, single
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.module import network_of
@@ -274,9 +274,12 @@ class OnlineLaplaceCallback(PosteriorCallback):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
-        # While it trains, the state of every checkpoint has the posterior of its weights, but for calibrations.
-        lacking = [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior]
-        super()._put_into(trainer, checkpoints if self.posterior.calibrations else lacking)
+        # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
+        super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
+        if self.posterior.calibrations:
+            for checkpoint in checkpoints:
+                if checkpoint.has_posterior and checkpoint.in_memory:
+                    put_calibrations(trainer, checkpoint.path, self.state_key, self.posterior)
 
     def state_dict(self) -> dict[str, Any]:
         if self._memory is None:

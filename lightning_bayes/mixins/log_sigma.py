@@ -97,7 +97,6 @@ def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) 
 
 
 def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str) -> None:
-    """Raise for a pattern that fits no name."""
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):

@@ -77,7 +77,6 @@ class LogSigmaMultiplierMixin(MixinBase):
 
 
 def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The multiplier of every weight name."""
     names = list(names)
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)

@@ -144,7 +144,6 @@ def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _uses_differences(q: GaussianWeights, step: Step) -> bool:
-    """Whether this step is computed by finite differences."""
     if q.options.method == "exact" or q.options.curvature == "hessian":
         return False
     reason = None

@@ -75,7 +75,6 @@ class Step:
     y: Tensor
 
     def with_loss(self, loss: Tensor) -> Any:
-        """What the step returned, with another loss."""
         return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
 
 
@@ -107,7 +106,6 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
 
 @contextmanager
 def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
-    """Note every call of `network`."""
     calls: list[ForwardCall] = []
     started: list[ForwardCall] = []
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
@@ -157,7 +155,6 @@ def _loss_of(returned: Any) -> Tensor | None:
 
 
 def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
-    """The call of the network, if there was exactly one."""
     if len(calls) == 1:
         if not isinstance(calls[0].output, Tensor):
             raise StepError(

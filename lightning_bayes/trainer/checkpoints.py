@@ -116,6 +116,17 @@ def put_posterior(
     trainer.strategy.barrier("posterior in checkpoint")
 
 
+def put_calibrations(trainer: Trainer, path: str, key: str, posterior: GaussianPosterior) -> None:
+    """Add those of `posterior` to the same one in a checkpoint's state; on all processes."""
+    if trainer.is_global_zero:
+        checkpoint = _read(trainer, path)
+        state = checkpoint.get("callbacks", {}).get(key)
+        if state is not None:
+            state["posterior"]["calibrations"] = posterior.state_dict()["calibrations"]
+            replace_file(path, checkpoint)
+    trainer.strategy.barrier("calibrations in checkpoint")
+
+
 def beside(path: Any, name: str) -> str:
     """The posterior's file of a checkpoint that holds weights only."""
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"

@@ -174,7 +174,6 @@ def is_sized(loader: Any) -> bool:
 
 
 def differ(a: Any, b: Any) -> bool:
-    """Whether two batches hold different numbers."""
     pairs = zip(inputs.tensors(a), inputs.tensors(b), strict=False)
     return any(x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 

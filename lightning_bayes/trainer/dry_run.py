@@ -95,7 +95,6 @@ class DryRun:
         return fit
 
     def stop(self) -> None:
-        """Let go of the batch and of the modules."""
         if self._watch is not None:
             self._watch.stop()
         self._watch = self.f = self._x = self._y = None

@@ -30,11 +30,6 @@ def run_folder(trainer: Trainer) -> str:
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name), version)
 
 
-def directory(trainer: Trainer) -> Path:
-    """Where files go: rank zero's answer, on all processes."""
-    return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
-
-
 class PosteriorFile:
     """The file of a callback's posterior called `name`, or the folder of a sharded one.
 

@@ -48,7 +48,6 @@ class HeldOutScores:
     error: float  # the standard error of the posterior's NLL minus the better one of the others
 
     def numbers(self, name: str) -> dict[str, float]:
-        """As a logger has them."""
         parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
         return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
 

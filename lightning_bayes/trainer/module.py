@@ -83,12 +83,10 @@ class ReplacedMethod:
 
 
 def is_variational(module: LightningModule) -> bool:
-    """Whether the module has a variational mixin."""
     return callable(getattr(module, "weights_and_log_sigma", None))
 
 
 def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
-    """Raise for a module with a variational mixin, which trains a posterior of its own."""
     if is_variational(module):
         raise ModuleError(
             f"{type(module).__name__} is variational and has a posterior of its own, but {problem}: leave the callback "

@@ -195,7 +195,6 @@ class PosteriorCallback(Callback):
         return y
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """Warn of a loss that is not the likelihood's."""
         if not fit.fits:
             rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
 

@@ -6,6 +6,7 @@ Padding of a distributed sampler does not count. Dataloaders after the first may
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +16,6 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.predictive.evaluate import Predict, score_loaders
 from lightning_bayes.predictive.scores import ScoreTable
 from lightning_bayes.trainer.data import as_list, batch_size, sampler_of, to_module
-from lightning_bayes.trainer.files import directory
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import forward_context
 
@@ -64,13 +64,12 @@ class TrainerScores:
         if not trainer.barebones:
             for key, value in self._table.compute().items():
                 self._module.log(f"{stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
-        if plots:
-            self._plot(trainer, stage)
-
-    def _plot(self, trainer: Trainer, stage: str) -> None:
+        if not plots:
+            return
         from lightning_bayes.plots import log_figure
 
-        folder = directory(trainer) / "figures"
+        # Rank zero's answer, on all processes.
+        folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)), "figures")
         for name, metric in self._table.pictures():
             figure, _ = metric.plot()
             if trainer.is_global_zero:
