@@ -53,13 +53,9 @@ class MemoryRule:
         factor *= self.memory_factor if self.average else 1.0
         return torch.add(diagonal * factor, C, alpha=1 - self.memory_factor)
 
-    def precision(self, C: Tensor) -> Tensor:
-        """`H`.  # [P]"""
-        return (self.scale * C).add_(self.prior_precision)
-
     def move(self, C: Tensor, noise: Tensor) -> Tensor:
         """From the mean to the sample of eq. (64): `ε/√H`.  # [P]"""
-        std = self.precision(C).rsqrt_()
+        std = (self.scale * C).add_(self.prior_precision).rsqrt_()
         return noise * (std if self.max_std is None else std.clamp_max_(self.max_std))
 
 

@@ -154,16 +154,13 @@ class OnlineLaplaceCallback(PosteriorCallback):
         """The posterior of the present weights and the curvature so far; no pass over data."""
         self._module = module
         self._end_step()
-        self._posterior = posterior = self._held().posterior(self._network_of(module), self.likelihood)
+        if self._memory is None:
+            raise RuntimeError(self._missing())
+        self._posterior = posterior = self._memory.posterior(self._network_of(module), self.likelihood)
         hessian = self.hessian if self._sampled is None else self._sampled.diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
         return posterior
-
-    def _held(self) -> CurvatureMemory:
-        if self._memory is None:
-            raise RuntimeError(self._missing())
-        return self._memory
 
     def _network_of(self, module: LightningModule) -> nn.Module:
         return unwrap(network_of(module, self.network))
@@ -229,7 +226,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._put_back()
-        self._held().keep()
+        if self._memory is not None:
+            self._memory.keep()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._put_back()

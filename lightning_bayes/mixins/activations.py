@@ -8,7 +8,7 @@ differentiation takes for zero. Anything with a continuous first derivative will
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -125,14 +125,13 @@ def _kink(module: nn.Module) -> str | None:
     return f"{type(module).__name__} with {held[0]}" if held else None
 
 
-def _routines(name: str) -> Iterator[Any]:
-    for place in (F, torch, torch.Tensor):
-        for variant in (name, f"{name}_", f"{name}_with_indices"):
-            if hasattr(place, variant):
-                yield getattr(place, variant)
-
-
-_NAMES_OF: dict[Any, str] = {routine: name for name in _NAMES for routine in _routines(name)}
+_NAMES_OF: dict[Any, str] = {
+    getattr(place, variant): name
+    for name in _NAMES
+    for place in (F, torch, torch.Tensor)
+    for variant in (name, f"{name}_", f"{name}_with_indices")
+    if hasattr(place, variant)
+}
 
 
 class _Watch(TorchFunctionMode):

@@ -58,7 +58,12 @@ class VariationalLaplaceMixin(VariationalMixin):
             step = run_step(q, super().training_step, batch, batch_idx)
             if not isinstance(step, Step):
                 return step
-            loss = _loss(q, step)
+            if _uses_differences(q, step):
+                squared_gradient, gradients = _two_passes(q, step)
+                kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
+                q.log(len(step.f), step.loss, kl, squared_gradient)
+            else:
+                loss = _exact_loss(q, step.loss, step.f, step.y)
             if not q.checked_kinks:
                 q.checked_kinks = True
                 warn_piecewise_linear(step.call.network, None if step.call.kwargs else step.call.args)
@@ -87,32 +92,20 @@ class VariationalLaplaceMixin(VariationalMixin):
 # -- eq. (30) ----------------------------------------------------------------------------------------------------------
 
 
-def _loss(q: GaussianWeights, step: Step) -> Tensor:
-    if not _uses_differences(q, step):
-        return _exact_loss(q, step.loss, step.f, step.y)
-    squared_gradient, gradients = _two_passes(q, step)
-    kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
-    q.log(len(step.f), step.loss, kl, squared_gradient)
-    return loss
-
-
 def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
-    """With its graph, to be differentiated as a whole."""
-    squared_gradient = _squared_gradient(q, nll, f, y, y_sampled)
-    kl = q.kl()
-    q.log(len(f), nll, kl, squared_gradient)
-    return nll + squared_gradient + q.kl_weight * kl
-
-
-def _squared_gradient(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None) -> Tensor:
-    """The squared-gradient term (or, for study, related ones), with its graph."""
+    """With its graph, to be differentiated as a whole; for study also with another term than the squared gradient."""
     pairs = q.pairs().values()
     weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
     if q.options.curvature == "hessian":
-        return hessian_term(nll, weights, log_σ)
-    if q.options.curvature == "fisher":
-        nll = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
-    return exact(nll, weights, log_σ, len(f))
+        squared_gradient = hessian_term(nll, weights, log_σ)
+    else:
+        sampled = nll
+        if q.options.curvature == "fisher":
+            sampled = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
+        squared_gradient = exact(sampled, weights, log_σ, len(f))
+    kl = q.kl()
+    q.log(len(f), nll, kl, squared_gradient)
+    return nll + squared_gradient + q.kl_weight * kl
 
 
 def _two_passes(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:

@@ -82,8 +82,15 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     """Run the user's own step: a `Step`, or, where there is nothing to add, what it returned."""
     module, options = q.module, q.options
     q.called_vl_loss = False
-    with watching(q.network) as calls:
-        returned = _call(step, batch, batch_idx)
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
+    # Only `backward()` sees into it: to `torch.autograd.grad` the parameters inside have no gradient.
+    hidden = StepError(
+        "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
+        "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
+    )
+    with watching(q.network) as calls, refuse_recomputation(hidden, reentrant_only=True):
+        returned = call_step(step, batch, batch_idx=batch_idx)
     if q.called_vl_loss:
         return returned
     if not module.automatic_optimization:
@@ -129,18 +136,6 @@ def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
 
 def _versions(args: Any, kwargs: Any) -> list[int]:
     return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
-
-
-def _call(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    if "dataloader_iter" in inspect.signature(step).parameters:
-        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
-    # Only `backward()` sees into it: to `torch.autograd.grad` the parameters inside have no gradient.
-    hidden = StepError(
-        "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
-        "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
-    )
-    with refuse_recomputation(hidden, reentrant_only=True):
-        return call_step(step, batch, batch_idx=batch_idx)
 
 
 def _loss_of(returned: Any) -> Tensor | None:

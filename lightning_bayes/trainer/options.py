@@ -10,8 +10,6 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.plots.style import require_matplotlib
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
-PREDICT_STEPS = ("replace", "keep", "both")
-
 
 @dataclass(frozen=True, kw_only=True)
 class UseOptions:
@@ -45,7 +43,7 @@ class UseOptions:
         if flag("plots", self.plots, error):
             require_matplotlib()
         seed("seed", self.seed, error)
-        word("predict_step", self.predict_step, PREDICT_STEPS, error)
+        word("predict_step", self.predict_step, ("replace", "keep", "both"), error)
         save = self.save
         if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
             raise error(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")

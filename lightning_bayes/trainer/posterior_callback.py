@@ -28,7 +28,7 @@ from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
 from lightning_bayes.trainer.private import callbacks_of, forward_context, is_dev_run, is_launched, load_validation
 from lightning_bayes.trainer.scoring import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import on_device, run_last
+from lightning_bayes.trainer.strategy import run_last
 
 
 def _option(field: str) -> Any:
@@ -171,8 +171,12 @@ class PosteriorCallback(Callback):
         # A resumed run with nothing left to train never reaches `on_train_end`.
         if not self._has_trained and trainer.train_dataloader is not None:
             load_validation(trainer)
-            with on_device(trainer, pl_module):
+            device = pl_module.device
+            pl_module.to(trainer.strategy.root_device)  # from which Lightning has taken it
+            try:
                 self._finish(trainer, pl_module, only_missing=True)
+            finally:
+                pl_module.to(device)
         if is_launched(trainer):
             path = None if self._file.path is None else str(self._file.path)
             self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
@@ -271,7 +275,7 @@ class PosteriorCallback(Callback):
         self._predict_step = PredictStep(pl_module, callbacks)
         if not self._said_replaced:
             self._said_replaced = self._predict_step.say_replaced()
-        self._predict_step.install()
+        self._predict_step.install(self._predict_step.run)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._give_back_predict_step()

@@ -13,26 +13,26 @@ from lightning_bayes.trainer.private import is_default_predict_step
 USER = "user"  # key of the module's own output beside the predictions
 
 
-class PredictStep:
-    """Instead of `module.predict_step`, from `install` to `remove`.
+class PredictStep(ReplacedMethod):
+    """`run` instead of `module.predict_step`, from `install` to `remove`.
 
     A batch's answer is one `Prediction`; of several callbacks `{name: Prediction}`; and if one of them wants "both",
     also what the module's own step returns, under "user".
     """
 
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
-        self._module, self._callbacks = module, callbacks
+        super().__init__(module, "predict_step")
+        self._callbacks = callbacks
         self._both = any(callback.use.predict_step == "both" for callback in callbacks)
         if self._both and USER in [callback.name for callback in callbacks]:
             raise ValueError(
                 f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
                 "another name="
             )
-        self._method = ReplacedMethod(module, "predict_step")
 
     def say_replaced(self) -> bool:
         """Whether a `predict_step` of the user's own is not run; then that is said."""
-        if self._both or is_default_predict_step(self._method.original):
+        if self._both or is_default_predict_step(self.original):
             return False
         rank_zero_info(
             f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
@@ -40,18 +40,10 @@ class PredictStep:
         )
         return True
 
-    def install(self) -> None:
-        def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-            x, _ = split_batch(self._module, batch, predicting=True)
-            answers: dict[str, Any] = {}
-            if self._both:
-                answers[USER] = call_step(
-                    self._method.original, batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx
-                )
-            answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
-            return answers if len(answers) > 1 else next(iter(answers.values()))
-
-        self._method.install(predict_step)
-
-    def remove(self) -> None:
-        self._method.remove()
+    def run(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+        x, _ = split_batch(self._module, batch, predicting=True)
+        answers: dict[str, Any] = {}
+        if self._both:
+            answers[USER] = call_step(self.original, batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx)
+        answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
+        return answers if len(answers) > 1 else next(iter(answers.values()))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_bayes.trainer.private import callbacks_of, class_name, set_callbacks
@@ -33,17 +31,6 @@ def run_last(trainer: Trainer, last: list[Any]) -> None:
     moved = {id(callback) for callback in (*last, *checkpoints)}
     # A new list: Lightning may be walking through the old one.
     set_callbacks(trainer, [*(other for other in callbacks if id(other) not in moved), *last, *checkpoints])
-
-
-@contextmanager
-def on_device(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """The module on the Trainer's device, from which Lightning has taken it at the end of `fit`."""
-    before = module.device
-    module.to(trainer.strategy.root_device)
-    try:
-        yield
-    finally:
-        module.to(before)
 
 
 def share(tensors: list[Tensor]) -> None:
