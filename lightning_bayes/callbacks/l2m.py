@@ -51,9 +51,6 @@ _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 class L2MCallback(PosteriorCallback):
     """A diagonal Laplace posterior from the optimizer's second moment, and its predictions in `test` and `predict`.
 
-    The arguments are grouped by what is decided first: the model; the posterior; what validation data choose;
-    predictions; what is reported and written.
-
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
@@ -222,7 +219,7 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, size * data.replicas(trainer) * trainer.accumulate_grad_batches)
 
     def _count_data(self, trainer: Trainer, loader: Any) -> int:
-        if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_indexed(loader)):
+        if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_countable(loader)):
             return self.n_data
         counted = data.count_examples(trainer)
         if self.n_data not in (None, counted):

@@ -54,8 +54,7 @@ _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run make
 class LaplaceCallback(PosteriorCallback):
     """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
 
-    Training itself is not touched. All arguments are plain words and numbers, grouped by what is decided first: the
-    model; the posterior; what validation data choose; predictions; what is reported and written; details of the fit.
+    Training itself is not touched. All arguments are plain words and numbers.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).

@@ -35,7 +35,7 @@ from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
-from lightning_bayes.trainer.data import count_examples, is_indexed, single
+from lightning_bayes.trainer.data import count_examples, is_countable, single
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
@@ -47,9 +47,6 @@ from lightning_bayes.trainer.strategy import refuse_sharded
 
 class OnlineLaplaceCallback(PosteriorCallback):
     """Model uncertainty as part of training, for any module whose loss is a known likelihood of a network's output.
-
-    The arguments are grouped by what is decided first: the model; the posterior and its memory; how training samples;
-    predictions; what is reported and written.
 
     Args:
         likelihood: "regression" (an autoencoder's, too), "classification" or "binary" (or a `Likelihood`).
@@ -196,7 +193,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         """`N`; 0 where it is neither needed nor to be known."""
         if self.n_data is not None:
             return self.n_data
-        if self.rule.scaling == "batch" and not is_indexed(single(trainer.train_dataloader, "pass n_data=")):
+        if self.rule.scaling == "batch" and not is_countable(single(trainer.train_dataloader, "pass n_data=")):
             return 0
         return count_examples(trainer)
 

@@ -40,12 +40,7 @@ class VariationalError(RuntimeError):
 
 class GaussianWeights:
     """All that a variational module knows and does besides what Lightning calls; it is the mixins' one private
-    attribute, `_variational`, of the user's module.
-
-    Args:
-        module: the user's module, with its layers made.
-        options: of its `variational` argument.
-    """
+    attribute, `_variational`, of the user's module, whose layers must be made before it."""
 
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options

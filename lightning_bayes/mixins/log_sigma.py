@@ -60,13 +60,10 @@ class LogSigma(nn.Module):
         return self._encoded.keys()
 
     def values(self) -> ValuesView[nn.Parameter]:
-        return self._as_dict().values()
+        return dict(self.items()).values()
 
     def items(self) -> ItemsView[str, nn.Parameter]:
-        return self._as_dict().items()
-
-    def _as_dict(self) -> dict[str, nn.Parameter]:
-        return {name: self[name] for name in self._encoded}
+        return {name: self[name] for name in self._encoded}.items()
 
 
 def encode(name: str) -> str:

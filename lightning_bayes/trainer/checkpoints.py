@@ -54,15 +54,8 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
     current = module.state_dict()  # on all processes, because metrics may gather theirs
     stored: list[Stored] = []
     for path, role in _roles(trainer).items() if trainer.is_global_zero else ():
-        if not exists(path):
-            continue
-        try:
-            checkpoint = _read(trainer, path)
-        except Exception as error:
-            if not _is_unreadable(error):
-                raise
-            problem = (str(error).splitlines() or [type(error).__name__])[0]
-            rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
+        checkpoint = _read_or_warn(trainer, path)
+        if checkpoint is None:
             continue
         weights = checkpoint["state_dict"]
         digest = _digest(weights)
@@ -176,6 +169,19 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
         with torch.no_grad():
             for t, value in zip(tensors, own, strict=True):
                 t.copy_(value)
+
+
+def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
+    if not exists(path):
+        return None
+    try:
+        return _read(trainer, path)
+    except Exception as error:
+        if not _is_unreadable(error):
+            raise
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
+        return None
 
 
 def _is_unreadable(error: Exception) -> bool:

@@ -158,8 +158,7 @@ def replicas(trainer: Trainer) -> int:
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
-def is_indexed(loader: Any) -> bool:
-    """Whether the training data can be counted."""
+def is_countable(loader: Any) -> bool:
     loader = single(loader)
     return _is_indexed(loader) and batch_size(loader) is not None
 
@@ -245,8 +244,6 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
     return DataLoader(
         Subset(loader.dataset, indices),
         batch_size=batch_size,
-        shuffle=False,
-        drop_last=False,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         **workers,
