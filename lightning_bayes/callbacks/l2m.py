@@ -118,12 +118,8 @@ class L2MCallback(PosteriorCallback):
             count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
         self.tune, self.per_layer, self.calibrate = tune, per_layer, calibrate
+        self._counts = scaling == "dataset"  # whether the sizes of batches and data matter
         self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the sizes of batches and data matter."""
-        return self.scaling == "dataset"
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from lightning_bayes.trainer.checkpoints import (
 )
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
-from lightning_bayes.trainer.files import run_folder
 from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
 from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
@@ -249,7 +248,7 @@ class LaplaceCallback(PosteriorCallback):
         try:
             self._fit_weights(trainer, module, only_missing)
         except SIGTERMException:
-            hold_weights(trainer, run_folder(trainer), self.name)
+            hold_weights(trainer, self.name)
             raise
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:

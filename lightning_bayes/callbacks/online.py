@@ -187,7 +187,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
             self._memory = self._remember(pl_module, stored_subset(self._network_of(pl_module), stored))
             self._memory.load(stored)
         self._step = SampledStep(pl_module, lambda batch: self._begin(pl_module, batch), self.at, self.train_samples)
-        self._step.install()
+        self._step.start()
 
     def _count(self, trainer: Trainer) -> int:
         """`N`; 0 where it is neither needed nor to be known."""

@@ -30,37 +30,35 @@ from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 Moves = dict[str, Tensor]  # by the parameter's name in the module
 
 
-class SampledStep:
-    """Instead of `module.training_step`, from `install` to `remove`.
+class SampledStep(ReplacedMethod):
+    """Instead of `module.training_step`, from `start` to `remove`.
 
     An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
     a batch's samples have the same noise, and its curvature is measured in the first evaluation only.
 
     Args:
-        module: whose step it is.
         begin: makes the sampled network with the first batch, while the weights are the mean.
         at: where the curvature of a batch is measured, at the "mean" or at each "sample".
         samples: drawn for one batch.
     """
 
     def __init__(self, module: LightningModule, begin: Callable[[Any], SampledNetwork], at: str, samples: int) -> None:
-        self._module, self._begin, self._at, self._samples = module, begin, at, samples
+        super().__init__(module, "training_step")
+        self._begin, self._at, self._samples = begin, at, samples
         self._network: SampledNetwork | None = None
-        self._method = ReplacedMethod(module, "training_step")
-        self._users = self._method.original
         self._at_sample = ExitStack()  # holds the mean while the weights are a sample
         self._new = True
 
-    def install(self) -> None:
-        @functools.wraps(self._users)  # whose arguments Lightning looks at
+    def start(self) -> None:
+        @functools.wraps(self.original)  # whose arguments Lightning looks at
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._run(batch, *args, **kwargs)
 
-        self._method.install(training_step)
+        self.install(training_step)
 
     def remove(self) -> None:
         self.put_back()
-        self._method.remove()
+        super().remove()
 
     def begin_batch(self) -> None:
         self._new = True
@@ -87,7 +85,7 @@ class SampledStep:
                 if measures:
                     network.measure(batch)
             if self._samples == 1:
-                returned = self._users(batch, *args, **kwargs)
+                returned = self.original(batch, *args, **kwargs)
             else:
                 self.put_back()
                 returned = self._at_several(drawn, batch, *args, **kwargs)
@@ -99,7 +97,7 @@ class SampledStep:
         return returned
 
     def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _Step(self._module, self._users)
+        step = _Step(self._module, self.original)
         losses, returned = [], None
         # A checkpointed layer runs again after the functional call has ended, at other weights.
         recomputed = RuntimeError(

@@ -98,10 +98,9 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
 
 
 def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
-    maker = callable(replacement) and not isinstance(replacement, nn.Module)
     try:
-        new = replacement() if maker else None
-    except TypeError:  # of a function of x, say
+        new: Any = None if isinstance(replacement, nn.Module) else replacement()
+    except TypeError:  # of a function of x, or of what is no function
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.trainer.files import exists, is_local, replace_file, run_folder, save_posterior
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
 
@@ -208,12 +208,12 @@ def _digest(weights: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
+def hold_weights(trainer: Trainer, name: str) -> None:
     """Where checkpoints are kept, there is one to resume from at the end of training; on all processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
     steps = [last_saved_step(callback) for callback in callbacks if not getattr(callback, "save_weights_only", False)]
     if not callbacks or trainer.global_step in steps:
         return
-    path = os.path.join(folder, f"{name}_interrupted.ckpt")
+    path = os.path.join(run_folder(trainer), f"{name}_interrupted.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"the weights are in {path}: fit(ckpt_path=…) goes on from there")
