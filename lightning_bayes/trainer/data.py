@@ -198,7 +198,7 @@ def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
 
 
 def as_list(loaders: Any) -> list[Any]:
-    """One dataloader, or several as a Trainer has them."""
+    """One dataloader (or batch), or several as a Trainer has them."""
     if isinstance(loaders, dict):
         return list(loaders.values())
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]

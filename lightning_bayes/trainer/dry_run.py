@@ -25,6 +25,7 @@ from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import is_out_of_memory
+from lightning_bayes.trainer.data import as_list
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
 from lightning_bayes.trainer.private import forward_context, gradient_scale, is_compiled
@@ -104,10 +105,8 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
     """`(x, y)` of a training batch, with nothing drawn from the global generators; None where neither the module nor
     the batch says, and it is not `needed`."""
     loaders = trainer.train_dataloader
-    if isinstance(loaders, dict) and len(loaders) == 1:
-        (batch,) = batch.values()
-    elif isinstance(loaders, (list, tuple)) and len(loaders) == 1:
-        (batch,) = batch
+    if isinstance(loaders, (dict, list, tuple)) and len(loaders) == 1:
+        (batch,) = as_list(batch)
     with preserved_rng(), torch.no_grad():
         try:
             return split_batch(module, batch)
