@@ -30,6 +30,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names within a message."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number; a bool, a string or NaN is none."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
@@ -40,14 +45,12 @@ def is_positive(value: Any) -> bool:
 
 
 def positive(name: str, value: Any, error: type[Exception] = ValueError) -> float:
-    """A positive, finite number."""
     if not is_positive(value):
         raise error(f"{name} must be a positive, finite number, got {shown(value)}")
     return value
 
 
 def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> float:
-    """A finite number of at least 0."""
     if not is_number(value) or not 0 <= value < math.inf:
         raise error(f"{name} must be a finite number of at least 0, got {shown(value)}")
     return value
@@ -56,7 +59,6 @@ def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> 
 def between(
     name: str, value: Any, low: float, high: float, error: type[Exception] = ValueError, borders: bool = True
 ) -> float:
-    """A number from `low` to `high`."""
     if not is_number(value):
         raise error(f"{name} must be a number, got {shown(value)}")
     if not (low <= value <= high if borders else low < value < high):
@@ -65,14 +67,12 @@ def between(
 
 
 def count(name: str, value: Any, least: int = 1, error: type[Exception] = ValueError) -> int:
-    """A whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise error(f"{name} must be a whole number of at least {least}, got {shown(value)}")
     return value  # type: ignore[return-value]
 
 
 def integer(name: str, value: Any, error: type[Exception] = ValueError) -> int:
-    """A whole number of either sign."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise error(f"{name} must be a whole number, got {shown(value)}")
     return value  # type: ignore[return-value]
@@ -93,7 +93,6 @@ def flag(name: str, value: Any, error: type[Exception] = ValueError) -> bool:
 
 
 def word(name: str, value: Any, known: Sequence[str | None], error: type[Exception] = ValueError) -> Any:
-    """One of the words that are known."""
     if not (value is None or isinstance(value, str)) or value not in known:
         raise error(f"unknown {name} {shown(value)}: use one of {', '.join(map(repr, known))}")
     return value

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_bayes.arguments import count, text
 from lightning_bayes.network import Processes
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.trainer.data import ExactPass, exact_pass, is_sized, named_loader, owner_of, single
+from lightning_bayes.trainer.data import ExactPass, exact_pass, is_sized, owner_of, single
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
@@ -65,7 +65,10 @@ class FitData:
     def loader(self, trainer: Trainer, module: LightningModule) -> Any:
         if self._data is None:
             return trainer.train_dataloader
-        return named_loader(trainer, module, self._data) if isinstance(self._data, str) else self._data
+        if not isinstance(self._data, str):
+            return self._data
+        loader = getattr(owner_of(trainer, module, self._data), self._data)
+        return loader() if callable(loader) else loader
 
     def exact_pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> ExactPass:
         """As far as `max_batches`, or what training has seen, goes."""

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
-from lightning_bayes.callbacks.loss_scale import recognise_scale
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
@@ -32,17 +31,15 @@ from lightning_bayes.posterior.l2m import SCALINGS, check_l2m, default_loss_scal
 from lightning_bayes.posterior.second_moment import check_optimizers, longest_memory
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer import data
-from lightning_bayes.trainer.arguments import check_tuning
 from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import class_name, is_dev_run
+from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import describe, report
-from lightning_bayes.trainer.strategy import forward_context
 
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
@@ -53,9 +50,6 @@ _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 class L2MCallback(PosteriorCallback):
     """A diagonal Laplace posterior from the optimizer's second moment, and its predictions in `test` and `predict`.
-
-    The arguments are grouped by what is decided first: the model; the posterior; what validation data choose;
-    predictions; what is reported and written.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
@@ -124,12 +118,8 @@ class L2MCallback(PosteriorCallback):
             count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
         self.tune, self.per_layer, self.calibrate = tune, per_layer, calibrate
+        self._counts = scaling == "dataset"  # whether the sizes of batches and data matter
         self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
-
-    @property
-    def _counts(self) -> bool:
-        """Whether the sizes of batches and data matter."""
-        return self.scaling == "dataset"
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
@@ -160,15 +150,14 @@ class L2MCallback(PosteriorCallback):
             )
         if not posterior.is_sharded:
             with preserved_rng(), forward_context(trainer):
-                posterior = self._by_evidence(trainer, module, posterior)
+                if self._needs_evidence(trainer):
+                    posterior = self._by_evidence(trainer, module, posterior)
                 posterior = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
         self._posterior = posterior
         return posterior
 
     def _by_evidence(self, trainer: Trainer, module: LightningModule, posterior: LaplacePosterior) -> LaplacePosterior:
-        """Tuned on the training data, if that is asked for."""
-        if self.tune is None or not self._needs_evidence(trainer):
-            return posterior
+        assert self.tune is not None
         processes, limit = Processes.current(), data.drawn_batches(trainer)
         batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
         known = posterior.with_log_likelihood(batches, processes)
@@ -197,8 +186,10 @@ class L2MCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         network = unwrap(network_of(pl_module, self.network))
         check_optimizers(trainer.optimizers, trainable(network))
-        if is_sharded(network):
-            self._check_sharded()
+        if is_sharded(network) and self.predictive == "glm":
+            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
+        if is_sharded(network) and self.tune not in (None, "auto"):
+            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
         if self._counts and self.loss_scale is None:
             default_loss_scale(self.likelihood, 1)
         if trainer.gradient_clip_val:
@@ -206,12 +197,6 @@ class L2MCallback(PosteriorCallback):
                 f"gradients are clipped at {trainer.gradient_clip_val:g}: where that happens, the optimizer's second "
                 "moment, and with it L2M's precision, is too small"
             )
-
-    def _check_sharded(self) -> None:
-        if self.predictive == "glm":
-            raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
-        if self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -230,8 +215,7 @@ class L2MCallback(PosteriorCallback):
             fisher_factor(self._batches.n_data, size * data.replicas(trainer) * trainer.accumulate_grad_batches)
 
     def _count_data(self, trainer: Trainer, loader: Any) -> int:
-        """The `N` examples that training draws from."""
-        if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_indexed(loader)):
+        if self.n_data is not None and not (self._needs_evidence(trainer) and data.is_countable(loader)):
             return self.n_data
         counted = data.count_examples(trainer)
         if self.n_data not in (None, counted):
@@ -281,14 +265,10 @@ class L2MCallback(PosteriorCallback):
             scale = recognise_scale(self.name, self.likelihood, fit.scale, self.loss_scale, n_targets)
             self._batches.loss_scale = scale or self._batches.loss_scale
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._find_posterior() is None and self._resumed and (self._batches.steps or not self._counts):
-            self._finish(trainer, module)
-
-    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        can_read = self._resumed and (self._batches.steps or not self._counts)
+        if only_missing and (self._find_posterior() is not None or not can_read):
+            return
         posterior = self.fit_now(trainer, module)
         numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size} if self._counts else {}
         what = f"second-moment posterior over {posterior.subset.size} weights"

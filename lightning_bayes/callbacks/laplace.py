@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.decompositions import Undecomposed
+from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
@@ -29,7 +29,6 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
-from lightning_bayes.trainer.arguments import check_module, check_tuning
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
@@ -40,14 +39,13 @@ from lightning_bayes.trainer.checkpoints import (
 )
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
-from lightning_bayes.trainer.files import run_folder
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, report
-from lightning_bayes.trainer.strategy import forward_context, refuse_sharded, share
+from lightning_bayes.trainer.strategy import refuse_sharded, share
 
 _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
 
@@ -55,8 +53,7 @@ _TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run make
 class LaplaceCallback(PosteriorCallback):
     """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
 
-    Training itself is not touched. All arguments are plain words and numbers, grouped by what is decided first: the
-    model; the posterior; what validation data choose; predictions; what is reported and written; details of the fit.
+    Training itself is not touched. All arguments are plain words and numbers.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
@@ -143,9 +140,7 @@ class LaplaceCallback(PosteriorCallback):
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
         self.hessian = hessian
-        check_options(
-            structure, self.subset, curvature, weight_sharing=weight_sharing, progress=progress, hessian=hessian
-        )
+        check_options(structure, self.subset, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
         check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)
@@ -170,38 +165,25 @@ class LaplaceCallback(PosteriorCallback):
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
-            posterior = self._fit(trainer, module, loader)
+            data = self._data.exact_pass(trainer, module, loader)
+            quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
+            posterior = fit_laplace(
+                network_of(module, self.network),
+                data,
+                **self._words(),
+                progress=self.progress and not quiet,
+                processes=Processes.current(),
+                probe=data.probe(),
+            )
             if self.tune not in (None, "auto", "grid"):
                 posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
             return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
-    def _fit(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
-        data = self._data.exact_pass(trainer, module, loader)
-        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-        return fit_laplace(
-            network_of(module, self.network),
-            data,
-            **self._words(),
-            progress=self.progress and not quiet,
-            processes=Processes.current(),
-            probe=data.probe(),
-        )
-
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""
-        return {
-            "likelihood": self.likelihood,
-            "structure": self.structure,
-            "subset": self.subset,
-            "curvature": self.curvature,
-            "prior_precision": self.prior_precision,
-            "temperature": self.temperature,
-            "damping": self.damping,
-            "samples": self.mc_samples,
-            "seed": self.seed,
-            "weight_sharing": self.weight_sharing,
-            "hessian": self.hessian,
-        }
+        of_model = ("likelihood", "structure", "subset", "curvature", "prior_precision", "temperature", "damping")
+        names = (*of_model, "seed", "weight_sharing", "hessian")
+        return {"samples": self.mc_samples, **{name: getattr(self, name) for name in names}}
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
@@ -260,17 +242,11 @@ class LaplaceCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, only_missing=False)
-
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        self._finish(trainer, module, only_missing=True)
-
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         try:
             self._fit_weights(trainer, module, only_missing)
         except SIGTERMException:
-            hold_weights(trainer, run_folder(trainer), self.name)
+            hold_weights(trainer, self.name)
             raise
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:

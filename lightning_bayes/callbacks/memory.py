@@ -53,13 +53,9 @@ class MemoryRule:
         factor *= self.memory_factor if self.average else 1.0
         return torch.add(diagonal * factor, C, alpha=1 - self.memory_factor)
 
-    def precision(self, C: Tensor) -> Tensor:
-        """`H`.  # [P]"""
-        return (self.scale * C).add_(self.prior_precision)
-
     def move(self, C: Tensor, noise: Tensor) -> Tensor:
         """From the mean to the sample of eq. (64): `ε/√H`.  # [P]"""
-        std = self.precision(C).rsqrt_()
+        std = (self.scale * C).add_(self.prior_precision).rsqrt_()
         return noise * (std if self.max_std is None else std.clamp_max_(self.max_std))
 
 
@@ -77,11 +73,6 @@ class CurvatureMemory:
     _examples_measured: int = 0
     _waiting: Tensor | None = None  # since the last step
     _examples: int = 0
-
-    @classmethod
-    def start(cls, weights: Tensor, subset: Subset, n_data: int, rule: MemoryRule, global_step: int) -> CurvatureMemory:
-        dtype = torch.promote_types(weights.dtype, torch.float32)
-        return cls(torch.full_like(weights, rule.initial_curvature, dtype=dtype), subset, n_data, rule, global_step)
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
         """A batch of this process; at several samples, several times."""
@@ -144,7 +135,9 @@ class CurvatureMemory:
 def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
     """Standard normal numbers, the same for the same numbers on any run.  # [P]"""
     device = like.device if like.device.type in ("cuda", "mps", "xpu") else torch.device("cpu")
-    generator = torch.Generator(device).manual_seed(_mixed(seed, number, rank))
+    # Torch's generator on the CPU looks at 32 bits of its seed, in which all numbers must have a part.
+    digest = hashlib.blake2b(repr((seed, number, rank)).encode(), digest_size=4).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
@@ -157,8 +150,3 @@ def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:
             f"{subset.size}: it is of another network"
         )
     return subset
-
-
-def _mixed(*numbers: int) -> int:
-    """A seed from several numbers: torch's generator on the CPU looks at 32 bits, in which all must have a part."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "big")

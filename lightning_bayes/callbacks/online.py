@@ -6,15 +6,13 @@ optimizer step (eq. (65)),
 
     C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ),     H = scale · C + δ,
 
-with the batch of all processes, `b` examples of `N`. Both are in `memory.MemoryRule`. The prior `δ` stays outside of
-the recursion, in which the paper's `H₀` decays away. In this form, a leaky sum, the steady state of `C` is about `1/α`
-times the dataset's curvature; `average=True` multiplies the new term by `α`, and the steady state is the curvature
-itself.
+with the batch of all processes, `b` examples of `N`; both are in `memory.MemoryRule`. The prior `δ` stays outside of
+the recursion, in which the paper's `H₀` decays away. The steady state of this leaky sum is about `1/α` times the
+dataset's curvature; with `average=True`, which multiplies the new term by `α`, it is the curvature itself.
 
-A checkpoint holds `C` and the number of samples drawn, from which the noise of the next one follows: a resumed run
-equals an uninterrupted one where the data come in the same order. (In the middle of an accumulation it does not, for
-Lightning's checkpoints hold no gradients.) It also holds the posterior of its own weights, ready for `test` and
-`predict`.
+A checkpoint holds `C`, the number of samples drawn, from which the noise of the next one follows, and the posterior of
+its own weights. A resumed run equals an uninterrupted one where the data come in the same order, but not in the middle
+of an accumulation: Lightning's checkpoints hold no gradients.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.arguments import between, count, flag, plain_values, word
 from lightning_bayes.callbacks.memory import CurvatureMemory, MemoryRule, stored_subset
-from lightning_bayes.callbacks.sampled_network import SampledNetwork, split, trace
-from lightning_bayes.callbacks.sampled_step import Moves, SampledStep
+from lightning_bayes.callbacks.sampled_step import SampledNetwork, SampledStep, split, trace
 from lightning_bayes.curvature.backprop import MODES
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -36,23 +34,19 @@ from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.trainer.arguments import CALIBRATIONS
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
-from lightning_bayes.trainer.data import count_examples, is_indexed, single
-from lightning_bayes.trainer.held_out_choice import choose_on_validation
+from lightning_bayes.trainer.data import count_examples, is_countable, single
+from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import callbacks_of
+from lightning_bayes.trainer.private import callbacks_of, forward_context
 from lightning_bayes.trainer.report import describe, report
-from lightning_bayes.trainer.strategy import forward_context, refuse_sharded
+from lightning_bayes.trainer.strategy import refuse_sharded
 
 
 class OnlineLaplaceCallback(PosteriorCallback):
     """Model uncertainty as part of training, for any module whose loss is a known likelihood of a network's output.
-
-    The arguments are grouped by what is decided first: the model; the posterior and its memory; how training samples;
-    predictions; what is reported and written.
 
     Args:
         likelihood: "regression" (an autoencoder's, too), "classification" or "binary" (or a `Likelihood`).
@@ -157,16 +151,13 @@ class OnlineLaplaceCallback(PosteriorCallback):
         """The posterior of the present weights and the curvature so far; no pass over data."""
         self._module = module
         self._end_step()
-        self._posterior = posterior = self._held().posterior(self._network_of(module), self.likelihood)
+        if self._memory is None:
+            raise RuntimeError(self._missing())
+        self._posterior = posterior = self._memory.posterior(self._network_of(module), self.likelihood)
         hessian = self.hessian if self._sampled is None else self._sampled.diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
         return posterior
-
-    def _held(self) -> CurvatureMemory:
-        if self._memory is None:
-            raise RuntimeError(self._missing())
-        return self._memory
 
     def _network_of(self, module: LightningModule) -> nn.Module:
         return unwrap(network_of(module, self.network))
@@ -195,47 +186,33 @@ class OnlineLaplaceCallback(PosteriorCallback):
         if stored is not None:
             self._memory = self._remember(pl_module, stored_subset(self._network_of(pl_module), stored))
             self._memory.load(stored)
-
-        def before(batch: Any) -> None:
-            if self._sampled is None:
-                self._begin(pl_module, batch)
-            self._held().draws += self.train_samples
-            if self.at == "mean":
-                measure(batch)
-
-        def measure(batch: Any) -> None:
-            assert self._sampled is not None
-            self._sampled.measure(batch)
-
-        def draw(number: int) -> Moves:
-            assert self._sampled is not None
-            rank = 0 if self.same_sample else Processes.current().rank
-            return self._sampled.draw(self._held().draws - number, self.seed, rank)
-
-        at_samples = measure if self.at == "sample" else None
-        self._step = SampledStep(pl_module, before, draw, at_samples, self.train_samples)
-        self._step.install()
+        self._step = SampledStep(pl_module, lambda batch: self._begin(pl_module, batch), self.at, self.train_samples)
+        self._step.start()
 
     def _count(self, trainer: Trainer) -> int:
         """`N`; 0 where it is neither needed nor to be known."""
         if self.n_data is not None:
             return self.n_data
-        if self.rule.scaling == "batch" and not is_indexed(single(trainer.train_dataloader, "pass n_data=")):
+        if self.rule.scaling == "batch" and not is_countable(single(trainer.train_dataloader, "pass n_data=")):
             return 0
         return count_examples(trainer)
 
     def _remember(self, module: LightningModule, subset: Subset) -> CurvatureMemory:
         assert self._trainer is not None
         weights = subset.flatten(self._network_of(module))
-        return CurvatureMemory.start(weights, subset, self._n_data, self.rule, self._trainer.global_step)
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        C = torch.full_like(weights, self.rule.initial_curvature, dtype=dtype)
+        return CurvatureMemory(C, subset, self._n_data, self.rule, self._trainer.global_step)
 
-    def _begin(self, module: LightningModule, batch: Any) -> None:
+    def _begin(self, module: LightningModule, batch: Any) -> SampledNetwork:
         x, _ = split(module, batch)
         network = self._network_of(module)
         diagonal = trace(network, x, self.subset, self.likelihood, self.hessian, self.threshold)
         if self._memory is None:
             self._memory = self._remember(module, diagonal.subset)
-        self._sampled = SampledNetwork(module, diagonal, self._memory)
+        rank = 0 if self.same_sample else Processes.current().rank
+        self._sampled = SampledNetwork(module, diagonal, self._memory, self.seed, rank)
+        return self._sampled
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -246,7 +223,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._put_back()
-        self._held().keep()
+        if self._memory is not None:
+            self._memory.keep()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self._put_back()

@@ -2,7 +2,8 @@
 
 One sample is copied into the parameters and stays until the backward pass is over: a backward pass reads weights, too.
 Several samples run through functional calls, in which the mean gets the average of their gradients; batch norm's
-statistics move once, by the first of them.
+statistics move once, by the first of them. `SampledNetwork` measures the curvature of batches and draws the samples; it
+is made with the first batch, on which the network can be traced: what cannot work is known before a weight has moved.
 """
 
 from __future__ import annotations
@@ -16,51 +17,48 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_bayes.callbacks.memory import CurvatureMemory
+from lightning_bayes.curvature import choose_subset
+from lightning_bayes.curvature.backprop import BatchDiagonal, choose_mode
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.at_weights import at_weights, call_with
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.recomputation import refuse_recomputation
-from lightning_bayes.trainer.module import ReplacedMethod
+from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 
 Moves = dict[str, Tensor]  # by the parameter's name in the module
 
 
-class SampledStep:
-    """Instead of `module.training_step`, from `install` to `remove`.
+class SampledStep(ReplacedMethod):
+    """Instead of `module.training_step`, from `start` to `remove`.
 
     An optimizer may evaluate a batch several times before it moves. It is then the same function of the mean each time:
-    a batch's samples have the same noise, and `before` and `after` are called in the first evaluation only.
+    a batch's samples have the same noise, and its curvature is measured in the first evaluation only.
 
     Args:
-        module: whose step it is.
-        before: called with a new batch while the weights are the mean.
-        draw: the moves from the mean to a batch's sample of the given number.
-        after: called with a new batch while the weights are a sample; None for nothing.
+        begin: makes the sampled network with the first batch, while the weights are the mean.
+        at: where the curvature of a batch is measured, at the "mean" or at each "sample".
         samples: drawn for one batch.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        before: Callable[[Any], None],
-        draw: Callable[[int], Moves],
-        after: Callable[[Any], None] | None,
-        samples: int,
-    ) -> None:
-        self._module, self._before, self._draw, self._after, self._samples = module, before, draw, after, samples
-        self._method = ReplacedMethod(module, "training_step")
-        self._users = self._method.original
+    def __init__(self, module: LightningModule, begin: Callable[[Any], SampledNetwork], at: str, samples: int) -> None:
+        super().__init__(module, "training_step")
+        self._begin, self._at, self._samples = begin, at, samples
+        self._network: SampledNetwork | None = None
         self._at_sample = ExitStack()  # holds the mean while the weights are a sample
         self._new = True
 
-    def install(self) -> None:
-        @functools.wraps(self._users)  # whose arguments Lightning looks at
+    def start(self) -> None:
+        @functools.wraps(self.original)  # whose arguments Lightning looks at
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             return self._run(batch, *args, **kwargs)
 
-        self._method.install(training_step)
+        self.install(training_step)
 
     def remove(self) -> None:
         self.put_back()
-        self._method.remove()
+        super().remove()
 
     def begin_batch(self) -> None:
         self._new = True
@@ -73,10 +71,24 @@ class SampledStep:
         self.put_back()
         new, self._new = self._new, False
         try:
+            network = self._network = self._network or self._begin(batch)
             if new:
-                self._before(batch)
-            run = self._at_one if self._samples == 1 else self._at_several
-            returned = run(new, batch, *args, **kwargs)
+                network.memory.draws += self._samples
+                if self._at == "mean":
+                    network.measure(batch)
+            drawn = [network.draw(number) for number in range(self._samples)]
+            measures = new and self._at == "sample"
+            for moves in drawn if measures or self._samples == 1 else ():
+                self.put_back()
+                parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
+                self._at_sample.enter_context(at_weights(self._module, parameters))
+                if measures:
+                    network.measure(batch)
+            if self._samples == 1:
+                returned = self.original(batch, *args, **kwargs)
+            else:
+                self.put_back()
+                returned = self._at_several(drawn, batch, *args, **kwargs)
         except BaseException:
             self.put_back()
             raise
@@ -84,20 +96,8 @@ class SampledStep:
             self.put_back()
         return returned
 
-    def _at_one(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        self._move(self._draw(0))
-        if new and self._after is not None:
-            self._after(batch)
-        return self._users(batch, *args, **kwargs)
-
-    def _at_several(self, new: bool, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drawn = [self._draw(number) for number in range(self._samples)]
-        if new and self._after is not None:
-            for moves in drawn:
-                self._move(moves)
-                self._after(batch)
-                self.put_back()
-        step = _Step(self._module, self._users)
+    def _at_several(self, drawn: list[Moves], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        step = _Step(self._module, self.original)
         losses, returned = [], None
         # A checkpointed layer runs again after the functional call has ended, at other weights.
         recomputed = RuntimeError(
@@ -116,10 +116,6 @@ class SampledStep:
         loss = torch.stack(losses).mean()
         return {**returned, "loss": loss} if isinstance(returned, Mapping) else loss
 
-    def _move(self, moves: Moves) -> None:
-        parameters = {self._module.get_parameter(name): move for name, move in moves.items()}
-        self._at_sample.enter_context(at_weights(self._module, parameters))
-
 
 class _Step(nn.Module):
     """The user's step as a module's `forward`, which is what a functional call can run."""
@@ -130,3 +126,48 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
+
+
+class SampledNetwork:
+    """`module`'s network, whose diagonal of a batch goes into a memory; its draws belong to `seed` and `rank`."""
+
+    def __init__(
+        self, module: LightningModule, diagonal: BatchDiagonal, memory: CurvatureMemory, seed: int, rank: int
+    ) -> None:
+        names, subset = memory.subset.names, diagonal.subset
+        if names != subset.names:
+            raise CurvatureError(
+                f"the checkpoint holds the curvature of {', '.join(names)}, but now these are to "
+                f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
+            )
+        self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
+        names_in_module = {id(p): name for name, p in module.named_parameters()}
+        self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
+
+    def measure(self, batch: Any) -> None:
+        x, y = split(self._module, batch)
+        self.memory.measure(self.diagonal(x, y), inputs.batch_size(x))
+
+    def draw(self, number: int) -> Moves:
+        """From the mean to the batch's sample of this number."""
+        shapes = self.memory.subset.shapes
+        move = self.memory.draw(self.memory.draws - number, self._seed, self._rank)
+        parts = move.split([shape.numel() for shape in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self._names, parts, shapes, strict=True)}
+
+
+def trace(
+    network: nn.Module, x: Any, subset: str | list[str], likelihood: Likelihood, hessian: str, threshold: float
+) -> BatchDiagonal:
+    """How the diagonal of a batch is computed; also for a mode that is given, an error where it cannot be."""
+    chosen = choose_subset(network, x, subset)
+    mode = hessian
+    if hessian != "exact":
+        best = choose_mode(network, chosen, likelihood, x, 0.0 if hessian == "approx" else threshold)
+        mode = best if hessian == "auto" else hessian
+    return BatchDiagonal(network, chosen, likelihood, mode, threshold)
+
+
+def split(module: LightningModule, batch: Any) -> tuple[Any, Any]:
+    with preserved_rng(), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
+        return split_batch(module, batch)

@@ -1,14 +1,12 @@
 """The curvature of all chosen parameters, added up batch by batch: one accumulator for each word of `structure=`.
 
-`DiagonalBlock`, `DenseBlock` and `KroneckerBlock` add up one block; the full matrix needs all columns of an example's
-Jacobian side by side. An accumulator of your own is known by its `word` as soon as its class is defined: subclass
-`BlockAccumulator` for a matrix with one block per layer, `JacobianAccumulator` for any other.
+An accumulator of your own is known by its `word` as soon as its class is defined: subclass `BlockAccumulator` for a
+matrix with one block per layer, `JacobianAccumulator` for any other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -17,22 +15,20 @@ from torch import Tensor
 
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
-from lightning_bayes.curvature.decompositions import decompose
 from lightning_bayes.curvature.grouping import all_rows
+from lightning_bayes.curvature.layers import RowIndex
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
-from lightning_bayes.curvature.rows import RowIndex
-from lightning_bayes.network.errors import SubsetError, not_finite
-from lightning_bayes.network.processes import Processes
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Layout, Structure
+from lightning_bayes.network import Processes, SubsetError
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Layout, Structure
 
 SHARINGS = ("expand", "reduce")
 SMALL = 1024  # an exact block of at most this size is kept whole
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
 
 
-def make_accumulator(structure: str, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> Accumulator:
-    return STRUCTURES[structure](plan, sharing, dtype, device)
+class Undecomposed(Processes):
+    """One process that takes a factor's diagonal for its eigenvalues: a trial need not wait for decompositions."""
 
 
 class Accumulator(ABC):
@@ -75,12 +71,6 @@ class Accumulator(ABC):
     def overflowing(self) -> str | None:
         """A parameter whose sums are not finite."""
 
-    def structure(self, processes: Processes) -> Structure:
-        """The curvature, of sums that are finite."""
-        if (name := self.overflowing()) is not None:
-            raise not_finite(name)
-        return self.finish(processes)
-
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
         """The curvature; its decompositions are shared out over the processes."""
@@ -90,28 +80,57 @@ class Accumulator(ABC):
         """Which parameter is in which kind of block, for the log."""
 
 
-class JacobianAccumulator(Accumulator):
+class JacobianRows:
+    """The whole Jacobian of a chunk of columns, for the entries of the subset.  # rows [K, B, P]"""
+
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+        self._plan, self._dtype, self._device = plan, dtype, device
+        self._places = None
+        if plan.subset.mask is not None:
+            # Where each weight of the concatenation stands in the subnetwork, -1 for those outside it.
+            self._places = torch.full((plan.subset.full_size,), -1, device=device)
+            self._places[plan.subset.mask.to(device)] = torch.arange(plan.subset.size, device=device)
+
+    def begin_chunk(self, columns: int, examples: int) -> None:
+        self.rows = torch.zeros(columns, examples, self._plan.subset.size, dtype=self._dtype, device=self._device)
+
+    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        site = self._plan.sites[index]
+        g = site.gradients(calls, grads).to(self._dtype)
+        a = site.inputs(calls)
+        B = g.shape[2]
+        # For a subnetwork of a large layer it is enough to hold one example's whole gradient at a time.
+        step = B if self._places is None else 1
+        for start in range(0, B, step):
+            part = slice(start, start + step)
+            a_part = None if a is None else a[:, part].to(self._dtype)
+            self._put(site.jacobian(a_part, g[:, :, part]), site.layout, part)
+
+    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+        self._put(J.to(self._dtype), self._plan.leftover_layout(name), examples)
+
+    def _put(self, J: Tensor, layout: Layout, examples: slice) -> None:
+        rows = self.rows[:, examples]
+        if self._places is None:
+            layout.scatter(J, rows)
+            return
+        places = layout.gather(self._places)
+        inside = places >= 0
+        rows[..., places[inside]] = J[..., inside]
+
+
+class JacobianAccumulator(JacobianRows, Accumulator):
     """For a matrix that is made of the whole Jacobian, `add_rows` of which comes after each chunk of columns."""
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
-        self._plan = plan
-        self._jacobian = JacobianRows(plan, dtype, device)
+        super().__init__(plan, dtype, device)
 
     @abstractmethod
     def add_rows(self, J: Tensor) -> None:
         """The Jacobian of one chunk of columns.  # [K, B, P]"""
 
-    def begin_chunk(self, columns: int, examples: int) -> None:
-        self._jacobian.begin(columns, examples)
-
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        self._jacobian.add_site(index, calls, grads)
-
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        self._jacobian.add_leftover(name, J, examples)
-
     def end_chunk(self) -> None:
-        self.add_rows(self._jacobian.rows)
+        self.add_rows(self.rows)
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, f"{self.word}") for name in self._plan.subset.names]
@@ -133,11 +152,10 @@ class FullAccumulator(JacobianAccumulator):
 
     def overflowing(self) -> str | None:
         subset = self._plan.subset
-        bad = ~self._block.sums[0][0].diagonal().isfinite()
-        if not bad.any():
+        bad = (~self._block.sums[0][0].diagonal().isfinite()).nonzero()
+        if not len(bad):
             return None
-        place = int(bad.nonzero()[0])
-        place = place if subset.mask is None else int(subset.mask[place])
+        place = int(bad[0] if subset.mask is None else subset.mask[bad[0]])
         return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
 
     def finish(self, processes: Processes) -> Dense:
@@ -162,7 +180,7 @@ class BlockAccumulator(Accumulator):
         """What adds up the block of a layer."""
         return self.exact_block(site.layout.size)
 
-    def exact_block(self, size: int) -> Block:
+    def exact_block(self, size: int) -> DenseBlock | DiagonalBlock:
         kind = DenseBlock if size <= SMALL else DiagonalBlock
         return kind(size, self._dtype, self._device)
 
@@ -189,12 +207,15 @@ class BlockAccumulator(Accumulator):
 
     def finish(self, processes: Processes) -> Structure:
         names, layouts, blocks = zip(*self._all(), strict=True)
-        return BlockDiagonal(tuple(_finish(blocks, processes)), layouts, names)
+        matrices = [block.factors() for block in blocks]
+        factors = iter(_decompose([matrix for of_block in matrices for matrix in of_block], processes))
+        counted = zip(blocks, map(len, matrices), strict=True)
+        structures = [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
+        return BlockDiagonal(tuple(structures), layouts, names)
 
     def blocks(self) -> list[tuple[str, str]]:
-        described = []
-        for site, block in zip(self._plan.sites, self._sites, strict=True):
-            described += [(self._plan.describe(rows), block.label) for rows in site.parameters]
+        sites = zip(self._plan.sites, self._sites, strict=True)
+        described = [(self._plan.describe(rows), block.label) for site, block in sites for rows in site.parameters]
         return described + [(name, block.label) for name, block in self._leftovers.items()]
 
     def _all(self) -> list[tuple[str, Layout, Block]]:
@@ -208,7 +229,7 @@ class DiagonalAccumulator(BlockAccumulator):
     word = "diag"
     form = None
 
-    def exact_block(self, size: int) -> Block:
+    def exact_block(self, size: int) -> DiagonalBlock:
         return DiagonalBlock(size, self._dtype, self._device)
 
     def add_diagonal(self, diagonal: Tensor) -> None:
@@ -238,46 +259,6 @@ class KroneckerAccumulator(BlockAccumulator):
         return KroneckerBlock(site, self._sharing, self._dtype, self._device)
 
 
-class JacobianRows:
-    """The whole Jacobian of a chunk of columns, for the entries of the subset.  # rows [K, B, P]"""
-
-    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
-        self._plan, self._dtype, self._device = plan, dtype, device
-        self._places = None
-        if plan.subset.mask is not None:
-            # Where each weight of the concatenation stands in the subnetwork, -1 for those outside it.
-            self._places = torch.full((plan.subset.full_size,), -1, device=device)
-            self._places[plan.subset.mask.to(device)] = torch.arange(plan.subset.size, device=device)
-        self.begin(0, 0)
-
-    def begin(self, columns: int, examples: int) -> None:
-        self.rows = torch.zeros(columns, examples, self._plan.subset.size, dtype=self._dtype, device=self._device)
-
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site = self._plan.sites[index]
-        g = site.gradients(calls, grads).to(self._dtype)
-        a = site.inputs(calls)
-        B = g.shape[2]
-        # For a subnetwork of a large layer it is enough to hold one example's whole gradient at a time.
-        step = B if self._places is None else 1
-        for start in range(0, B, step):
-            part = slice(start, start + step)
-            a_part = None if a is None else a[:, part].to(self._dtype)
-            self._put(site.jacobian(a_part, g[:, :, part]), site.layout, part)
-
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        self._put(J.to(self._dtype), self._plan.leftover_layout(name), examples)
-
-    def _put(self, J: Tensor, layout: Layout, examples: slice) -> None:
-        rows = self.rows[:, examples]
-        if self._places is None:
-            layout.scatter(J, rows)
-            return
-        places = layout.gather(self._places)
-        inside = places >= 0
-        rows[..., places[inside]] = J[..., inside]
-
-
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     """Rows without a pattern are taken together where it does not matter whose they are."""
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
@@ -285,9 +266,24 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
-def _finish(blocks: Sequence[Block], processes: Processes) -> list[Structure]:
-    matrices = [block.factors() for block in blocks]
-    factors = iter(decompose([matrix for of_block in matrices for matrix in of_block], processes))
-    return [
-        block.structure([next(factors) for _ in of_block]) for block, of_block in zip(blocks, matrices, strict=True)
-    ]
+def _decompose(matrices: list[Tensor], processes: Processes) -> list[Factor]:
+    """Each process does its part, by cost, and all end with all of them."""
+    if isinstance(processes, Undecomposed):
+        return [Factor(None, matrix.diagonal(dim1=-2, dim2=-1).clone()) for matrix in matrices]
+    if processes.size == 1:
+        return [Factor.from_matrix(matrix) for matrix in matrices]
+    load = [0] * processes.size
+    owner = {}
+    for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[-1]):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += matrices[i].shape[0] * matrices[i].shape[-1] ** 3
+    factors = []
+    for i, matrix in enumerate(matrices):
+        nothing = Factor(torch.zeros_like(matrix), torch.zeros_like(matrix[..., 0]))
+        factors.append(Factor.from_matrix(matrix) if owner[i] == processes.rank else nothing)
+    for factor in factors:
+        assert factor.vectors is not None
+        parts = [factor.vectors.contiguous(), factor.values]
+        processes.sum_(parts)
+        factor.vectors.copy_(parts[0])
+    return factors

@@ -12,15 +12,16 @@ Only lower triangles are accumulated; `structure` mirrors them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.gradients import CACHE
-from lightning_bayes.curvature.layers import Embedding
+from lightning_bayes.curvature.layers import BatchAxis, Embedding, Rows, products
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
-from lightning_bayes.curvature.rows import BatchAxis, Rows
 from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
@@ -39,10 +40,6 @@ class Block(ABC):
     @abstractmethod
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
         """Once per chunk of columns.  # g [K, G, B, T, O]"""
-
-    @abstractmethod
-    def add_jacobian(self, J: Tensor) -> None:
-        """Per-example gradients themselves.  # [K, B, p]"""
 
     @property
     @abstractmethod
@@ -65,21 +62,12 @@ class DiagonalBlock(Block):
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
         if site.kind == "embedding":
-            self._values += _embedding_diagonal(site, calls, g.to(self._values.dtype))
+            self._values += _embedding_diagonal(calls, g.to(self._values.dtype))
             return
-        if g.shape[3] == 1:
-            _add_unshared_diagonal(self._values.view(site.layout.shape), site.inputs(calls), g)
-            return
-        K, G, B, T, O = g.shape
-        I = site.layout.shape[2]
-        chunk = max(1, CACHE // (G * I * (T + K * O) * self._values.element_size()))
-        for start in range(0, B, chunk):
-            part = slice(start, start + chunk)
-            a = site.inputs(calls, part)
-            parts = site.products(None if a is None else a.to(self._values.dtype), g[:, :, part].to(self._values.dtype))
-            self._values += torch.cat([part.square_().sum((1, 2)) for part in parts], dim=-1).flatten()
+        add_diagonal_(self._values.view(site.layout.shape), partial(site.inputs, calls), g)
 
     def add_jacobian(self, J: Tensor) -> None:
+        """Per-example gradients themselves.  # [K, B, p]"""
         self._values += J.to(self._values.dtype).square().sum((0, 1))
 
     @property
@@ -102,6 +90,7 @@ class DenseBlock(Block):
         self.add_jacobian(site.jacobian(None if a is None else a.to(dtype), g.to(dtype)))
 
     def add_jacobian(self, J: Tensor) -> None:
+        """Per-example gradients themselves.  # [K, B, p]"""
         add_gram_(self._matrix, J.flatten(0, 1).unsqueeze(0))
 
     @property
@@ -126,7 +115,7 @@ class KroneckerBlock(Block):
         self._pending: list[Tensor] = []  # inputs of a few small batches: one large product is faster than many small
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:
-        if site.kind == "embedding" and not self._reduce:
+        if self._A.ndim == 2:
             for layer, _ in _embeddings(calls):
                 self._add_tokens(layer)
             return
@@ -134,16 +123,15 @@ class KroneckerBlock(Block):
         grams = [known for known in faster if known is not None]
         if len(grams) == len(calls):
             for gram, total, rows in grams:
-                self._add_bordered(gram.to(self._A.dtype), total.to(self._A.dtype), rows)
+                self._A[:, : total.shape[1], : total.shape[1]] += gram
+                self._add_border(total, rows)
             return
         a = site.inputs(calls)
         if a is None:
-            self._A += self._count(site, calls)
+            self._add_border(self._A[:, 0, :0], self._count(site, calls))
             return
         a = a.to(self._A.dtype)
-        a = a.mean(2) if self._reduce else a.flatten(1, 2)  # [G, rows, I]
-        self._rows += a.shape[1]
-        self._pending.append(a)
+        self._pending.append(a.mean(2) if self._reduce else a.flatten(1, 2))  # [G, rows, I]
         if sum(part.shape[1] for part in self._pending) >= FULL:
             self._add_pending()
 
@@ -157,9 +145,6 @@ class KroneckerBlock(Block):
         else:  # channels before pixels: keep the pixels contiguous and let the product transpose
             rows = g.permute(1, 4, 0, 2, 3).reshape(G, O, -1).mT
         add_gram_(self._G, rows)
-
-    def add_jacobian(self, J: Tensor) -> None:
-        raise AssertionError("a Kronecker block is never given whole gradients")
 
     @property
     def sums(self) -> list[Tensor]:
@@ -185,9 +170,7 @@ class KroneckerBlock(Block):
         self._pending.clear()
         I = a.shape[2]
         add_gram_(self._A[:, :I, :I], a)
-        if self._bias:
-            self._A[:, I, :I] += a.sum(1)
-            self._A[:, I, I] += a.shape[1]
+        self._add_border(a.sum(1), a.shape[1])
 
     def _add_tokens(self, layer: Embedding) -> None:
         counts = torch.bincount(layer.tokens.flatten(), minlength=self._A.shape[1]).to(self._A.dtype)
@@ -196,24 +179,21 @@ class KroneckerBlock(Block):
         self._A += counts
         self._rows += layer.tokens.numel()
 
-    def _add_bordered(self, gram: Tensor, total: Tensor, rows: int) -> None:
-        I = gram.shape[-1]
-        self._A[:, :I, :I] += gram
+    def _add_border(self, total: Tensor, rows: int) -> None:
+        """The number of inputs, and their sum where the bias's own input, a one, meets them.  # total [G, I]"""
+        I = total.shape[1]
         if self._bias:
             self._A[:, I, :I] += total
             self._A[:, I, I] += rows
         self._rows += rows
 
-    def _count(self, site: Site, calls: list[Call]) -> float:
-        """Only the bias: its input is one."""
+    def _count(self, site: Site, calls: list[Call]) -> int:
+        """The inputs of a layer without a weight."""
         if self._reduce:
             axis = calls[0].rows
             assert isinstance(axis, BatchAxis)
-            rows = calls[0].output_shape[axis.dim] // axis.repeats
-        else:
-            rows = sum(call.output_shape.numel() for call in calls) // (site.layout.shape[0] * site.layout.shape[1])
-        self._rows += rows
-        return float(rows)
+            return calls[0].output_shape[axis.dim] // axis.repeats
+        return sum(call.output_shape.numel() for call in calls) // (site.layout.shape[0] * site.layout.shape[1])
 
 
 def add_gram_(total: Tensor, x: Tensor) -> None:
@@ -233,6 +213,22 @@ def symmetric(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).mT
 
 
+def add_diagonal_(total: Tensor, inputs: Callable[[slice], Tensor | None], g: Tensor) -> None:
+    """`total += Σₙ Σ_k j²`, from the `inputs` of some examples at a time.  # [G, O, I + 1], or I without a bias"""
+    K, G, B, T, O = g.shape
+    if T == 1:
+        _add_unshared_diagonal(total, inputs(slice(None)), g)
+        return
+    chunk = max(1, CACHE // (G * total.shape[2] * (T + K * O) * total.element_size()))
+    for start in range(0, B, chunk):
+        part = slice(start, start + chunk)
+        a = inputs(part)
+        a = None if a is None else a.to(total.dtype)
+        has_bias = total.shape[2] > (0 if a is None else a.shape[3])
+        parts = products(a, g[:, :, part].to(total.dtype), has_bias)
+        total += torch.cat([J.square_().sum((1, 2)) for J in parts], dim=-1)
+
+
 def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
     """One position: `Σₙ (Σ_k g²) (a²)ᵀ`, one matrix product, and the bias's column last.  # values [G, O, I + 1]"""
     g2 = g.squeeze(3).to(values.dtype).square().sum(0)  # [G, B, O]
@@ -247,7 +243,7 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
         values[..., I] += g2.sum(1)
 
 
-def _embedding_diagonal(site: Site, calls: list[Call], g: Tensor) -> Tensor:
+def _embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
     """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
     embeddings = _embeddings(calls)
     layer = embeddings[0][0]

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.accumulate import Accumulator
+from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.output_columns import output_columns
 from lightning_bayes.curvature.plan import Plan
-from lightning_bayes.curvature.recorder import Call, recording
+from lightning_bayes.curvature.recorder import Recorder
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import inputs
-from lightning_bayes.network.errors import DataError
-from lightning_bayes.network.processes import Processes
-from lightning_bayes.network.subset import Subset
+from lightning_bayes.network import DataError, Processes, Subset, inputs
+from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
@@ -56,16 +54,17 @@ class CurvatureSum:
         self,
         network: nn.Module,
         plan: Plan,
-        accumulator: Accumulator,
         likelihood: Likelihood,
+        structure: str = "diag",
+        weight_sharing: str = "expand",
         curvature: str = "ggn",
         samples: int = 1,
         seed: int = 0,
         processes: Processes | None = None,
         likelihood_at: LikelihoodAt | None = None,
     ) -> None:
+        self._network, self._plan = network, plan
         self._likelihood_at = likelihood_at or (lambda x, f: likelihood)
-        self._network, self._plan, self._accumulator = network, plan, accumulator
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
         self._processes = processes or Processes()
         self._parameters = plan.subset.parameters(network)
@@ -75,8 +74,13 @@ class CurvatureSum:
         self._batches = self._n_data = 0
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
+        self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
         self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+
+    def blocks(self) -> list[tuple[str, str]]:
+        """Which parameter is in which kind of block, for the log."""
+        return self._accumulator.blocks()
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
@@ -93,13 +97,13 @@ class CurvatureSum:
     def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
         """Returns the outputs."""
         B = inputs.batch_size(x)
-        with recording(self._parameters) as calls:
+        with Recorder(self._parameters) as recorder:
             f = inputs.call(self._network, x)
         check_output(f, B)
         outputs = f.detach()
         check_finite(outputs, x, self._batches)
         self._likelihood.check(outputs, y)
-        matched = self._plan.match(f, calls, self._parameters)
+        matched = self._plan.match(f, recorder.calls, self._parameters)
         slow = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
         if slow and B > 1:
             self._add_one_by_one(x, y, examples, outputs, slow)
@@ -112,9 +116,14 @@ class CurvatureSum:
         likelihood = self._likelihood_at(x, outputs)
         for chunk in output_columns(likelihood, self._curvature, outputs, y, size, *drawn):
             self._accumulator.begin_chunk(len(chunk), B)
-            self._add_sites(matched.calls, self._layer_gradients(f, used, chunk, matched.plain) if used else [])
+            grads = self._layer_gradients(f, used, chunk, matched.plain) if used else []
+            with torch.no_grad():
+                for site, calls in enumerate(matched.calls):
+                    if calls:
+                        self._accumulator.add_site(site, calls, grads[: len(calls)])
+                        del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
             if matched.leftovers:
-                self._leftover_gradients(x, chunk, matched.leftovers, self._add_leftovers)
+                self._leftover_gradients(x, chunk, matched.leftovers, self._accumulator.add_leftover)
             self._accumulator.end_chunk()
         self._add_gradient(f, -likelihood.residual(outputs, y))
         return outputs
@@ -137,8 +146,10 @@ class CurvatureSum:
         self._processes.sum_([*self._accumulator.sums, self._gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
+        if (name := self._accumulator.overflowing()) is not None:
+            raise not_finite(name)
         return Curvature(
-            structure=self._accumulator.structure(self._processes),
+            structure=self._accumulator.finish(self._processes),
             subset=self._plan.subset,
             likelihood=self._likelihood,
             kind=self._curvature,
@@ -148,20 +159,8 @@ class CurvatureSum:
 
     def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
         parameters = list(self._parameters.values())
-        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        self._gradient += torch.cat([part.detach().reshape(-1) for part in parts])
-
-    @torch.no_grad()
-    def _add_sites(self, matched: list[list[Call]], grads: list[Tensor]) -> None:
-        for site, calls in enumerate(matched):
-            if calls:
-                self._accumulator.add_site(site, calls, grads[: len(calls)])
-                del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
-
-    def _add_leftovers(self, gradients: dict[str, Tensor], examples: slice) -> None:
-        for name, J in gradients.items():
-            self._accumulator.add_leftover(name, J, examples)
+        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
+        self._gradient += torch.cat([g.reshape(-1) for g in gradients])
 
 
 def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""`fit_curvature`: one pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ` in the chosen structure.
-
-`Λₙ` is the exact output Fisher (`ggn`), its Monte-Carlo estimate (`fisher_mc`) or the outer product of the example's
-own gradient (`empirical_fisher`); the sum is over data, never a mean.
-"""
+"""`fit_curvature`: one pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ`, never a mean, in the chosen structure."""
 
 from __future__ import annotations
 
@@ -16,19 +12,17 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, DiagonalAccumulator, make_accumulator
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
-from lightning_bayes.curvature.backprop.diagonal_sum import DiagonalSum
+from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
 from lightning_bayes.curvature.output_columns import CURVATURES
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.network import inputs
+from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.checks import check_loader, check_network, check_real
-from lightning_bayes.network.errors import DataError
-from lightning_bayes.network.processes import Processes
-from lightning_bayes.network.subset import Subset, check_subset, resolve_subset
+from lightning_bayes.network.checks import check_loader, check_network
+from lightning_bayes.network.subset import check_subset, resolve_subset
 
 
 def fit_curvature(
@@ -56,7 +50,8 @@ def fit_curvature(
         structure: "full", "diag" or "kron".
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights.
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
+            of the example's own gradient ("empirical_fisher").
         samples: labels drawn per example for "fisher_mc".
         seed: of those labels; each example has its own random numbers, whatever batch it comes in.
         weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
@@ -68,7 +63,10 @@ def fit_curvature(
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             the first batch.
     """
-    check_options(structure, subset, curvature, samples, seed, weight_sharing, progress, processes, hessian)
+    check_options(structure, subset, curvature, weight_sharing, progress, hessian)
+    count("samples", samples)
+    check_seed("seed", seed)
+    check_processes(processes)
     likelihood = resolve(likelihood)
     network = check_network(unwrap(network))
     check_loader(loader)
@@ -82,18 +80,16 @@ def fit_curvature(
             chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
-            first = next(iter(chosen.parameters(network).values()))
-            dtype = torch.promote_types(first.dtype, torch.float32)
-            accumulator = make_accumulator(structure, plan, weight_sharing, dtype, first.device)
-            if hessian != "exact":
-                assert isinstance(accumulator, DiagonalAccumulator)
-                describe([(name, f"{hessian} diagonal") for name in chosen.names])
-                return DiagonalSum(network, plan, accumulator, likelihood, hessian, processes)
-            describe(accumulator.blocks())
-            return CurvatureSum(network, plan, accumulator, likelihood, curvature, samples, seed, processes)
+            if hessian == "exact":
+                options = (structure, weight_sharing, curvature, samples, seed, processes)
+                begun = CurvatureSum(network, plan, likelihood, *options)
+            else:
+                begun = DiagonalSum(network, plan, likelihood, hessian, processes)
+            describe(begun.blocks())
+            return begun
 
         if probe is not None:
-            total = begin(inputs.to_device(probe, _device(network)))
+            total = begin(inputs.to_device(probe, inputs.device_of(network)))
         for batch in bar:
             x, y = _prepare(network, batch)
             total = total or begin(x)
@@ -104,15 +100,7 @@ def fit_curvature(
 
 
 def check_options(
-    structure: Any,
-    subset: Any,
-    curvature: Any,
-    samples: Any = 1,
-    seed: Any = 0,
-    weight_sharing: Any = "expand",
-    progress: Any = False,
-    processes: Any = None,
-    hessian: Any = "exact",
+    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any
 ) -> None:
     """Refuse what is known to be wrong without a network or data."""
     word("structure", structure, tuple(STRUCTURES))
@@ -125,10 +113,7 @@ def check_options(
         )
     word("weight_sharing", weight_sharing, tuple(SHARINGS))
     check_subset(subset)
-    count("samples", samples)
-    check_seed("seed", seed)
     flag("progress", progress)
-    check_processes(processes)
 
 
 def check_processes(processes: Any) -> None:
@@ -142,7 +127,7 @@ def log_likelihood(
     """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
     check_loader(loader)
     check_processes(processes)
-    totals = torch.zeros(5, dtype=torch.float64, device=_device(network))
+    totals = torch.zeros(5, dtype=torch.float64, device=inputs.device_of(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
         for batch in loader:
             x, y = _prepare(network, batch)
@@ -162,13 +147,13 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
         with borrowed(network, [name for name, _ in network.named_parameters()]):
             last_layer = find_last_layer(network, x)
     chosen = resolve_subset(network, subset, last_layer)
-    check_real(chosen.parameters(network))
+    for name, p in chosen.parameters(network).items():
+        if p.is_complex():
+            raise CurvatureError(
+                f"{name} is complex ({p.dtype}), but a posterior is over real weights: leave it out of the subset"
+            )
     return chosen
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    return inputs.to_device(inputs.split_targets(batch), _device(network))
-
-
-def _device(network: nn.Module) -> torch.device:
-    return next((p.device for p in network.parameters()), torch.device("cpu"))
+    return inputs.to_device(inputs.split_targets(batch), inputs.device_of(network))

@@ -1,7 +1,4 @@
-"""Functional calls as the layers that they are: `F.conv2d(x, W, b, stride=2)` is a `Convolution`.
-
-Both ways to look into a network read its calls here: the recorder of a fit, and the rules of back-propagation.
-"""
+"""Functional calls as the layers that they are: `F.conv2d(x, W, b, stride=2)` is a `Convolution`."""
 
 from __future__ import annotations
 
@@ -14,15 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_bayes.curvature.layers import (
-    ChannelNorm,
-    Convolution,
-    Embedding,
-    FeatureNorm,
-    Layer,
-    LinearLayer,
-    TransposedConvolution,
-)
+from lightning_bayes.curvature import layers
+from lightning_bayes.curvature.layers import Layer
 
 _LINEAR = ("input", "weight", "bias")
 _CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
@@ -64,9 +54,9 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     """`None` where the call has options that change what a gradient is."""
     name, x = _NAMES[func], arguments["input"].detach()
     if name in ("layer_norm", "rms_norm"):
-        return FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
+        return layers.FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
     if name.endswith("norm"):
-        return ChannelNorm(_without_affine(func, arguments), (x.shape[1],))
+        return layers.ChannelNorm(_without_affine(func, arguments), (x.shape[1],))
     weight: Tensor = arguments["weight"]
     if name in CONVOLUTIONS:
         return _convolution(x, tuple(weight.shape), arguments, name.startswith("conv_transpose"))
@@ -74,11 +64,11 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
         return None
     shape = (weight.shape[0], weight.shape[1])
     if name == "linear":
-        return LinearLayer(x, shape)
+        return layers.LinearLayer(x, shape)
     if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
         return None
     padding_idx = arguments["padding_idx"]
-    return Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
+    return layers.Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
 
 
 def as_tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -111,8 +101,8 @@ def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], t
     padding, groups = arguments["padding"], arguments["groups"]
     if transposed:
         output_padding = as_tuple(arguments["output_padding"], n)
-        return TransposedConvolution(x, shape, stride, dilation, groups, as_tuple(padding, n), output_padding)
-    return Convolution(x, shape, stride, dilation, groups, _around(padding, shape[2:], dilation))
+        return layers.TransposedConvolution(x, shape, stride, dilation, groups, as_tuple(padding, n), output_padding)
+    return layers.Convolution(x, shape, stride, dilation, groups, _around(padding, shape[2:], dilation))
 
 
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:

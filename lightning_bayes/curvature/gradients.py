@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
+from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.curvature.output_checks import agree, random_numbers
@@ -92,9 +93,9 @@ class ParameterGradients:
         self._vectorised = True
 
     def __call__(
-        self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[dict[str, Tensor], slice], None]
+        self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[str, Tensor, slice], None]
     ) -> None:
-        """Hand the gradients `{name: [k, b, numel]}` of a few examples at a time, and which those are, to `consume`."""
+        """Hand each parameter's gradients `[k, b, numel]` of a few examples, and which those are, to `consume`."""
         parameters = {name: self._parameters[name] for name in names}
         K, B = columns.shape[:2]
         size = sum(p.numel() * p.element_size() for p in parameters.values())
@@ -103,7 +104,8 @@ class ParameterGradients:
             part = slice(start, min(start + chunk, B))
             gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
             with torch.no_grad():
-                consume(gradients, part)
+                for name, J in gradients.items():
+                    consume(name, J, part)
 
     def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         if self._vectorised:
@@ -131,21 +133,20 @@ class ParameterGradients:
         r = random_numbers(*columns.shape[:2], like=columns)  # [k, b]
         f = inputs.call(self._network, x)
         cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
-        true = torch.autograd.grad(f, list(parameters.values()), cotangent, allow_unused=True)
+        true = torch.autograd.grad(f, list(parameters.values()), cotangent, materialize_grads=True)
         sums = {name: torch.tensordot(r.to(g.dtype), g, dims=2) for name, g in gradients.items()}
-        pairs = zip(parameters.items(), true, strict=True)
-        exact = {name: (torch.zeros_like(p) if g is None else g).flatten() for (name, p), g in pairs}
+        exact = {name: g.flatten() for name, g in zip(parameters, true, strict=True)}
         return all(agree(sums, exact).values())
 
     def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in parameters.items()}
-        dims = inputs.batch_dims(self._network, x)
+        has_batch = inputs.batched(self._network, x)
+        dims = pytree.tree_unflatten([0 if b else None for b in has_batch], pytree.tree_structure(x))
 
         def one(x_n: Any, columns_n: Tensor) -> dict[str, Tensor]:
             def f(p: dict[str, Tensor]) -> Tensor:
-                module = NetworkCall(self._network)
-                prefixed = {f"network.{name}": value for name, value in p.items()}
-                return call_with(module, prefixed, (inputs.add_batch_dim(x_n, dims),)).squeeze(0)
+                batch = inputs.map_batched(x_n, has_batch, lambda leaf: leaf.unsqueeze(0))
+                return call_with(self._network, p, *inputs.arguments(batch)).squeeze(0)
 
             output, pullback = vjp(f, values)[:2]
             return vmap(lambda c: pullback(c.to(output.dtype))[0])(columns_n)
@@ -160,25 +161,11 @@ class ParameterGradients:
             f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
             for k in range(K):
                 cotangent = columns[k, b : b + 1].to(f.dtype)
-                grads = torch.autograd.grad(
-                    f, list(parameters.values()), cotangent, retain_graph=k < K - 1, allow_unused=True
-                )
+                leaves = list(parameters.values())
+                grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=k < K - 1, materialize_grads=True)
                 for name, g in zip(parameters, grads, strict=True):
-                    if g is not None:
-                        gradients[name][k, b] = g.flatten()
+                    gradients[name][k, b] = g.flatten()
         return gradients
-
-
-class NetworkCall(nn.Module):
-    """The network as a module of one argument, as `functional_call` needs it: `x` is unpacked as `inputs` does."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-        self.training = network.training
-
-    def forward(self, x: Any) -> Tensor:
-        return inputs.bare_call(self.network, x)
 
 
 def disagreeing(

@@ -11,26 +11,22 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_ELEMENTWISE = frozenset(
-    f"{name}Backward{n}"
-    for name in """
+
+
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{n}" for name in names.split() for n in (0, 1))
+
+
+_ELEMENTWISE = _nodes("""
     Add Sub Mul Div Neg Pow Exp Log Sqrt Rsqrt Abs Sin Cos Tanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Gelu Silu
     Mish Hardtanh Hardswish Hardsigmoid Clamp ClampMin Clone ToCopy
-    """.split()  # noqa: SIM905
-    for n in (0, 1)
-)
-_BY_ROW = frozenset(
-    f"{name}Backward{n}"
-    for name in """
+""")
+_BY_ROW = _nodes("""
     View UnsafeView ReshapeAlias Squeeze Unsqueeze NativeGroupNorm
     MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveMaxPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D
-    """.split()  # noqa: SIM905
-    for n in (0, 1)
-)
-_ALONG = frozenset(  # the operations along dimensions that they name
-    f"{name}Backward{n}" for name in ("Mean", "Sum", "Softmax", "LogSoftmax", "Cat", "Slice", "Select") for n in (0, 1)
-)
+""")
+_ALONG = _nodes("Mean Sum Softmax LogSoftmax Cat Slice Select")  # the operations along dimensions that they name
 
 
 def uses(f: Tensor) -> Counter[Node]:
@@ -72,12 +68,12 @@ def keeps_rows(nodes: Counter[Node], B: int) -> bool:
     >>> keeps_rows(uses(layer(x).relu()), 3), keeps_rows(uses(layer(x).relu()[[2, 0, 1]]), 3)
     (True, False)
     """
-    return all(_is_parameter(node) or _keeps_rows(node, B) for node in nodes)
+    return all(_is_constant(node) or _keeps_rows(node, B) for node in nodes)
 
 
 def _keeps_rows(node: Node, B: int) -> bool:
     shape = _shape(node, 0)
-    operands = [(n, _shape(n, i)) for n, i in node.next_functions if n is not None and not _is_parameter(n)]
+    operands = [(n, _shape(n, i)) for n, i in node.next_functions if n is not None and not _is_constant(n)]
     if any(not s or s[0] != B for s in (shape, *(s for _, s in operands))):
         return False
     name, dims = node.name(), [len(s) for _, s in operands]
@@ -89,7 +85,8 @@ def _keeps_rows(node: Node, B: int) -> bool:
     if name in _ALONG:
         along = getattr(saved, "_saved_dim", None)
         along = (along,) if isinstance(along, int) else along or (0,)
-        return all(_signed(i) % dims[0] != 0 for i in along) if dims else False
+        along = [dim - 2**64 if dim >= 2**63 else dim for dim in along]  # PyTorch keeps a negative one as unsigned
+        return all(dim % dims[0] != 0 for dim in along) if dims else False
     if name in ("AddmmBackward0", "MmBackward0"):
         return _is_constant(node.next_functions[-1][0])
     if name == "ConvolutionBackward0":
@@ -104,22 +101,13 @@ def _keeps_rows(node: Node, B: int) -> bool:
 
 
 def _is_constant(node: Node | None) -> bool:
-    return node is None or _is_parameter(node)
-
-
-def _is_parameter(node: Node) -> bool:
-    """A parameter, or one transposed."""
-    if node.name() == "TBackward0":
-        node = node.next_functions[0][0]  # type: ignore[assignment]
-    return node.name() == _LEAF
+    """A parameter, one transposed, or what has no gradient."""
+    if node is not None and node.name() == "TBackward0":
+        node = node.next_functions[0][0]
+    return node is None or node.name() == _LEAF
 
 
 def _shape(node: Node, output: int) -> tuple[int, ...]:
     """Of one of the tensors that an operation made; empty where PyTorch does not say."""
     metadata = getattr(node, "_input_metadata", ())
     return tuple(metadata[output].shape) if output < len(metadata) else ()
-
-
-def _signed(dim: int) -> int:
-    """PyTorch keeps a negative dimension as an unsigned number."""
-    return dim - 2**64 if dim >= 2**63 else dim

@@ -18,9 +18,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lightning_bayes.curvature.layers import PLAIN, BatchAxis, RowIndex, Rows
 from lightning_bayes.curvature.output_checks import TOLERANCE, random_numbers
 from lightning_bayes.curvature.recorder import Call
-from lightning_bayes.curvature.rows import PLAIN, BatchAxis, RowIndex, Rows
 
 _EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that do not overflow; other types: 96
 

@@ -14,6 +14,8 @@ respect to the layer's *output*:
 | (transposed) conv      | groups   | pixels                  | channel × kernel offset   |
 | embedding              | 1        | tokens                  | one-hot of the vocabulary |
 | norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
+
+`Rows` say which rows of a layer's output belong to which example: an axis, or an index where no axis says it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_bayes.curvature.patches import patch_gram, patches, transposed_patches
-from lightning_bayes.curvature.rows import PLAIN, Rows
+from lightning_bayes.structures import Piece
 
 
 class Layer(ABC):
@@ -57,13 +59,8 @@ class Layer(ABC):
 
     @property
     @abstractmethod
-    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The stored weight's shape as `(G, O, I…)`, or another shape and the permutation that makes it so."""
-
-    @property
-    @abstractmethod
-    def rows(self) -> tuple[int, int]:
-        """Groups and outputs of each `(G, O)`: the shape of the bias."""
+    def weight(self) -> Piece:
+        """The stored weight as `(G, O, I…)`, or another shape and the permutation that makes it so."""
 
     def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
         """`Σ aaᵀ`, `Σ a` and the number of positions, where there is a faster way than through `inputs`."""
@@ -81,12 +78,8 @@ class LinearLayer(Layer):
         return x.reshape(1, x.shape[0], -1, x.shape[-1])
 
     @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (1, *self.weight_shape), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return 1, self.weight_shape[0]
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape))
 
 
 @dataclass(frozen=True)
@@ -122,24 +115,16 @@ class Convolution(_Patched):
         return _grouped_inputs(a, self.groups, axis)
 
     @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (*self.rows, prod(self.weight_shape[1:])), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.groups, self.weight_shape[0] // self.groups
+    def weight(self) -> Piece:
+        return Piece(0, (self.groups, self.weight_shape[0] // self.groups, prod(self.weight_shape[1:])))
 
     def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
         kernel = self.weight_shape[2:]
         if self.groups > 1 or self.stride[0] > 1 or kernel[0] == 1:
             return None
         x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
-        gram, total = patch_gram(x, kernel, self.stride, self.padding, self.dilation)
-        return gram.unsqueeze(0), total.unsqueeze(0), self.x.shape[0] * self._positions()
-
-    def _positions(self) -> int:
-        sizes = zip(self.x.shape[2:], self.weight_shape[2:], self.stride, self.padding, self.dilation, strict=True)
-        return prod((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)
+        gram, total, positions = patch_gram(x, kernel, self.stride, self.padding, self.dilation)
+        return gram.unsqueeze(0), total.unsqueeze(0), positions
 
 
 @dataclass(frozen=True)
@@ -154,13 +139,9 @@ class TransposedConvolution(_Patched):
         return _grouped_inputs(a, self.groups, axis)
 
     @property
-    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def weight(self) -> Piece:
         C, O = self.weight_shape[:2]
-        return (self.groups, C // self.groups, O, prod(self.weight_shape[2:])), (0, 2, 1, 3)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.groups, self.weight_shape[1]
+        return Piece(0, (self.groups, C // self.groups, O, prod(self.weight_shape[2:])), (0, 2, 1, 3))
 
 
 @dataclass(frozen=True)
@@ -184,12 +165,8 @@ class Embedding(Layer):
         return axis.split(self.tokens).flatten(1)
 
     @property
-    def weight_view(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (1, *self.weight_shape), (0, 2, 1)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return 1, self.weight_shape[1]
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape), (0, 2, 1))
 
 
 @dataclass(frozen=True)
@@ -205,12 +182,8 @@ class _Norm(Layer):
         return self.gradients(self.normalised().unsqueeze(0), axis)[0]
 
     @property
-    def weight_view(self) -> tuple[tuple[int, ...], None]:
-        return (*self.rows, 1), None
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return prod(self.shape), 1
+    def weight(self) -> Piece:
+        return Piece(0, (prod(self.shape), 1, 1))
 
 
 @dataclass(frozen=True)
@@ -234,6 +207,65 @@ class FeatureNorm(_Norm):
 
     def row_dims(self, ndim: int) -> int:
         return ndim - len(self.shape)
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The dimension of a layer's output that counts examples; `repeats` positions of each may be merged into it, lying
+    together (`[B, T]` flattened) or, if `interleaved`, apart (`[T, B]` flattened)."""
+
+    dim: int
+    repeats: int = 1
+    interleaved: bool = False
+
+    def split(self, t: Tensor, lead: int = 0) -> Tensor:
+        """# [*lead, ..., B·repeats, ...] -> [*lead, B, repeats, ...]"""
+        t = t.movedim(lead + self.dim, lead)
+        if self.interleaved:
+            return t.unflatten(lead, (self.repeats, -1)).transpose(lead, lead + 1)
+        return t.unflatten(lead, (-1, self.repeats))
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows without a pattern: sets of different sizes, rows routed to experts. The first `dims` dimensions of the
+    output count as one. An example with fewer rows than another gets rows of zeros, whose gradient adds nothing."""
+
+    dims: int
+    index: Tensor  # [B, T], one past the last row where an example has no more
+
+    @staticmethod
+    def from_owners(owners: Tensor, B: int, dims: int) -> RowIndex:
+        """# owners [R], the example of each row, -1 for none"""
+        counts = torch.bincount(owners[owners >= 0], minlength=B)
+        index = owners.new_full((B, max(1, int(counts.max()))), len(owners))
+        rows = owners.argsort(stable=True)[int((owners < 0).sum()) :]  # those of the first example first
+        places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[owners[rows]]
+        index[owners[rows], places] = rows
+        return RowIndex(dims, index)
+
+    def split(self, t: Tensor, lead: int = 0) -> Tensor:
+        """# [*lead, *rows, ...] -> [*lead, B, T, ...]"""
+        rows = prod(t.shape[lead : lead + self.dims])
+        t = t.reshape(*t.shape[:lead], rows, *t.shape[lead + self.dims :])
+        t = torch.cat([t, t.new_zeros(*t.shape[:lead], 1, *t.shape[lead + 1 :])], dim=lead)
+        return t.index_select(lead, self.index.flatten()).unflatten(lead, self.index.shape)
+
+
+Rows = BatchAxis | RowIndex
+PLAIN = BatchAxis(0)  # one row for each example
+
+
+def products(a: Tensor | None, g: Tensor, bias: bool) -> list[Tensor]:
+    """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, `Σ_t g` of the bias `[G, B, K, O, 1]`."""
+    K, G, B, T, O = g.shape
+    parts = []
+    if a is not None:
+        rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
+        parts.append((rows @ a).reshape(G, B, K, O, -1))
+    if bias:
+        parts.append(g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1))
+    return parts
 
 
 def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.network import inputs
-from lightning_bayes.network.errors import CurvatureError, DataError
+from lightning_bayes.network import CurvatureError, DataError, inputs
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of two ways to compute the same number; 16-bit: 0.1
 
@@ -40,11 +39,9 @@ def check_examples_apart(network: nn.Module, f: Tensor, beside: Tensor) -> None:
     """The first examples must give what they give beside others."""
     apart = torch.linalg.vector_norm((f - beside[: len(f)]).detach())
     if apart > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
-        norms = [
-            name
-            for name, module in network.named_modules()
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.running_mean is None
-        ]
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        modules = network.named_modules()
+        norms = [name for name, norm in modules if isinstance(norm, kinds) and norm.running_mean is None]
         culprit = f"{', '.join(norms)}: batch norm without running statistics" if norms else "or is it random?"
         raise CurvatureError(
             f"the output of {type(network).__name__} for one example depends on another example of the batch "

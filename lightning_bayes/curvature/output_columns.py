@@ -33,8 +33,12 @@ def output_columns(
     seed: int,
 ) -> Iterator[Tensor]:
     """Columns for the whole batch, at most `size` at a time.  # [k, *f.shape]"""
+    if curvature == "ggn" and likelihood.has_diagonal_fisher:
+        # The whole root would have the square of an image's size: `√d` at one output in each column.
+        root = likelihood.fisher_diagonal(f, y).sqrt().reshape(1, len(f), 1, -1)
+        return (columns.reshape(-1, *f.shape) for columns in root_columns(root, size))
     if curvature == "ggn":
-        return _of_ggn(likelihood, f, y, size)
+        return root_columns(likelihood.fisher_root(f, y), size)
     if curvature == "empirical_fisher":
         return iter([likelihood.residual(f, y).unsqueeze(0)])
     wide = torch.promote_types(f.dtype, torch.float32)
@@ -42,22 +46,6 @@ def output_columns(
     labels = [likelihood.sample(f, uniform, y) for uniform in draws]
     columns = torch.stack([likelihood.residual(f, label) for label in labels]) / samples**0.5
     return iter(columns.split(size))
-
-
-def _of_ggn(likelihood: Likelihood, f: Tensor, y: Tensor, size: int) -> Iterator[Tensor]:
-    """The whole root of a diagonal `Λ` would have the square of an image's size, and is never built."""
-    if likelihood.has_diagonal_fisher:
-        return _of_diagonal(likelihood.fisher_diagonal(f, y), size)
-    return root_columns(likelihood.fisher_root(f, y), size)
-
-
-def _of_diagonal(d: Tensor, size: int) -> Iterator[Tensor]:
-    """`√d` at one output in each column."""
-    root = d.reshape(len(d), -1).sqrt()  # [B, R]
-    for ids in torch.arange(root.shape[1], device=d.device).split(size):
-        alone = root.new_zeros(len(ids), *root.shape)
-        alone[torch.arange(len(ids)), :, ids] = root[:, ids].mT
-        yield alone.reshape(len(ids), *d.shape)
 
 
 def root_columns(S: Tensor, size: int) -> Iterator[Tensor]:

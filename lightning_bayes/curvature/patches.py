@@ -1,9 +1,7 @@
 """The inputs that each output position of a convolution sees, for any number of dimensions.
 
-`patches` turns a convolution into a linear layer that is shared over positions:
-`z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel offset).
-A transposed convolution is the convolution, with flipped kernel and stride one, of the input with zeros put between
-its pixels.
+They turn it into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel offset). If it is
+transposed, it is the convolution, with flipped kernel and stride one, of the input with zeros between its pixels.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ def transposed_patches(
 
 def patch_gram(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """`Σ aaᵀ` and `Σ a` over all patches `a` of a convolution of stride one in its first dimension.
+) -> tuple[Tensor, Tensor, int]:
+    """`Σ aaᵀ`, `Σ a` and the number of all patches `a` of a convolution of stride one in its first dimension.
 
     Two kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, only over different ranges of `r`.
     So each product of rows is taken once per distance `d`, and the windows over `r` are sums of small matrices: `K`
@@ -97,7 +95,7 @@ def patch_gram(
     rest = F_ // C
     gram = gram.reshape(K, C, rest, K, C, rest).permute(1, 0, 2, 4, 3, 5)
     total = total.reshape(K, C, rest).transpose(0, 1)
-    return gram.reshape(C * K * rest, C * K * rest), total.reshape(-1)
+    return gram.reshape(C * K * rest, C * K * rest), total.reshape(-1), L * rows.shape[2]
 
 
 def _window(start: int, length: int, limit: int) -> slice:

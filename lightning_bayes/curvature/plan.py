@@ -2,8 +2,7 @@
 
 The rules of `layers` are checked on this very network: the gradient they give must be autograd's, the graph must use
 each parameter as often as a layer was seen to, and every row of a layer's output must belong to one example. Parameters
-for which this fails (used in some other way as well, or by no layer with a rule) are left to exact per-example
-gradients, so that nothing is skipped or silently wrong. Each later batch is matched with the plan anew.
+for which this fails are left to exact per-example gradients. Each later batch is matched with the plan anew.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.autograd.graph import Node
 
 from lightning_bayes.curvature.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
+from lightning_bayes.curvature.layers import RowIndex, products
 from lightning_bayes.curvature.output_checks import (
     agree,
     check_examples_apart,
@@ -27,11 +27,9 @@ from lightning_bayes.curvature.output_checks import (
     check_output,
     random_numbers,
 )
-from lightning_bayes.curvature.recorder import Call, ParameterRows, Role, recording
-from lightning_bayes.curvature.rows import RowIndex
-from lightning_bayes.network import inputs
-from lightning_bayes.network.errors import CurvatureError, SubsetError, not_finite
-from lightning_bayes.network.subset import Subset
+from lightning_bayes.curvature.recorder import Call, ParameterRows, Recorder, Role
+from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
+from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import Layout, Piece
 
 logger = logging.getLogger("lightning_bayes")
@@ -58,20 +56,9 @@ class Site(Role):
         parts = [call.layer.gradients(g, call.rows) for call, g in zip(calls, grads, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    def products(self, a: Tensor | None, g: Tensor) -> list[Tensor]:
-        """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, `Σ_t g` of the bias `[G, B, K, O, 1]`."""
-        K, G, B, T, O = g.shape
-        parts = []
-        if a is not None:
-            rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
-            parts.append((rows @ a).reshape(G, B, K, O, -1))
-        if self.bias is not None:
-            parts.append(g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1))
-        return parts
-
     def jacobian(self, a: Tensor | None, g: Tensor) -> Tensor:
         """Per-example gradients of `[W b]` in the block's order.  # [K, B, G·O·(I + 1)]"""
-        joint = torch.cat(self.products(a, g), dim=-1)
+        joint = torch.cat(products(a, g, self.bias is not None), dim=-1)
         return joint.permute(2, 1, 0, 3, 4).flatten(2)
 
 
@@ -144,8 +131,9 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
     few = inputs.few(network, x, max(3, min(inputs.batch_size(x), PROBE)))
-    with recording(parameters) as calls:
+    with Recorder(parameters) as recorder:
         f = inputs.call(network, few)
+    calls = recorder.calls
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
@@ -156,11 +144,8 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     wrong = _used_elsewhere(nodes, calls, parameters)
     calls = [call for call in calls if call.output_shape.numel()]
     grads, true = _random_gradients(f, calls, parameters)
-    mixed = {
-        call.key
-        for call, rows in zip(calls, find_rows(f, calls, keeps_rows(nodes, len(f))), strict=True)
-        if rows is None
-    }
+    rows_of_calls = find_rows(f, calls, keeps_rows(nodes, len(f)))
+    mixed = {call.key for call, rows in zip(calls, rows_of_calls, strict=True) if rows is None}
     roles = {call.key: call for call in calls}
     used = [rows for call in roles.values() for rows in call.parameters]
     sites = [
@@ -169,7 +154,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
         # Not one weight in two roles, such as an embedding tied to the output layer.
         if key not in mixed and all(sum(map(rows.overlaps, used)) == 1 for rows in call.parameters)
     ]
-    wrong |= _disagreeing(sites, calls, grads, true)
+    wrong |= _disagreeing(subset, sites, calls, grads, true)
     sites = _without(sites, wrong, parameters)
     covered = {rows.name for site in sites for rows in site.parameters}
     keys = {site.key for site in sites}
@@ -181,11 +166,11 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
     """The names of the last layer's parameters: those of the last call before the output that has a rule."""
     parameters = dict(network.named_parameters())
-    with recording(parameters) as calls:
+    with Recorder(parameters) as recorder:
         f = inputs.call(network, inputs.few(network, x, 1))
     check_output(f, 1)
     reached = uses(f)
-    for call in reversed(calls):
+    for call in reversed(recorder.calls):
         if call.layer.kronecker and call.edge.node in reached:
             return tuple(dict.fromkeys(rows.name for rows in call.parameters))
     raise SubsetError(
@@ -208,14 +193,13 @@ def _random_gradients(
     """A random combination of all outputs, back-propagated to every layer and every parameter."""
     cotangent = random_numbers(*f.shape, like=f)
     wanted: list[Any] = [*(call.edge for call in calls), *parameters.values()]
+    shapes = [*(call.output_shape for call in calls), *(p.shape for p in parameters.values())]
     gradients = torch.autograd.grad(f, wanted, cotangent, retain_graph=True, allow_unused=True)
-    of_calls, of_parameters = gradients[: len(calls)], gradients[len(calls) :]
-    for call, g in zip(calls, of_calls, strict=True):
-        if g is not None and not g.isfinite().all():
+    grads = [f.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    for call, g in zip(calls, grads, strict=False):
+        if not g.isfinite().all():
             raise not_finite(call.name)
-    grads = [f.new_zeros(call.output_shape) if g is None else g for call, g in zip(calls, of_calls, strict=True)]
-    pairs = zip(parameters.items(), of_parameters, strict=True)
-    return grads, {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
+    return grads[: len(calls)], dict(zip(parameters, grads[len(calls) :], strict=True))
 
 
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:
@@ -239,27 +223,28 @@ def _without(sites: list[Site], wrong: set[str], parameters: dict[str, nn.Parame
 
 def _layout(call: Call, subset: Subset) -> Layout:
     pieces = []
+    stored = call.layer.weight
     if call.weight is not None:
-        shape, order = call.layer.weight_view
         width = subset.shapes[subset.names.index(call.weight.name)][1:].numel()
-        pieces.append(Piece(subset.starts[call.weight.name] + call.weight.start * width, shape, order))
+        pieces.append(replace(stored, start=subset.starts[call.weight.name] + call.weight.start * width))
     if call.bias is not None:
-        pieces.append(Piece(subset.starts[call.bias.name] + call.bias.start, (*call.layer.rows, 1)))
+        pieces.append(Piece(subset.starts[call.bias.name] + call.bias.start, (*stored.permuted_shape[:2], 1)))
     return Layout(tuple(pieces))
 
 
-def _disagreeing(sites: list[Site], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]) -> set[str]:
+def _disagreeing(
+    subset: Subset, sites: list[Site], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]
+) -> set[str]:
     """The parameters that get from the rules another gradient of all examples together than from autograd."""
-    sums = {name: torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for name, g in true.items()}
+    first = next(iter(true.values()))
+    widest = max((g.dtype for g in true.values()), key=lambda dtype: torch.finfo(dtype).bits)
+    flat = first.new_zeros(subset.full_size, dtype=torch.promote_types(widest, torch.float32))
+    together = [(replace(call, rows=all_rows(call)), g.unsqueeze(0)) for call, g in zip(calls, grads, strict=True)]
     for site in sites:
-        own = [(replace(call, rows=all_rows(call)), g) for call, g in zip(calls, grads, strict=True)]
-        own = [(call, g) for call, g in own if call.key == site.key]
-        calls_of_site, gradients = [call for call, _ in own], [g.unsqueeze(0) for _, g in own]
-        J = site.jacobian(site.inputs(calls_of_site), site.gradients(calls_of_site, gradients))[0, 0]
-        parts = J.unflatten(-1, site.layout.shape).split([piece.columns for piece in site.layout.pieces], dim=-1)
-        for piece, part, where in zip(site.layout.pieces, parts, site.parameters, strict=True):
-            alone = torch.empty(piece.size, dtype=J.dtype, device=J.device)
-            Layout((Piece(0, piece.shape, piece.order),)).scatter(part.flatten(), alone)
-            target = sums[where.name][where.start : where.stop]
-            target += alone.reshape(target.shape)
+        own = [(call, g) for call, g in together if call.key == site.key]
+        calls_of_site, gradients = [call for call, _ in own], [g for _, g in own]
+        J = site.jacobian(site.inputs(calls_of_site), site.gradients(calls_of_site, gradients))
+        site.layout.scatter(J[0, 0], flat)
+    parts = flat.split([g.numel() for g in true.values()])
+    sums = {name: part.view_as(g) for (name, g), part in zip(true.items(), parts, strict=True)}
     return {name for name, close in agree(sums, true).items() if not close}

@@ -1,14 +1,12 @@
 """Watch a network run, and keep each layer's input and the edge of its output in the graph.
 
 Module hooks miss weights that are used through functional calls (`F.linear(x, self.w)`, the packed projections of
-`nn.MultiheadAttention`). A `TorchFunctionMode` sees every such call with the very parameter as its argument, in any
-module, without a hook to remove afterwards.
+`nn.MultiheadAttention`). A `TorchFunctionMode` sees every such call with the very parameter as its argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +17,26 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.functional_calls import bind, layer_arguments, make_layer
-from lightning_bayes.curvature.layers import Layer
-from lightning_bayes.curvature.rows import PLAIN, Rows
-from lightning_bayes.network.errors import CurvatureError
-from lightning_bayes.network.version import Version
+from lightning_bayes.curvature.layers import PLAIN, Layer, Rows
+from lightning_bayes.network import CurvatureError
 
 _ATTENTION = F.multi_head_attention_forward
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A tensor as an operation saw it: what overwrites it in place afterwards makes a later reading of it wrong."""
+
+    tensor: Tensor
+    number: int
+
+    @staticmethod
+    def of(t: Tensor) -> Version:
+        return Version(t, _writes(t))
+
+    @property
+    def overwritten(self) -> bool:
+        return _writes(self.tensor) != self.number
 
 
 @dataclass(frozen=True)
@@ -84,11 +96,8 @@ class Call(Role):
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls that use a tracked parameter. The network computes what it always does.
-
-    It holds no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone;
-    `backprop.tape` needs all of them.
-    """
+    """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter. It holds
+    no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -119,10 +128,8 @@ class Recorder(TorchFunctionMode):
         return None if parameter is None or name is None else ParameterRows(name, *rows.indices(len(parameter))[:2])
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
-        """Multi-head attention as what it is: four linear layers around an attention without parameters.
-
-        The inner call gets identity projections, which change no number, so that masks and options stay PyTorch's.
-        """
+        """Four linear layers around an attention without parameters. The inner call gets identity projections, which
+        change no number, so that masks and options stay PyTorch's."""
         bound = bind(_ATTENTION, args, kwargs)
         a = bound.arguments
         E = a["embed_dim_to_check"]
@@ -148,9 +155,6 @@ class Recorder(TorchFunctionMode):
         return z
 
 
-@contextmanager
-def recording(parameters: Mapping[str, Tensor]) -> Iterator[list[Call]]:
-    """`with recording(parameters) as calls: f = network(x)`."""
-    recorder = Recorder(parameters)
-    with recorder:
-        yield recorder.calls
+def _writes(t: Tensor) -> int:
+    """PyTorch counts the writes into a tensor, but not into one of inference mode."""
+    return -1 if t.is_inference() else t._version

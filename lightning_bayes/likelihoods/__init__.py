@@ -18,7 +18,7 @@ from .base import Likelihood
 from .bernoulli import Bernoulli
 from .gaussian import Gaussian
 from .heteroscedastic import HeteroscedasticGaussian
-from .outputs import LikelihoodError
+from .outputs import LikelihoodError, UnknownLikelihoodError
 from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Likelihood",
     "LikelihoodError",
     "Predictive",
+    "UnknownLikelihoodError",
     "resolve",
 ]
 

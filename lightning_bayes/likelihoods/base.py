@@ -23,19 +23,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, register
+from lightning_bayes.arguments import count, register, shown
 
-from .outputs import (
-    LikelihoodError,
-    UnknownLikelihoodError,
-    check_floating,
-    check_generator,
-    check_output,
-    check_tensor,
-    draw_gaussian,
-    sum_per_example,
-    widen,
-)
+from .outputs import LikelihoodError, UnknownLikelihoodError, check_generator, draw_gaussian, sum_per_example, widen
 from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 
@@ -125,15 +115,13 @@ class Likelihood(ABC):
 
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise `LikelihoodError`, in one sentence, when outputs or targets do not fit this likelihood."""
-        name = type(self).__name__
-        check_floating(name, f)
-        check_tensor(name, "targets", y)
-        if y.ndim == 0 or len(y) != len(f):
+        self._check_fit(f, y)
+        if f.isnan().any():
+            bad = int(f.isnan().reshape(len(f), -1).any(1).nonzero()[0])
             raise LikelihoodError(
-                f"{name} needs one target per example, got outputs of shape {list(f.shape)} "
-                f"and targets of shape {list(y.shape)}."
+                f"{type(self).__name__} got NaN in the network's output, first for example {bad} of the batch; "
+                "check the inputs and the weights."
             )
-        check_output(name, f)
 
     def log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
         """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
@@ -141,7 +129,7 @@ class Likelihood(ABC):
 
     def least_nll(self, n_outputs: int) -> float:
         """A bound that `−log p(y | f)` cannot fall below for any values of `n_outputs` outputs; `-inf` without one."""
-        return -math.inf
+        return 0.0 if self.has_probs else -math.inf
 
     def n_targets(self, y: Tensor) -> int:
         """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
@@ -192,12 +180,11 @@ class Likelihood(ABC):
     ) -> Predictive:
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
-        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form. The
-        parts of a variance that are not known without drawing are NaN for `samples=0`.
+        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form, as the
+        epistemic and aleatoric parts for "probit" and "pairwise". They are NaN for `samples=0`, which draws nothing.
         """
-        name = type(self).__name__
-        check_floating(name, mean)
-        check_tensor(name, "variances of the outputs", covariance)
+        self._check_outputs(mean)
+        self._check_tensor("variances of the outputs", covariance)
         count("samples", samples, 0, LikelihoodError)
         check_generator(generator)
         mean, covariance = widen(mean), widen(covariance)
@@ -229,6 +216,45 @@ class Likelihood(ABC):
             words = ", ".join(repr(word) for word in self.links)
             raise LikelihoodError(f"{type(self).__name__} cannot integrate with link={link!r}; choose one of {words}.")
         return link
+
+    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+        """Refuse types and shapes that do not fit, which is free."""
+        self._check_outputs(f)
+        self._check_tensor("targets", y)
+        if y.ndim == 0 or len(y) != len(f):
+            raise LikelihoodError(
+                f"{type(self).__name__} needs one target per example, got outputs of shape {list(f.shape)} "
+                f"and targets of shape {list(y.shape)}."
+            )
+
+    def _check_outputs(self, f: Tensor) -> None:
+        """Refuse outputs that are not real floating-point tensors with a batch dimension."""
+        self._check_tensor("network outputs", f)
+        if not f.is_floating_point() or f.ndim == 0:
+            raise LikelihoodError(
+                f"{type(self).__name__} needs floating-point network outputs with a batch dimension, got {f.dtype} of "
+                f"shape {list(f.shape)}; return the raw outputs of the last layer."
+            )
+
+    def _check_tensor(self, what: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            raise LikelihoodError(f"{type(self).__name__} needs {what} in a tensor, got {shown(value)}.")
+
+    def _check_shape(self, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
+        """Refuse a target that is not exactly of the expected shape: broadcasting would change the model silently."""
+        if y.shape != expected:
+            raise LikelihoodError(
+                f"{type(self).__name__} needs targets of shape {list(expected)} for network outputs of shape "
+                f"{list(f.shape)}, got shape {list(y.shape)}; reshape the targets or the outputs so that they match."
+            )
+
+    def _check_uniform(self, f: Tensor, uniform: Tensor) -> None:
+        self._check_outputs(f)
+        if uniform.shape != f.shape:
+            raise LikelihoodError(
+                f"{type(self).__name__} samples labels from uniform numbers of the outputs' shape {list(f.shape)}, "
+                f"got shape {list(uniform.shape)}."
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -5,8 +5,7 @@
 **Integrals** over `f ~ N(m, v)`:
 
 - `"probit"`: `σ(κm)` with `κ = 1/√(1 + πv/8)` (MacKay, 1992, "The evidence framework applied to classification
-  networks"), which is also what `"pairwise"` means for one logit; the epistemic and aleatoric parts come from samples
-  of `f`, and are NaN for `samples=0`, which draws nothing;
+  networks"), which is also what `"pairwise"` means for one logit;
 - `"mc"`: the average of `σ` over samples of `f`.
 """
 
@@ -20,18 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .base import Likelihood
-from .outputs import (
-    LikelihoodError,
-    check_floating,
-    check_output,
-    check_shape,
-    check_tensor,
-    check_uniform,
-    diagonal_root,
-    marginal_variance,
-    sum_per_example,
-    widen,
-)
+from .outputs import LikelihoodError, diagonal_root, marginal_variance, sum_per_example, widen
 from .predictive import LabelPredictive, Predictive, log_odds
 
 
@@ -49,8 +37,7 @@ class Bernoulli(Likelihood):
     links = ("probit", "pairwise", "mc")
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        self._check_fit(f, y)
-        check_output("Bernoulli", f)
+        super().check(f, y)
         bad = (y != 0) & (y != 1)
         if bad.any():
             raise LikelihoodError(
@@ -63,9 +50,6 @@ class Bernoulli(Likelihood):
         f = widen(f)
         return sum_per_example(logsigmoid((2 * _bits(y).to(f.dtype) - 1) * f))
 
-    def least_nll(self, n_outputs: int) -> float:
-        return 0.0
-
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
         f = widen(f)
@@ -75,20 +59,18 @@ class Bernoulli(Likelihood):
         return diagonal_root(self.fisher_diagonal(f).sqrt())  # [L, B, L, *positions]
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        check_floating("Bernoulli", f)
+        self._check_outputs(f)
         f = widen(f)
         return f.sigmoid() * (-f).sigmoid()
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Labels 0 and 1 in the shape and, widened, the dtype of `f`."""
-        check_floating("Bernoulli", f)
-        check_uniform("Bernoulli", f, uniform)
+        self._check_uniform(f, uniform)
         f = widen(f)
         return (uniform < f.sigmoid()).to(f.dtype)
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        f = widen(f)
-        return f.sigmoid(), f.sigmoid() * (-f).sigmoid()
+        return widen(f).sigmoid(), self.fisher_diagonal(f)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Tensor | None:
         if link == "mc":
@@ -100,11 +82,11 @@ class Bernoulli(Likelihood):
         return self.log_likelihood_per_example(log_odds(predictive.mean), y)
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
-        check_floating("Bernoulli", f)
-        check_tensor("Bernoulli", "targets", y)
+        self._check_outputs(f)
+        self._check_tensor("targets", y)
         if y.is_complex():
             raise LikelihoodError(f"Bernoulli needs boolean, integer or floating-point targets, got {y.dtype}.")
-        check_shape("Bernoulli", f, y, tuple(f.shape))
+        self._check_shape(f, y, f.shape)
 
 
 def _bits(y: Tensor) -> Tensor:

@@ -28,9 +28,6 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
   after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace the bridge lives in: with row sums `r = Σ1` and
   `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The moments are the Dirichlet's, in closed form;
 - `"mc"`: the average of `softmax` over samples of `f`.
-
-For `"pairwise"` and `"probit"`, the epistemic and aleatoric parts come from samples of `f`, and are NaN for
-`samples=0`, which draws nothing.
 """
 
 from __future__ import annotations
@@ -44,17 +41,7 @@ from torch import Tensor
 from lightning_bayes.arguments import integer
 
 from .base import Likelihood
-from .outputs import (
-    LikelihoodError,
-    check_floating,
-    check_output,
-    check_shape,
-    check_tensor,
-    check_uniform,
-    marginal_variance,
-    sum_per_example,
-    widen,
-)
+from .outputs import LikelihoodError, marginal_variance, sum_per_example, widen
 from .predictive import ClassPredictive, Predictive, log_probability
 
 
@@ -79,8 +66,7 @@ class Categorical(Likelihood):
         integer("ignore_index", self.ignore_index, LikelihoodError)
 
     def check(self, f: Tensor, y: Tensor) -> None:
-        self._check_fit(f, y)
-        check_output("Categorical", f)
+        super().check(f, y)
         C = f.shape[1]
         bad = ((y < 0) | (y >= C)) & self._observed(y)
         if bad.any():
@@ -96,9 +82,6 @@ class Categorical(Likelihood):
         index = y.long().masked_fill(~observed, 0).unsqueeze(1)  # [B, 1, *positions]
         log_p = widen(f).log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
         return sum_per_example(log_p.masked_fill(~observed, 0))
-
-    def least_nll(self, n_outputs: int) -> float:
-        return 0.0
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
@@ -130,7 +113,7 @@ class Categorical(Likelihood):
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
         self._check_logits(f)
-        check_uniform("Categorical", f, uniform)
+        self._check_uniform(f, uniform)
         cdf = widen(f).softmax(1).cumsum(1)
         labels = (uniform[:, :1] >= cdf[:, :-1]).sum(1)  # [B, *positions]
         if y is None:
@@ -170,7 +153,7 @@ class Categorical(Likelihood):
         return t.masked_fill(~self._observed(y).unsqueeze(1), 0)
 
     def _check_logits(self, f: Tensor) -> None:
-        check_floating("Categorical", f)
+        self._check_outputs(f)
         if f.ndim < 2 or f.shape[1] < 2:
             raise LikelihoodError(
                 f"Categorical needs network outputs [B, C, …] with at least two classes in dim 1, got shape "
@@ -179,7 +162,7 @@ class Categorical(Likelihood):
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_logits(f)
-        check_tensor("Categorical", "targets", y)
+        self._check_tensor("targets", y)
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise LikelihoodError(
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
@@ -190,7 +173,7 @@ class Categorical(Likelihood):
                 f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
                 f"of shape {list(f.shape)}, got shape {list(y.shape)}; use y.argmax(1) for one-hot targets."
             )
-        check_shape("Categorical", f, y, (f.shape[0], *f.shape[2:]))
+        self._check_shape(f, y, (f.shape[0], *f.shape[2:]))
 
 
 def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:

@@ -14,26 +14,36 @@ import torch
 from torch import Tensor
 
 from .base import Likelihood
-from .outputs import (
-    LikelihoodError,
-    check_finite_targets,
-    check_floating,
-    check_output,
-    check_real_targets,
-    check_shape,
-    check_uniform,
-    diagonal_root,
-    marginal_variance,
-    standard_normal,
-    sum_per_example,
-    vector,
-    widen,
-)
+from .outputs import LikelihoodError, diagonal_root, marginal_variance, standard_normal, sum_per_example, vector, widen
 from .predictive import Predictive
 
 
+class RealTargets(Likelihood):
+    """What the Gaussian likelihoods share. There is no link to approximate: every word means the exact integral."""
+
+    links = ("exact", "pairwise", "probit", "bridge", "mc")
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        super().check(f, y)
+        finite = y.isfinite()
+        if not finite.all():
+            raise LikelihoodError(
+                f"{type(self).__name__} got the target {y[~finite][0].item()}; drop examples whose targets are missing "
+                "or infinite."
+            )
+
+    def _check_real(self, y: Tensor) -> None:
+        """Refuse integers, which are usually class labels."""
+        self._check_tensor("targets", y)
+        if not y.is_floating_point():
+            raise LikelihoodError(
+                f"{type(self).__name__} needs floating-point targets, got {y.dtype}; use y.float() if they are real "
+                "values, or Categorical (likelihood='classification') if they are class labels."
+            )
+
+
 @dataclass(frozen=True, eq=False)  # a tensor field has no single truth value to compare by
-class Gaussian(Likelihood):
+class Gaussian(RealTargets):
     """Regression: outputs are means `[B]`, `[B, C]` or any `[B, …]`, targets real numbers in the same shape.
 
     `noise_std` is `σ`: one number for all outputs, or a tensor `[C]` with one for every output in dim 1.
@@ -46,8 +56,6 @@ class Gaussian(Likelihood):
 
     name, word = "Gaussian", "regression"
     has_diagonal_fisher = True
-    # No link to approximate: every word means the exact integral.
-    links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     def __post_init__(self) -> None:
         σ = vector("noise_std", self.noise_std, LikelihoodError)
@@ -56,7 +64,6 @@ class Gaussian(Likelihood):
             raise LikelihoodError(f"Gaussian needs a positive, finite noise_std, got {σ[bad].flatten()[0].item()}.")
 
     def with_noise(self, noise_std: float | Tensor) -> Gaussian:
-        """This likelihood with another noise."""
         return replace(self, noise_std=noise_std)
 
     @property
@@ -67,11 +74,6 @@ class Gaussian(Likelihood):
 
     def constant(self, y: Tensor) -> float:
         return -float(self.log_likelihood(y, y))
-
-    def check(self, f: Tensor, y: Tensor) -> None:
-        self._check_fit(f, y)
-        check_output("Gaussian", f)
-        check_finite_targets("Gaussian", y)
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         self._check_fit(f, y)
@@ -95,19 +97,18 @@ class Gaussian(Likelihood):
         return (y.to(f.dtype) - f) / self._noise(f).square()
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        check_floating("Gaussian", f)
+        self._check_outputs(f)
         f = widen(f)
         return diagonal_root((1 / self._noise(f)).expand_as(f))  # [C, B, C, *positions]
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """Without the root, whose memory would grow with the square of the outputs."""
-        check_floating("Gaussian", f)
+        self._check_outputs(f)
         f = widen(f)
         return self._noise(f).square().reciprocal().expand_as(f).clone()
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        check_floating("Gaussian", f)
-        check_uniform("Gaussian", f, uniform)
+        self._check_uniform(f, uniform)
         f = widen(f)
         return f + self._noise(f) * standard_normal(uniform.to(f.dtype))
 
@@ -116,7 +117,6 @@ class Gaussian(Likelihood):
         return f, self._noise(f).square().expand_as(f)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
-        """Exact with every link."""
         mean, noise = self.conditional(mean)
         return Predictive(mean, marginal_variance(mean, covariance), noise)
 
@@ -133,7 +133,7 @@ class Gaussian(Likelihood):
         return σ.view(-1, *[1] * (f.ndim - 2))
 
     def _check_fit(self, f: Tensor, y: Tensor) -> None:
-        check_floating("Gaussian", f)
+        self._check_outputs(f)
         self._noise(f)
-        check_real_targets("Gaussian", y)
-        check_shape("Gaussian", f, y, tuple(f.shape))
+        self._check_real(y)
+        self._check_shape(f, y, f.shape)

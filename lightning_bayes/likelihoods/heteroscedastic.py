@@ -18,26 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Likelihood
-from .outputs import (
-    LikelihoodError,
-    check_finite_targets,
-    check_floating,
-    check_output,
-    check_real_targets,
-    check_shape,
-    check_uniform,
-    diagonal_root,
-    marginal_variance,
-    standard_normal,
-    sum_per_example,
-    widen,
-)
+from .gaussian import RealTargets
+from .outputs import LikelihoodError, diagonal_root, marginal_variance, standard_normal, sum_per_example, widen
 from .predictive import Predictive
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(RealTargets):
     """Regression with predicted noise: outputs `[B, 2D, *positions]`, first the `D` means, then the `D` log-variances.
 
     Targets are `[B, D, *positions]`; for outputs `[B, 2]` also `[B]`.
@@ -49,27 +36,18 @@ class HeteroscedasticGaussian(Likelihood):
     name = "HeteroscedasticGaussian"
     is_convex = False
     has_diagonal_fisher = True
-    # No link to approximate: every word means the exact integral.
-    links = ("exact", "pairwise", "probit", "bridge", "mc")
 
     def constant(self, y: Tensor) -> float:
         return 0.5 * math.log(2 * math.pi) * y.numel()
 
-    def check(self, f: Tensor, y: Tensor) -> None:
-        self._check_fit(f, y)
-        check_output("HeteroscedasticGaussian", f)
-        check_finite_targets("HeteroscedasticGaussian", y)
-
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        y = self._check_fit(f, y)
         m, s = self._split(f)
-        log_p = -0.5 * (y.to(m.dtype) - m).square() * (-s).exp() - 0.5 * s - 0.5 * math.log(2 * math.pi)
+        log_p = -0.5 * (self._aligned(f, y) - m).square() * (-s).exp() - 0.5 * s - 0.5 * math.log(2 * math.pi)
         return sum_per_example(log_p)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        y = self._check_fit(f, y)
         m, s = self._split(f)
-        error, precision = y.to(m.dtype) - m, (-s).exp()
+        error, precision = self._aligned(f, y) - m, (-s).exp()
         return torch.cat([error * precision, 0.5 * error.square() * precision - 0.5], 1)
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
@@ -83,7 +61,7 @@ class HeteroscedasticGaussian(Likelihood):
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
         """Targets `[B, D, *positions]`; of `uniform`, only the first `D` channels are used."""
         m, s = self._split(f)
-        check_uniform("HeteroscedasticGaussian", f, uniform)
+        self._check_uniform(f, uniform)
         return m + (0.5 * s).exp() * standard_normal(uniform[:, : m.shape[1]].to(m.dtype))
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,13 +69,12 @@ class HeteroscedasticGaussian(Likelihood):
         return m, s.exp()
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
-        """Exact with every link."""
         m, s = self._split(mean)
         Σ_mm, Σ_ss = marginal_variance(mean, covariance).chunk(2, 1)
         return Predictive(m, Σ_mm, (s + 0.5 * Σ_ss).exp())
 
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        check_floating("HeteroscedasticGaussian", f)
+        self._check_outputs(f)
         if f.ndim < 2 or f.shape[1] % 2 or f.shape[1] == 0:
             raise LikelihoodError(
                 "HeteroscedasticGaussian needs network outputs [B, 2D, …], a mean and a log-variance for each of D "
@@ -106,11 +83,13 @@ class HeteroscedasticGaussian(Likelihood):
         m, s = widen(f).chunk(2, 1)
         return m, s
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> Tensor:
+    def _aligned(self, f: Tensor, y: Tensor) -> Tensor:
         """The targets in the layout `[B, D, *positions]`, once they are known to fit."""
+        self._check_fit(f, y)
+        return (y.unsqueeze(1) if y.ndim < f.ndim else y).to(widen(f).dtype)
+
+    def _check_fit(self, f: Tensor, y: Tensor) -> None:
         m, _ = self._split(f)
-        check_real_targets("HeteroscedasticGaussian", y)
-        if f.ndim == 2 and f.shape[1] == 2 and y.ndim == 1:
-            y = y.unsqueeze(1)
-        check_shape("HeteroscedasticGaussian", f, y, tuple(m.shape))
-        return y
+        self._check_real(y)
+        flat = f.ndim == 2 and f.shape[1] == 2 and y.ndim == 1
+        self._check_shape(f, y.unsqueeze(1) if flat else y, m.shape)

@@ -113,69 +113,7 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
     return numbers
 
 
-def check_output(name: str, f: Tensor) -> None:
-    """The part of a check that reads `f` alone: real numbers, and no NaN."""
-    if f.isnan().any():
-        bad = int(f.isnan().reshape(len(f), -1).any(1).nonzero()[0])
-        raise LikelihoodError(
-            f"{name} got NaN in the network's output, first for example {bad} of the batch; "
-            "check the inputs and the weights."
-        )
-
-
-def check_shape(name: str, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
-    """Refuse a target that is not exactly of the expected shape: broadcasting would change the model silently."""
-    if y.shape != expected:
-        raise LikelihoodError(
-            f"{name} needs targets of shape {list(expected)} for network outputs of shape {list(f.shape)}, "
-            f"got shape {list(y.shape)}; reshape the targets or the outputs so that they match."
-        )
-
-
 def check_generator(generator: Any) -> None:
     if generator is not None:
         meaning = "a torch.Generator, such as torch.Generator().manual_seed(0)"
         instance("generator", generator, torch.Generator, meaning)
-
-
-def check_tensor(name: str, what: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise LikelihoodError(f"{name} needs {what} in a tensor, got {shown(value)}.")
-
-
-def check_floating(name: str, f: Tensor) -> None:
-    """Refuse outputs that are not real floating-point tensors with a batch dimension."""
-    check_tensor(name, "network outputs", f)
-    if not f.is_floating_point() or f.ndim == 0:
-        raise LikelihoodError(
-            f"{name} needs floating-point network outputs with a batch dimension, got {f.dtype} of shape "
-            f"{list(f.shape)}; return the raw outputs of the last layer."
-        )
-
-
-def check_real_targets(name: str, y: Tensor) -> None:
-    """Refuse integer targets, which are usually class labels, where real values are meant."""
-    check_tensor(name, "targets", y)
-    if not y.is_floating_point():
-        raise LikelihoodError(
-            f"{name} needs floating-point targets, got {y.dtype}; use y.float() if they are real values, "
-            "or Categorical (likelihood='classification') if they are class labels."
-        )
-
-
-def check_finite_targets(name: str, y: Tensor) -> None:
-    """Refuse NaN and infinite real targets."""
-    finite = y.isfinite()
-    if not finite.all():
-        raise LikelihoodError(
-            f"{name} got the target {y[~finite][0].item()}; drop examples whose targets are missing or infinite."
-        )
-
-
-def check_uniform(name: str, f: Tensor, uniform: Tensor) -> None:
-    """Refuse uniform numbers that are not exactly of the outputs' shape."""
-    if uniform.shape != f.shape:
-        raise LikelihoodError(
-            f"{name} samples labels from uniform numbers of the outputs' shape {list(f.shape)}, "
-            f"got shape {list(uniform.shape)}."
-        )

@@ -8,8 +8,8 @@ differentiation takes for zero. Anything with a continuous first derivative will
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -98,10 +98,9 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
 
 
 def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
-    maker = callable(replacement) and not isinstance(replacement, nn.Module)
     try:
-        new = replacement() if maker else None
-    except TypeError:  # of a function of x, say
+        new: Any = None if isinstance(replacement, nn.Module) else replacement()
+    except TypeError:  # of a function of x, or of what is no function
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(
@@ -125,14 +124,13 @@ def _kink(module: nn.Module) -> str | None:
     return f"{type(module).__name__} with {held[0]}" if held else None
 
 
-def _routines(name: str) -> Iterator[Any]:
-    for place in (F, torch, torch.Tensor):
-        for variant in (name, f"{name}_", f"{name}_with_indices"):
-            if hasattr(place, variant):
-                yield getattr(place, variant)
-
-
-_NAMES_OF: dict[Any, str] = {routine: name for name in _NAMES for routine in _routines(name)}
+_NAMES_OF: dict[Any, str] = {
+    getattr(place, variant): name
+    for name in _NAMES
+    for place in (F, torch, torch.Tensor)
+    for variant in (name, f"{name}_", f"{name}_with_indices")
+    if hasattr(place, variant)
+}
 
 
 class _Watch(TorchFunctionMode):
@@ -152,28 +150,20 @@ class _Watch(TorchFunctionMode):
 
 def _called(module: nn.Module, example: Any) -> dict[str, str]:
     inputs.batch_size(example)  # an error where it holds no tensor
-    with borrowed(module, ()), torch.no_grad(), _watched(module) as watch:
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        inputs.call(module, inputs.to_device(example, device))
-    return watch.kinks
-
-
-@contextmanager
-def _watched(module: nn.Module) -> Iterator[_Watch]:
-    watch, handles = _Watch(), []
+    watch = _Watch()
 
     def leave(*_: Any) -> None:  # what a hook returns would replace the output
         watch.inside.pop()
 
-    for name, layer in module.named_modules():
-        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name)))
-        handles.append(layer.register_forward_hook(leave, always_call=True))
-    try:
-        with watch:
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+    with borrowed(module, ()), torch.no_grad(), ExitStack() as stack:
+        for name, layer in module.named_modules():
+            enter = layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name))
+            stack.enter_context(enter)
+            stack.enter_context(layer.register_forward_hook(leave, always_call=True))
+        stack.enter_context(watch)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        inputs.call(module, inputs.to_device(example, device))
+    return watch.kinks
 
 
 def _message(kinks: dict[str, str]) -> str:

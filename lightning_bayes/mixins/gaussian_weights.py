@@ -40,12 +40,7 @@ class VariationalError(RuntimeError):
 
 class GaussianWeights:
     """All that a variational module knows and does besides what Lightning calls; it is the mixins' one private
-    attribute, `_variational`, of the user's module.
-
-    Args:
-        module: the user's module, with its layers made.
-        options: of its `variational` argument.
-    """
+    attribute, `_variational`, of the user's module, whose layers must be made before it."""
 
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
@@ -54,10 +49,9 @@ class GaussianWeights:
         self.called_vl_loss = False  # by the training step that runs
         self.checked_kinks = False  # in the fit that runs
         weights = self._candidates()
-        priors = find_priors(options.prior_std, weights, self.network)
-        self.decayed = tuple(name for name, prior in priors.items() if prior.provisional)  # s from weight decay
-        self.prior_std = {name: prior.std for name, prior in priors.items() if not prior.provisional}  # s, where known
-        start = {name: math.log(prior.std) - BELOW_PRIOR for name, prior in priors.items()}
+        stds, self.decayed = find_priors(options.prior_std, weights, self.network)
+        self.prior_std = {name: s for name, s in stds.items() if name not in self.decayed}  # s, where known
+        start = {name: math.log(s) - BELOW_PRIOR for name, s in stds.items()}
         self.log_sigma = LogSigma({n: torch.full_like(p.detach(), start[n]) for n, p in weights.items()})
 
     def _candidates(self) -> dict[str, nn.Parameter]:
@@ -114,7 +108,6 @@ class GaussianWeights:
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
     def posterior(self) -> GaussianPosterior:
-        """`N(μ, diag σ²)` over the network's weights as they are now."""
         network = unwrap(self.network)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}

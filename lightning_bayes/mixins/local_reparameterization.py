@@ -12,12 +12,12 @@ convolution are sampled as if independent. Weights that are used in any other wa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
@@ -33,7 +33,7 @@ class LocalReparameterization:
 
     def __init__(self, network: nn.Module, log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> None:
         self._network, self._log_σ, self._generator = network, log_σ, generator
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw
         self._over = False
         self._seen: set[nn.Parameter] = set()
@@ -44,13 +44,12 @@ class LocalReparameterization:
             if type(layer) in _LAYERS and any(p in self._log_σ for p in layer.parameters(recurse=False)):
                 # First of all hooks: the user's own see the sample.
                 hook = layer.register_forward_hook(self._sample, prepend=True, with_kwargs=True)
-                self._handles.append(hook)
-        self._handles.append(self._network.register_forward_hook(self._end))
+                self._hooks.enter_context(hook)
+        self._hooks.enter_context(self._network.register_forward_hook(self._end))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     @property
     def unseen(self) -> set[nn.Parameter]:

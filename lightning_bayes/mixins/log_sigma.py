@@ -9,10 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import some
+
+if TYPE_CHECKING:
+    MixinBase = LightningModule
+else:
+    MixinBase = object  # a mixin stands before the user's own LightningModule
 BELOW_PRIOR = 3.0  # log σ starts at log s − 3, section 5.1 of the Variational Laplace paper
 Value = TypeVar("Value")
 
@@ -38,9 +45,7 @@ class LogSigma(nn.Module):
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._encoded:
             raise KeyError(f"no log σ for {name!r}: it has no such parameter, or it is frozen or deterministic")
-        parameter = self._parameters[self._encoded[name]]
-        assert parameter is not None
-        return parameter
+        return self.get_parameter(self._encoded[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._encoded
@@ -55,13 +60,10 @@ class LogSigma(nn.Module):
         return self._encoded.keys()
 
     def values(self) -> ValuesView[nn.Parameter]:
-        return self._as_dict().values()
+        return dict(self.items()).values()
 
     def items(self) -> ItemsView[str, nn.Parameter]:
-        return self._as_dict().items()
-
-    def _as_dict(self) -> dict[str, nn.Parameter]:
-        return {name: self[name] for name in self._encoded}
+        return {name: self[name] for name in self._encoded}.items()
 
 
 def encode(name: str) -> str:
@@ -86,19 +88,14 @@ def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) 
     """The value of each name that a pattern fits; where several do, that of the most specific one."""
     names = list(names)
     check_patterns(given, names, argument)
-    most_specific_first = sorted(given, key=_literal_letters, reverse=True)
+    most_specific_first = sorted(given, key=lambda pattern: len(re.sub(r"\[[^]]*\]|[*?]", "", pattern)), reverse=True)
     values = {name: next((given[p] for p in most_specific_first if matches(name, p)), None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str) -> None:
-    """Raise for a pattern that fits no name."""
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            few = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {few}")
-
-
-def _literal_letters(pattern: str) -> int:
-    return len(re.sub(r"\[[^]]*\]|[*?]", "", pattern))
+            known = some(names)
+            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {known}")

@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
-from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, by_pattern
+from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, MixinBase, by_pattern
 from lightning_bayes.mixins.log_sigma_groups import MULTIPLIER, REACH, add_missing, keep_ratio, split
 from lightning_bayes.trainer.private import is_dev_run
 
-if TYPE_CHECKING:
-    _Base = LightningModule
-else:
-    _Base = object
 # Their steps grow with the gradient: the learning rate bounds nothing.
 _UNBOUNDED = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.LBFGS)
 
@@ -40,7 +35,7 @@ class MultiplierError(ValueError):
     """A multiplier that is no positive number."""
 
 
-class LogSigmaMultiplierMixin(_Base):
+class LogSigmaMultiplierMixin(MixinBase):
     """Train log σ at a multiple of the weights' learning rate: `class Bayes(LogSigmaMultiplierMixin,
     VariationalLaplaceMixin, YourModule)`.
 
@@ -82,7 +77,6 @@ class LogSigmaMultiplierMixin(_Base):
 
 
 def multipliers(given: float | Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
-    """The multiplier of every weight name."""
     names = list(names)
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
@@ -102,22 +96,17 @@ def _split_groups(module: LightningModule, multiplier: float | Mapping[str, floa
     optimizers = [optimizer for optimizer in module.trainer.optimizers if optimizer.param_groups]
     if not optimizers:
         return
-    log_σ = _log_sigma_of(module)
-    by_name = multipliers(multiplier, log_σ)
-    add_missing(optimizers, log_σ, dict(module.named_parameters()))
-    for optimizer in optimizers:
-        schedulers = _schedulers_of(optimizer, module.trainer)
-        split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
-
-
-def _log_sigma_of(module: LightningModule) -> dict[str, nn.Parameter]:
     log_σ: Any = getattr(module, "log_sigma", None)
     if log_σ is None:
         raise TypeError(
             f"{type(module).__name__} has no log_sigma to multiply the learning rate of: derive it from "
             "(LogSigmaMultiplierMixin, VariationalLaplaceMixin, …) or (…, VariationalInferenceMixin, …)"
         )
-    return dict(log_σ.items())
+    by_name = multipliers(multiplier, log_σ.keys())
+    add_missing(optimizers, log_σ, dict(module.named_parameters()))
+    for optimizer in optimizers:
+        schedulers = _schedulers_of(optimizer, module.trainer)
+        split(optimizer, schedulers, {p: by_name[name] for name, p in log_σ.items()})
 
 
 def _schedulers_of(optimizer: Optimizer, trainer: Trainer) -> list[Any]:

@@ -11,9 +11,6 @@ from lightning_bayes.likelihoods import Categorical, Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.trainer.options import UseOptions
 
-CURVATURES = ("fisher", "empirical", "hessian")
-METHODS = ("auto", "exact", "finite_difference")
-LOSSES = ("returned", "likelihood")
 PREDICTIVES = {"mean": "map", "map": "map", "bnn": "bnn", "glm": "glm"}
 
 
@@ -65,9 +62,9 @@ class VariationalOptions(UseOptions):
 
     def __post_init__(self, error: type[Exception]) -> None:
         super().__post_init__(error)
-        word("loss", self.loss, LOSSES, error)
-        word("curvature", self.curvature, CURVATURES, error)
-        word("method", self.method, METHODS, error)
+        word("loss", self.loss, ("returned", "likelihood"), error)
+        word("curvature", self.curvature, ("fisher", "empirical", "hessian"), error)
+        word("method", self.method, ("auto", "exact", "finite_difference"), error)
         if self.curvature == "hessian" and self.method == "finite_difference":
             raise error("curvature='hessian' has no finite-difference form: use method='exact'")
         positive("beta", self.beta, error)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bayes.arguments import is_positive, shown
+from lightning_bayes.arguments import is_positive, shown, some
 from lightning_bayes.mixins.log_sigma import by_pattern
 
 WORDS = ("he", "weight_decay")
@@ -27,34 +26,21 @@ class PriorStdError(ValueError):
     """A prior standard deviation that is no number, or cannot be found."""
 
 
-@dataclass(frozen=True)
-class Prior:
-    """`s`; provisional until training starts, if it comes from weight decay."""
-
-    std: float
-    provisional: bool = False
-
-
 def find_priors(
     given: float | str | Mapping[str, float | str], weights: Mapping[str, nn.Parameter], network: nn.Module
-) -> dict[str, Prior]:
-    """The prior of each of the `weights` of `network`."""
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """`s` of each of the `weights` of `network`, and the names of those that take it from weight decay: theirs is
+    provisional until training starts."""
     fan_in = _fan_ins(weights, network)
-
-    def prior(name: str, word: float | str) -> Prior:
-        if isinstance(word, str):
-            return Prior(math.sqrt(2 / fan_in[name]), provisional=word == "weight_decay")
-        return Prior(word)
-
-    if not isinstance(given, Mapping):
-        return {name: prior(name, _checked(given)) for name in weights}
-    words = by_pattern({pattern: _checked(value) for pattern, value in given.items()}, weights, "prior_std")
+    patterns = given if isinstance(given, Mapping) else {"*": given}
+    words = by_pattern({pattern: _checked(value) for pattern, value in patterns.items()}, weights, "prior_std")
     missing = [name for name in weights if name not in words]
     if missing:
         raise PriorStdError(
-            f"prior_std says nothing of {_some(missing)}: add a pattern for the rest, such as {{'*': 1.0}}"
+            f"prior_std says nothing of {some(missing)}: add a pattern for the rest, such as {{'*': 1.0}}"
         )
-    return {name: prior(name, word) for name, word in words.items()}
+    stds = {name: math.sqrt(2 / fan_in[name]) if isinstance(word, str) else word for name, word in words.items()}
+    return stds, tuple(name for name, word in words.items() if word == "weight_decay")
 
 
 def from_weight_decay(
@@ -71,7 +57,7 @@ def from_weight_decay(
     without = [name for name, p in weights.items() if p not in decay and name not in known]
     if without:
         raise PriorStdError(
-            f"prior_std='weight_decay', but no optimizer has a weight decay for {_some(without)}: give the optimizer "
+            f"prior_std='weight_decay', but no optimizer has a weight decay for {some(without)}: give the optimizer "
             "one, or prior_std a number"
         )
     own = set(weights.values())
@@ -94,7 +80,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
     if twice:
         rank_zero_warn(
-            f"the optimizer has a weight decay for {_some(twice)} or its log σ, but the KL divergence already pulls "
+            f"the optimizer has a weight decay for {some(twice)} or its log σ, but the KL divergence already pulls "
             "both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into the "
             "prior"
         )
@@ -102,7 +88,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
     if untrained and trained:
         rank_zero_warn(
-            f"no optimizer has log σ of {_some(untrained)}: give it self.parameters(), or derive from "
+            f"no optimizer has log σ of {some(untrained)}: give it self.parameters(), or derive from "
             "LogSigmaMultiplierMixin too, which adds them"
         )
 
@@ -128,7 +114,3 @@ def _checked(value: Any) -> float | str:
         words = ", ".join(map(repr, WORDS))
         raise PriorStdError(f"prior_std must be a positive number or one of {words}, got {shown(value)}")
     return float(value)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

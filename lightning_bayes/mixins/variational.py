@@ -6,27 +6,24 @@ What they do is in `GaussianWeights`, the module's one private attribute `_varia
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights
-from lightning_bayes.mixins.log_sigma import LogSigma
+from lightning_bayes.mixins.log_sigma import LogSigma, MixinBase
+from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
 
-if TYPE_CHECKING:
-    _Base = LightningModule
-else:
-    _Base = object
 _KEY = "variational"  # in a checkpoint
 
 
-class VariationalMixin(_Base):
+class VariationalMixin(MixinBase):
     """Weights with a Gaussian each; the base of `VariationalLaplaceMixin` and `VariationalInferenceMixin`."""
 
     log_sigma: LogSigma
@@ -61,6 +58,17 @@ class VariationalMixin(_Base):
         super().on_load_checkpoint(checkpoint)
         self._variational.load_state_dict(checkpoint.get(_KEY, {}))
         self._variational.add_missing_log_sigma(checkpoint["state_dict"])
+
+
+def make_variational(
+    module: VariationalMixin, given: Mapping[str, Any] | None, *, name: str, predictive: str, unused: tuple[str, ...]
+) -> None:
+    """In a mixin's `__init__`; for the arguments see `options_from`."""
+    options = options_from(given, name=name, predictive=predictive, unused=unused)
+    # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
+    module.hparams["variational"] = plain(given)
+    module._variational = GaussianWeights(module, options)
+    module.log_sigma = module._variational.log_sigma
 
 
 class VariationalCallback(PosteriorCallback):

@@ -4,9 +4,6 @@ The expected log-likelihood is estimated at weights drawn by the reparameterisat
 and (5)), `w = μ + σ ε` with `ε ~ N(0, 1)`:
 
     loss = mean NLL at w + (β/N) Σ_λ KL_λ,      ∂/∂μ = g,   ∂/∂log σ = g σ ε   with   g = ∂NLL/∂w.
-
-A training step passes through `variational_inference.py`, `watched_step.py` (the user's own step at the sampled
-weights) and `gaussian_weights.py` (the KL divergence and the loss), in this order.
 """
 
 from __future__ import annotations
@@ -19,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import some
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization, local_parameters
-from lightning_bayes.mixins.options import options_from, plain
-from lightning_bayes.mixins.variational import VariationalMixin
+from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.at_weights import at_weights
@@ -45,11 +42,7 @@ class VariationalInferenceMixin(VariationalMixin):
 
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = options_from(variational, name="vi", predictive="bnn", unused=("curvature", "method"))
-        # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
-        self.hparams["variational"] = plain(variational)
-        self._variational = GaussianWeights(self, options)
-        self.log_sigma = self._variational.log_sigma
+        make_variational(self, variational, name="vi", predictive="bnn", unused=("curvature", "method"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Yours at sampled weights, with the KL divergence added to its loss."""
@@ -65,31 +58,11 @@ class VariationalInferenceMixin(VariationalMixin):
                     return step
                 g = scaled_gradients(q, step.loss, θ)
             nll = nll + step.loss.detach() / n
-            g |= _through_moves(g, moves, log_σ)
+            g |= {log_σ[μ]: g[μ] * move for μ, move in moves.items() if μ in g}  # g σ ε
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
         kl, loss = q.add_kl(nll, gradients)
-        q.log(step.size, nll, kl)
+        q.log(len(step.f), nll, kl)
         return step.with_loss(loss)
-
-
-# -- w = μ + σ ε -------------------------------------------------------------------------------------------------------
-
-
-def _draw_moves(log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> Gradients:
-    """`σ ε` of each weight."""
-    with torch.no_grad():
-        return {
-            μ: torch.randn(μ.shape, generator=generator, dtype=μ.dtype, device=μ.device).mul_(l.exp())
-            for μ, l in log_σ.items()
-        }
-
-
-def _through_moves(g: Gradients, moves: Gradients, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Gradients:
-    """The gradient of log σ, `g σ ε`, of the weights that were moved."""
-    return {log_σ[μ]: g[μ] * move for μ, move in moves.items() if μ in g}
-
-
-# -- how it is computed ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -99,7 +72,12 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
     generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)
-    moves = _draw_moves({μ: l for μ, l in log_σ.items() if μ not in local}, generator)
+    with torch.no_grad():
+        moves = {
+            μ: torch.randn(μ.shape, generator=generator, dtype=μ.dtype, device=μ.device).mul_(l.exp())
+            for μ, l in log_σ.items()
+            if μ not in local
+        }
     with at_weights(q.module, moves):
         if not local:
             yield moves
@@ -118,16 +96,15 @@ def new_generator(q: GaussianWeights) -> torch.Generator:
 
 def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.Parameter]) -> None:
     names = [name for name, p in module.named_parameters() if p in unseen | confused]
-    some = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
     if unseen:
         raise StepError(
-            f"local_reparameterization did not see how {some} is used in the training step: call its layer as a "
+            f"local_reparameterization did not see how {some(names)} is used in the training step: call its layer as a "
             "module, turn it off, or make the parameter deterministic"
         )
     if confused:
         raise StepError(
-            f"local_reparameterization cannot repeat the noise of {some}, whose layer is called several times in "
-            "one forward pass, for activation checkpointing: turn one of the two off"
+            f"local_reparameterization cannot repeat the noise of {some(names)}, whose layer is called several times "
+            "in one forward pass, for activation checkpointing: turn one of the two off"
         )
 
 

@@ -8,15 +8,6 @@ from the model, the objective is (Variational Laplace paper, eq. (30))
 It is the expected log-likelihood, expanded to second order around the mean with the Fisher information instead of the
 Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` counts the examples
 whose gradient is squared together, which is the batch of one process; `N` counts those of all.
-
-A training step passes through four files, in this order and never back:
-
-1. `variational_laplace.py`: `training_step` chooses the kernels, and puts together what the others compute;
-2. `watched_step.py`: the user's own step, the one call of the network in it, and the check of its loss;
-3. `squared_gradient.py`: the squared-gradient term and its gradient, exactly or by a second pass at moved weights;
-4. `gaussian_weights.py`: the KL divergence, the loss with all gradients, and what is logged.
-
-They build on what all methods share: likelihoods, and a network at other weights (`network/at_weights.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
-from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term
-from lightning_bayes.mixins.variational import VariationalMixin
+from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
@@ -59,11 +49,7 @@ class VariationalLaplaceMixin(VariationalMixin):
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unused = ("train_samples", "local_reparameterization")
-        options = options_from(variational, name="vl", predictive="glm", unused=unused)
-        # Where `load_from_checkpoint` finds it, also if the user's module saves no hyperparameters.
-        self.hparams["variational"] = plain(variational)
-        self._variational = GaussianWeights(self, options)
-        self.log_sigma = self._variational.log_sigma
+        make_variational(self, variational, name="vl", predictive="glm", unused=unused)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Yours, with the Variational Laplace loss instead of the negative log-likelihood."""
@@ -72,7 +58,12 @@ class VariationalLaplaceMixin(VariationalMixin):
             step = run_step(q, super().training_step, batch, batch_idx)
             if not isinstance(step, Step):
                 return step
-            loss = _loss(q, step)
+            if _uses_differences(q, step):
+                squared_gradient, gradients = _two_passes(q, step)
+                kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
+                q.log(len(step.f), step.loss, kl, squared_gradient)
+            else:
+                loss = _exact_loss(q, step.loss, step.f, step.y)
             if not q.checked_kinks:
                 q.checked_kinks = True
                 warn_piecewise_linear(step.call.network, None if step.call.kwargs else step.call.args)
@@ -101,32 +92,20 @@ class VariationalLaplaceMixin(VariationalMixin):
 # -- eq. (30) ----------------------------------------------------------------------------------------------------------
 
 
-def _loss(q: GaussianWeights, step: Step) -> Tensor:
-    if not _uses_differences(q, step):
-        return _exact_loss(q, step.loss, step.f, step.y)
-    squared_gradient, gradients = _two_passes(q, step)
-    kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
-    q.log(step.size, step.loss, kl, squared_gradient)
-    return loss
-
-
 def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
-    """With its graph, to be differentiated as a whole."""
-    squared_gradient = _squared_gradient(q, nll, f, y, y_sampled)
-    kl = q.kl()
-    q.log(len(f), nll, kl, squared_gradient)
-    return nll + squared_gradient + q.kl_weight * kl
-
-
-def _squared_gradient(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None) -> Tensor:
-    """The squared-gradient term (or, for study, related ones), with its graph."""
+    """With its graph, to be differentiated as a whole; for study also with another term than the squared gradient."""
     pairs = q.pairs().values()
     weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
     if q.options.curvature == "hessian":
-        return hessian_term(nll, weights, log_σ)
-    if q.options.curvature == "fisher":
-        nll = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
-    return exact(nll, weights, log_σ, len(f))
+        squared_gradient = hessian_term(nll, weights, log_σ)
+    else:
+        sampled = nll
+        if q.options.curvature == "fisher":
+            sampled = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
+        squared_gradient = exact(sampled, weights, log_σ, len(f))
+    kl = q.kl()
+    q.log(len(f), nll, kl, squared_gradient)
+    return nll + squared_gradient + q.kl_weight * kl
 
 
 def _two_passes(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
@@ -158,7 +137,6 @@ def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _uses_differences(q: GaussianWeights, step: Step) -> bool:
-    """Whether this step is computed by finite differences."""
     if q.options.method == "exact" or q.options.curvature == "hessian":
         return False
     reason = None
@@ -184,14 +162,9 @@ def _kernels(q: GaussianWeights) -> Iterator[None]:
         if q.options.method == "exact" or q.options.curvature == "hessian" or _is_narrow(q):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(isinstance(module, nn.RNNBase) for module in q.module.modules()):
-                stack.enter_context(_plain_recurrent_kernels())
+                # Those of cuDNN and oneDNN have no second derivative. Any setting of oneDNN warns of TF32.
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield
-
-
-@contextmanager
-def _plain_recurrent_kernels() -> Iterator[None]:
-    """Those of cuDNN and oneDNN have no second derivative."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # said by any setting of oneDNN
-        with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
-            yield

@@ -20,8 +20,8 @@ from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import Buffers, kept_buffers
 from lightning_bayes.network.recomputation import refuse_recomputation
-from lightning_bayes.trainer.loss_check import mean_nll, same_value
-from lightning_bayes.trainer.module import split_batch
+from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.module import call_step, split_batch
 
 
 class StepError(RuntimeError):
@@ -55,7 +55,11 @@ class ForwardCall:
             )
         devices = [device for device, _ in self.rng if device.type == "cuda"]
         with torch.random.fork_rng(devices=devices), kept_buffers(self.network):
-            _set_rng(self.rng)
+            for device, state in self.rng:
+                if device.type == "cuda":
+                    torch.cuda.set_rng_state(state, device)
+                else:
+                    torch.set_rng_state(state)
             self.buffers.restore()
             yield self.network(*self.args, **self.kwargs)
 
@@ -67,20 +71,10 @@ class Step:
     returned: Any
     loss: Tensor  # the mean NLL of the true labels
     call: ForwardCall
+    f: Tensor
     y: Tensor
 
-    @property
-    def f(self) -> Tensor:
-        output: Tensor = self.call.output
-        return output
-
-    @property
-    def size(self) -> int:
-        """`S`."""
-        return len(self.f)
-
     def with_loss(self, loss: Tensor) -> Any:
-        """What the step returned, with another loss."""
         return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
 
 
@@ -88,8 +82,15 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     """Run the user's own step: a `Step`, or, where there is nothing to add, what it returned."""
     module, options = q.module, q.options
     q.called_vl_loss = False
-    with watching(q.network) as calls:
-        returned = _call(step, batch, batch_idx)
+    if "dataloader_iter" in inspect.signature(step).parameters:
+        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
+    # Only `backward()` sees into it: to `torch.autograd.grad` the parameters inside have no gradient.
+    hidden = StepError(
+        "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
+        "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
+    )
+    with watching(q.network) as calls, refuse_recomputation(hidden, reentrant_only=True):
+        returned = call_step(step, batch, batch_idx=batch_idx)
     if q.called_vl_loss:
         return returned
     if not module.automatic_optimization:
@@ -107,17 +108,20 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
         loss = mean_nll(options.likelihood, f, y)
     else:
         _check_loss(module, loss, mean_nll(options.likelihood, f.detach(), y), f)
-    return Step(returned, loss, call, y)
+    return Step(returned, loss, call, f, y)
 
 
 @contextmanager
 def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
-    """Note every call of `network`."""
     calls: list[ForwardCall] = []
     started: list[ForwardCall] = []
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        started.append(_started(network, args, kwargs))
+        rng = [(torch.device("cpu"), torch.get_rng_state())]
+        if device.type == "cuda":
+            rng.append((device, torch.cuda.get_rng_state(device)))
+        started.append(ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, Buffers(network)))
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = started.pop()
@@ -125,53 +129,13 @@ def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
         calls.append(call)
 
     # First in, last out: the user's own hooks belong to the network.
-    handles = [
-        network.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        network.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
+    first = network.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    with first, network.register_forward_hook(after, with_kwargs=True):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _started(network: nn.Module, args: Any, kwargs: Any) -> ForwardCall:
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    rng = [(torch.device("cpu"), torch.get_rng_state())]
-    if device.type == "cuda":
-        rng.append((device, torch.cuda.get_rng_state(device)))
-    return ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, Buffers(network))
 
 
 def _versions(args: Any, kwargs: Any) -> list[int]:
     return [t._version for t in inputs.tensors((args, kwargs)) if not t.is_inference()]
-
-
-def _set_rng(states: list[tuple[torch.device, Tensor]]) -> None:
-    for device, state in states:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
-
-
-def _call(step: Callable[..., Any], batch: Any, batch_idx: int) -> Any:
-    """The user's step with the arguments that it takes: `(batch)` or `(batch, batch_idx)`."""
-    parameters = inspect.signature(step).parameters
-    if "dataloader_iter" in parameters:
-        raise StepError("a training_step that takes a dataloader_iter hides its batch: take the batch itself")
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_more = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    # Only `backward()` sees into it: to `torch.autograd.grad` the parameters inside have no gradient.
-    hidden = StepError(
-        "reentrant activation checkpointing hides the layers inside from the gradients that a variational step "
-        "computes: give torch.utils.checkpoint.checkpoint use_reentrant=False"
-    )
-    with refuse_recomputation(hidden, reentrant_only=True):
-        if takes_more:
-            return step(batch, batch_idx)
-        return step(batch, batch_idx=batch_idx) if "batch_idx" in parameters else step(batch)
 
 
 def _loss_of(returned: Any) -> Tensor | None:
@@ -186,7 +150,6 @@ def _loss_of(returned: Any) -> Tensor | None:
 
 
 def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
-    """The call of the network, if there was exactly one."""
     if len(calls) == 1:
         if not isinstance(calls[0].output, Tensor):
             raise StepError(
@@ -203,9 +166,10 @@ def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> 
 
 
 def _check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
-    """The returned loss must be the mean NLL, up to rounding."""
+    """The returned loss must be the mean NLL, up to rounding, or both NaN."""
     a, b = float(loss.detach()), float(nll.detach())
-    if same_value(a, b, f.dtype):
+    rounding = torch.finfo(f.dtype).eps ** 0.5 * max(1.0, abs(b))
+    if a == b or (a != a and b != b) or abs(a - b) <= rounding:
         return
     raise StepError(
         f"training_step returned {a:.6g}, but the mean negative log-likelihood of the network's outputs is {b:.6g}: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,24 +27,27 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
     and cannot be differentiated for many outputs at a time. Autocast is off: curvature squares what it rounds.
     """
     names = set(tracked)
-    modes = [(module, module.training) for module in network.modules()]
-    parameters = [(p, p.requires_grad, name in names) for name, p in network.named_parameters()]
+    parameters = dict(network.named_parameters())
     with ExitStack() as stack:
-        stack.callback(_restore, modes, parameters)
+        for module in network.modules():
+            stack.callback(setattr, module, "training", module.training)
+        for p in parameters.values():
+            stack.callback(p.requires_grad_, p.requires_grad)
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        device = next((p.device.type for p, _, _ in parameters), "cpu")
+        device = next((p.device.type for p in parameters.values()), "cpu")
         stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_no_attention_fast_path())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(eager())
         if any(isinstance(module, nn.RNNBase) for module in network.modules()):
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         network.eval()
-        for p, _, wanted in parameters:
-            p.requires_grad_(wanted)
+        for name, p in parameters.items():
+            p.requires_grad_(name in names)
         yield
 
 
@@ -66,14 +69,12 @@ def preserved_rng() -> Iterator[None]:
 @contextmanager
 def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
     """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
-    if not keep:
-        yield
-        return
-    buffers = Buffers(module)
+    buffers = Buffers(module) if keep else None
     try:
         yield
     finally:
-        buffers.restore()
+        if buffers is not None:
+            buffers.restore()
 
 
 class Buffers:
@@ -89,28 +90,6 @@ class Buffers:
             owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
 
 
-@contextmanager
-def _no_attention_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def eager() -> Iterator[None]:
+def eager() -> AbstractContextManager[Any]:
     """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
-    if not hasattr(torch.compiler, "set_stance"):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def _restore(modes: list[tuple[nn.Module, bool]], parameters: list[tuple[nn.Parameter, bool, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
-    for p, requires_grad, _ in parameters:
-        p.requires_grad_(requires_grad)
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()

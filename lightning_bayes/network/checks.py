@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,14 +39,6 @@ def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module
         raise error(
             f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
         ) from None
-
-
-def check_real(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, p in parameters.items():
-        if p.is_complex():
-            raise CurvatureError(
-                f"{name} is complex ({p.dtype}), but a posterior is over real weights: leave it out of the subset"
-            )
 
 
 def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batches") -> Any:

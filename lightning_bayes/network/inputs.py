@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ from lightning_bayes.network.errors import DataError
 from lightning_bayes.network.slow_path import is_out_of_memory
 
 
-def split_pair(batch: Any) -> tuple[Any, Any]:
+def split_targets(batch: Any) -> tuple[Any, Tensor]:
     """`(x, y)` of a batch, or one sentence on what the batch is instead."""
     if not isinstance(batch, (tuple, list)):
         raise DataError(f"a batch must be a pair (x, y), but the loader gave a {type(batch).__name__}")
@@ -26,12 +26,7 @@ def split_pair(batch: Any) -> tuple[Any, Any]:
             f"a batch must be a pair (x, y), but the loader gave {len(batch)} parts; "
             "group a network's several inputs as ((x1, x2), y)"
         )
-    return batch[0], batch[1]
-
-
-def split_targets(batch: Any) -> tuple[Any, Tensor]:
-    """`split_pair` of a batch whose targets are needed."""
-    x, y = split_pair(batch)
+    x, y = batch
     if not isinstance(y, Tensor):
         raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}")
     return x, y
@@ -39,17 +34,16 @@ def split_targets(batch: Any) -> tuple[Any, Tensor]:
 
 def call(network: nn.Module, x: Any) -> Tensor:
     """`f(x)`, or an error that says what the network was run on."""
+    args, kwargs = arguments(x)
     with explained(network, x):
-        return bare_call(network, x)
+        return network(*args, **kwargs)
 
 
-def bare_call(network: nn.Module, x: Any) -> Tensor:
-    """`f(x)`: a tuple or list is passed as positional arguments, a mapping as keyword arguments."""
+def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple or list is passed as positional arguments, a mapping as keyword arguments."""
     if isinstance(x, Mapping):
-        return network(**x)
-    if isinstance(x, (tuple, list)):
-        return network(*x)
-    return network(x)
+        return (), dict(x)
+    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
 
 
 def tensors(x: Any) -> list[Tensor]:
@@ -68,7 +62,7 @@ def batch_size(x: Any) -> int:
 
 def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
     """The given examples of `x`; parts that all examples share are passed on as they are."""
-    return _select(x, batched(network, x), examples)
+    return map_batched(x, batched(network, x), lambda leaf: leaf[examples])
 
 
 def few(network: nn.Module, x: Any, count: int) -> Any:
@@ -77,18 +71,10 @@ def few(network: nn.Module, x: Any, count: int) -> Any:
     return take(network, x, [n % size for n in range(count)])
 
 
-def batch_dims(network: nn.Module, x: Any) -> Any:
-    """`in_dims` for `vmap` over examples: 0 for each part that has the batch dimension."""
-    spec = pytree.tree_structure(x)
-    return pytree.tree_unflatten([0 if has_batch else None for has_batch in batched(network, x)], spec)
-
-
 def batched(network: nn.Module, x: Any) -> list[bool]:
-    """Of each leaf of `x`, whether it has a row for every example.
-
-    Of several tensors, one that all examples share may have as many rows as the batch has examples. The network itself
-    tells which they are, once for each form of input: examples taken out of the batch must give what they gave in it.
-    """
+    """Of each leaf of `x`, whether it has a row for every example. A tensor that all examples share may have as many
+    rows by chance. The network itself tells, once for each form of input: examples taken out of the batch must give
+    what they gave in it."""
     leaves, spec = pytree.tree_flatten(x)
     size = batch_size(x)
     fits = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
@@ -102,23 +88,24 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
     return learned[form]
 
 
-def add_batch_dim(x: Any, dims: Any) -> Any:
-    """One example under `vmap` as a batch of one."""
+def map_batched(x: Any, has_batch: list[bool], change: Callable[[Tensor], Tensor]) -> Any:
+    """`x` with those leaves changed that have a row for every example."""
     leaves, spec = pytree.tree_flatten(x)
-    flags = pytree.tree_leaves(dims, is_leaf=lambda leaf: leaf is None)
-    return pytree.tree_unflatten([v if d is None else v.unsqueeze(0) for v, d in zip(leaves, flags, strict=True)], spec)
+    return pytree.tree_unflatten([change(v) if b else v for v, b in zip(leaves, has_batch, strict=True)], spec)
 
 
 def to_device(x: Any, device: torch.device) -> Any:
     """On the network's device, and fit for autograd, which tensors of Lightning's inference mode are not."""
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def move(leaf: Tensor) -> Tensor:
         leaf = leaf.to(device)
         return leaf.clone() if leaf.is_inference() else leaf
 
-    return pytree.tree_map(move, x)
+    return pytree.tree_map_only(Tensor, move, x)
+
+
+def device_of(network: nn.Module) -> torch.device:
+    return next((p.device for p in network.parameters()), torch.device("cpu"))
 
 
 def has_nonfinite(x: Any) -> bool:
@@ -129,14 +116,9 @@ def has_nonfinite(x: Any) -> bool:
 _LEARNED: WeakKeyDictionary[nn.Module, dict[Any, list[bool]]] = WeakKeyDictionary()  # by network and form of input
 
 
-def _select(x: Any, has_batch: list[bool], examples: list[int] | slice) -> Any:
-    leaves, spec = pytree.tree_flatten(x)
-    return pytree.tree_unflatten([v[examples] if b else v for v, b in zip(leaves, has_batch, strict=True)], spec)
-
-
 def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
     """Those of the leaves that fit which have to be taken with their examples; as many of them as possible."""
-    x = to_device(x, next((p.device for p in network.parameters()), torch.device("cpu")))
+    x = to_device(x, device_of(network))
     others = [i for i, fit in enumerate(fits) if fit][1:]  # the first says how many examples there are
     few = [batch_size(x) - 1, 0]
     with borrowed(network, ()), torch.no_grad():
@@ -148,7 +130,7 @@ def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
             for shared in combinations(others, n_shared):
                 flags = [fit and i not in shared for i, fit in enumerate(fits)]
                 try:
-                    alone = call(network, _select(x, flags, few))
+                    alone = call(network, map_batched(x, flags, lambda leaf: leaf[few]))
                     if torch.allclose(alone, f[few], rtol=close, atol=close * float(f.abs().max()), equal_nan=True):
                         return flags
                 except Exception as error:  # a network may refuse inputs that do not fit with an error of any type

@@ -11,10 +11,8 @@ from torch.utils import checkpoint
 
 @contextmanager
 def refuse_recomputation(error: Exception, reentrant_only: bool = False) -> Iterator[None]:
-    """Raise `error` where a layer is checkpointed, in both of torch's forms or in the reentrant one only.
-
-    Torch has no hook for this: the names that `checkpoint` itself looks up are replaced while the context lasts.
-    """
+    """Raise `error` where a layer is checkpointed, in both of torch's forms or in the reentrant one only. Torch has no
+    hook for this: the names that `checkpoint` itself looks up are replaced while the context lasts."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise error

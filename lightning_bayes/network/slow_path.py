@@ -1,7 +1,4 @@
-"""Where PyTorch has no rule for an operator (batching, forward mode), an exact and slow path takes over and is logged.
-
-Out of memory, and whatever a network raises under a type of its own, are not a missing rule.
-"""
+"""Where PyTorch has no rule for an operator (batching, forward mode), an exact, slow path takes over and is logged."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ logger = logging.getLogger("lightning_bayes")
 
 
 def is_missing_rule(error: Exception) -> bool:
-    """Whether PyTorch, or a network under one of its transforms, raised `error` for want of a rule."""
+    """Whether PyTorch, or a network under one of its transforms, raised `error` for want of a rule. Out of memory, and
+    what a network raises under a type of its own, have other reasons."""
     return type(error) in (*PLAIN, AssertionError, NetworkError) and not is_out_of_memory(error)
 
 

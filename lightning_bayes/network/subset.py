@@ -1,13 +1,12 @@
 """Which parameters: all that train, the last layer, some by name, or single weights (a subnetwork).
 
-The flat vector is the concatenation of the chosen parameters in `named_parameters` order. A subnetwork keeps some of
-its entries.
+The flat vector concatenates the chosen parameters in `named_parameters` order; a subnetwork keeps some of its entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import accumulate
@@ -62,8 +61,7 @@ class Subset:
 
     def flatten(self, network: nn.Module) -> Tensor:
         """The subset's weights as one vector, detached.  # [P]"""
-        flat = torch.cat([p.detach().reshape(-1) for p in self.parameters(network).values()])
-        return flat if self.mask is None else flat[self.mask.to(flat.device)]
+        return self.narrow(torch.cat([p.detach().reshape(-1) for p in self.parameters(network).values()]))
 
     def narrow(self, flat: Tensor) -> Tensor:
         """The subnetwork's entries of a vector over the whole parameters.  # [..., full] -> [..., P]"""
@@ -139,17 +137,11 @@ def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
         raise SubsetError("a subnetwork is a boolean mask over the trainable weights or a vector of their positions")
     if mask.numel() == 0:
         raise SubsetError("the subnetwork selects no weight: choose at least one")
-    mask = mask.unique().cpu()
+    mask = mask.unique().cpu().long()
     for position in (mask[0].item(), mask[-1].item()):
         if not 0 <= position < total:
             raise SubsetError(f"the subnetwork has position {position}, but there are {total} trainable weights")
-    kept, narrowed, start, width = {}, [], 0, 0
-    for name, p in parameters.items():
-        inside = mask[(mask >= start) & (mask < start + p.numel())]
-        if inside.numel():
-            kept[name] = p
-            narrowed.append(inside - start + width)
-            width += p.numel()
-        start += p.numel()
-    whole = _whole(kept)
-    return Subset(whole.names, whole.shapes, torch.cat(narrowed))
+    chosen = torch.zeros(total, dtype=torch.bool).index_fill_(0, mask, True)
+    parts = dict(zip(parameters, chosen.split([p.numel() for p in parameters.values()]), strict=True))
+    kept = {name: p for name, p in parameters.items() if parts[name].any()}
+    return replace(_whole(kept), mask=torch.cat([parts[name] for name in kept]).nonzero().squeeze(-1))

@@ -34,7 +34,7 @@ _DAMAGE = (
 
 
 def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
-    _check_path(path)
+    instance("path", path, (str, PathLike), "a file's path or URL")
     state = {**state, "checksum": checksum(state)}
     if _is_url(path):
         buffer = io.BytesIO()  # before the file is opened: an error leaves no half of it behind
@@ -75,7 +75,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
 
 def read_any(path: str | PathLike[str], what: str) -> Any:
     """What `torch.save` wrote: tensors, numbers and strings. `what` names it in messages."""
-    _check_path(path)
+    instance("path", path, (str, PathLike), "a file's path or URL")
     try:
         if _is_url(path):
             system, place = _file_system(path)
@@ -142,10 +142,6 @@ def _is_whole(content: Any) -> bool:
 
 def _damaged(path: str | PathLike[str]) -> str:
     return f"{path} is damaged: its contents are not what was saved; use another copy, or fit the posterior again"
-
-
-def _check_path(path: Any) -> None:
-    instance("path", path, (str, PathLike), "a file's path or URL")
 
 
 def _is_url(path: str | PathLike[str]) -> bool:

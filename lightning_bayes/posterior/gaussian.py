@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, shown
-from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
@@ -25,7 +25,6 @@ from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
-from lightning_bayes.posterior.plan_cache import PlanCache
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ class GaussianPosterior:
     fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
     shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
-    plans: PlanCache = field(default_factory=PlanCache, repr=False)
+    # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
+    plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +73,11 @@ class GaussianPosterior:
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
-        check_theta(theta, self.mean)
+        if not isinstance(theta, Tensor) or theta.shape[-1:] != self.mean.shape:  # which broadcasting would let through
+            raise ValueError(
+                f"theta must be weight vectors [..., {len(self.mean)}], one number for each weight of the posterior, "
+                f"got {shown(theta)}"
+            )
         distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
@@ -104,7 +108,10 @@ class GaussianPosterior:
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
             x = inputs.to_device(x, self.device)
-            yield self.plans.plan_for(self.network, self.subset, x), x
+            shapes = tuple(leaf.shape[1:] for leaf in inputs.tensors(x))  # positions may be merged with the batch
+            if shapes not in self.plans:
+                self.plans[shapes] = make_plan(self.network, x, self.subset)
+            yield self.plans[shapes], x
 
     def predict(
         self,
@@ -174,9 +181,9 @@ class GaussianPosterior:
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
         """Mean and variance in latent space, for a network that names its `encoder` and `decoder`."""
-        from lightning_bayes.predictive.autoencoder import encode
+        from lightning_bayes.predictive.autoencoder import reconstruct
 
-        return encode(self, x, samples, generator, keep_samples)
+        return reconstruct(self, x, samples, generator, keep_samples, parts=("encoder",))
 
     def reconstruct(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
@@ -230,8 +237,7 @@ class GaussianPosterior:
         """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
         it was fitted to."""
         from lightning_bayes.posterior.files import read
-        from lightning_bayes.posterior.sharded import ShardedPosterior
-        from lightning_bayes.posterior.sharded_files import is_folder_of_shards
+        from lightning_bayes.posterior.sharded import ShardedPosterior, is_folder_of_shards
 
         if is_folder_of_shards(path):
             return ShardedPosterior.load(path, network, likelihood)
@@ -252,13 +258,4 @@ class GaussianPosterior:
         return (
             f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
             "fit_laplace gives a LaplacePosterior that does"
-        )
-
-
-def check_theta(theta: Tensor, mean: Tensor) -> None:
-    """Refuse what broadcasting would make a weight vector of."""
-    if not isinstance(theta, Tensor) or theta.shape[-1:] != mean.shape:
-        raise ValueError(
-            f"theta must be weight vectors [..., {len(mean)}], one number for each weight of the posterior, got "
-            f"{shown(theta)}"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DAMPINGS = (None, "glm", "ritter")
 EVIDENCES = ("weights", "optimum")
+Laplace = TypeVar("Laplace", bound="LaplacePosterior")
 
 
 def fit_laplace(
@@ -91,20 +92,8 @@ def from_curvature(
     """The Laplace posterior around the network's present weights with this curvature."""
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
-        bare = LaplacePosterior(
-            network=network,
-            subset=curvature.subset,
-            likelihood=curvature.likelihood,
-            mean=mean,
-            precision=curvature.structure,
-            n_data=curvature.n_data,
-            fingerprint=fingerprint(network),
-            curvature=curvature,
-            prior_precision=mean.new_ones(()),
-            temperature=temperature,
-            damping=damping,
-        )
-    return bare.with_prior(as_precision(prior_precision, curvature.subset, mean))
+        weights = fingerprint(network)
+    return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +104,32 @@ class LaplacePosterior(GaussianPosterior):
     prior_precision: Tensor = field(kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
+
+    @classmethod
+    def around(
+        cls: type[Laplace],
+        network: nn.Module,
+        mean: Tensor,
+        fingerprint: Tensor,
+        curvature: Curvature,
+        prior_precision: float | Tensor | Sequence[float],
+        temperature: float = 1.0,
+        damping: str | None = None,
+    ) -> Laplace:
+        """The posterior around these weights, which have this fingerprint."""
+        return cls(
+            network=network,
+            subset=curvature.subset,
+            likelihood=curvature.likelihood,
+            mean=mean,
+            precision=curvature.structure,
+            n_data=curvature.n_data,
+            fingerprint=fingerprint,
+            curvature=curvature,
+            prior_precision=mean.new_ones(()),
+            temperature=temperature,
+            damping=damping,
+        ).with_prior(prior_precision)
 
     @property
     def noise_power(self) -> int:
@@ -143,7 +158,6 @@ class LaplacePosterior(GaussianPosterior):
         `linear_evidence`), which they need not be.
         """
         word("at", at, EVIDENCES)
-        self._known_log_likelihood()
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
@@ -170,7 +184,7 @@ class LaplacePosterior(GaussianPosterior):
         least = least if self.likelihood.noise_std is None else least + n * ρ.log()
         return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
-    def with_prior(self, prior_precision: float | Tensor) -> LaplacePosterior:
+    def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
         """The same curvature with another prior."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()

@@ -130,7 +130,7 @@ class _Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
     def __init__(self, posterior: LaplacePosterior, likelihood: Likelihood, x: Any, y: Tensor) -> None:
-        from lightning_bayes.predictive.linearised import Linearised
+        from lightning_bayes.predictive.functions import Linearised
 
         self._posterior, self.likelihood, self.y = posterior, likelihood, y
         self._parameters = posterior.subset.parameters(posterior.network)

@@ -18,7 +18,7 @@ from lightning_bayes.curvature.accumulate import JacobianRows
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
-from lightning_bayes.curvature.recorder import Call, recording
+from lightning_bayes.curvature.recorder import Call, Recorder
 from lightning_bayes.network import inputs
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
@@ -86,10 +86,10 @@ class _ForwardPass:
     def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
         self.plan, self._x = plan, x
         parameters = plan.subset.parameters(network)
-        with recording(parameters) as calls:
+        with Recorder(parameters) as recorder:
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
-        self.matched = plan.match(self.f, calls, parameters)
+        self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._of_layers, self._of_parameters = LayerGradients(), ParameterGradients(network, parameters)
@@ -106,9 +106,8 @@ class _ForwardPass:
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
         jacobians: dict[str, list[Tensor]] = {name: [] for name in self.matched.leftovers}
 
-        def keep(gradients: dict[str, Tensor], _: slice) -> None:
-            for name, J in gradients.items():
-                jacobians[name].append(J)
+        def keep(name: str, J: Tensor, _: slice) -> None:
+            jacobians[name].append(J)
 
         if jacobians:
             self._of_parameters(self._x, columns, list(jacobians), keep)
@@ -133,7 +132,7 @@ class _Gradients:
         """The whole Jacobian.  # [K, B, P]"""
         f = self._forward.f
         jacobian = JacobianRows(self._plan, self._forward.dtype, f.device)
-        jacobian.begin(self._K, len(f))
+        jacobian.begin_chunk(self._K, len(f))
         for index, calls in enumerate(self._forward.matched.calls):
             if calls:
                 jacobian.add_site(index, calls, self._taken(calls))
@@ -145,28 +144,27 @@ class _Gradients:
         """Whether every layer of this forward pass has a block of its own. A plan is made from a few examples; where
         these leave open how a layer is used (an expert that none of them needs, say), it may differ from the fit's."""
         layouts = [self._plan.leftover_layout(name) for name in self._leftovers]
-        layouts += [site.layout for site, calls in self._layers() if calls]
+        layouts += [site.layout for site, _ in self._layers()]
         return all(block_of(layout) is not None for layout in layouts)
 
     def _by_block(self, finders: list[BlockFinder], form: CovarianceForm) -> list[Tensor]:
         f, dtype = self._forward.f, self._forward.dtype
         totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
         for site, calls in self._layers():
-            if not calls:
-                continue
             g = site.gradients(calls, self._taken(calls)).to(dtype)
-            blocks = [_found(block_of, site.layout) for block_of in finders]
+            blocks = _blocks(finders, site.layout)
             terms = type(blocks[0]).output_covariances(blocks, _inputs(site, calls, g), g, form)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
             rows = form.arrange(J.to(dtype))
-            for total, block_of in zip(totals, finders, strict=True):
-                total += form.quadratic(_found(block_of, self._plan.leftover_layout(name)), rows)
+            for total, block in zip(totals, _blocks(finders, self._plan.leftover_layout(name)), strict=True):
+                total += form.quadratic(block, rows)
         return totals
 
     def _layers(self) -> list[tuple[Site, list[Call]]]:
-        return list(zip(self._plan.sites, self._forward.matched.calls, strict=True))
+        """Those that were called."""
+        return [layer for layer in zip(self._plan.sites, self._forward.matched.calls, strict=True) if layer[1]]
 
     def _taken(self, calls: list[Call]) -> list[Tensor]:
         gradients = self._of_layers[: len(calls)]
@@ -174,10 +172,8 @@ class _Gradients:
         return gradients
 
 
-def _found(block_of: BlockFinder, layout: Layout) -> Structure:
-    block = block_of(layout)
-    assert block is not None
-    return block
+def _blocks(finders: list[BlockFinder], layout: Layout) -> list[Structure]:
+    return [block for block_of in finders if (block := block_of(layout)) is not None]
 
 
 def _inputs(site: Site, calls: list[Call], g: Tensor) -> Tensor:

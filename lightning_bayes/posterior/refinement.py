@@ -29,7 +29,6 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import make_accumulator
 from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.plan import make_plan
 from lightning_bayes.likelihoods import Likelihood
@@ -152,8 +151,7 @@ def _around(
     assert word is not None
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
         plan = make_plan(posterior.network, inputs.to_device(batches[0][0], posterior.device), posterior.subset)
-        accumulator = make_accumulator(word, plan, "expand", mean.dtype, posterior.device)
-        total = CurvatureSum(posterior.network, plan, accumulator, posterior.likelihood, likelihood_at=likelihood_at)
+        total = CurvatureSum(posterior.network, plan, posterior.likelihood, word, likelihood_at=likelihood_at)
         for x, y in batches:
             total.add(inputs.to_device(x, posterior.device), y.to(posterior.device))
         curvature = total.finish()

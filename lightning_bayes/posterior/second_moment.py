@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import shown
+from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network.shards import local
 
 _KNOWN: dict[type[Optimizer], tuple[str, Any]] = {  # the buffer, and the decay of its average
@@ -52,20 +53,15 @@ class SecondMoment:
     weight_decay: float
     decoupled: bool  # weight decay beside the gradient (AdamW) and not within it
 
-    @property
-    def v(self) -> Tensor:
-        """`v̂`, in at least float32."""
-        return self.scaled(1.0)
-
-    def scaled(self, factor: float, out: Tensor | None = None) -> Tensor:
-        """`factor · v̂`, in one pass; `out` is flat."""
-        v = _wide(self.buffer)
+    def scaled(self, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """`factor · v̂` in at least float32, in one pass; `out` is flat."""
+        v = widen(self.buffer)
         v = v - self.offset if self.offset else v
         return torch.mul(v if out is None else v.reshape(-1), self.correction * factor, out=out)
 
     def denominator(self, out: Tensor | None = None) -> Tensor:
         """`√v̂ + ε`, by which Adam and its relatives divide a step; `out` is flat."""
-        v = _wide(self.largest)
+        v = widen(self.largest)
         return torch.mul(v if out is None else v.reshape(-1), self.correction, out=out).sqrt_().add_(self.eps)
 
 
@@ -155,7 +151,3 @@ def _of_parameter(key: str, decay: Any, group: dict[str, Any], state: dict[str, 
         weight_decay=float(group["weight_decay"]),
         decoupled=decoupled,
     )
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.curvature import Curvature
@@ -72,62 +72,48 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
 
         return ShardedPosterior.from_state_dict(check_network(unwrap(network)), state, likelihood)
     network, state = check_network(unwrap(network)), inputs.to_device(dict(state), torch.device("cpu"))
-    state = {
+    newer: dict[str, Any] = {
         "squared_error": None,
         "gradient": None,
         "calibrations": [],
         "shift": None,
-        **state,
-    }  # which older files do not have
-    _check_keys(state)
+    }  # than some files
+    state = {**newer, **state}
+    matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
+    for key in (*_COMMON, *(_OF_LAPLACE if matrix == "curvature" else ("precision",))):
+        if key not in state:
+            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
     if likelihood is not None:
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     check_parameters(network, subset)
-    matrix = "curvature" if state["type"] == "LaplacePosterior" else "precision"
     structure = _read_structure(state[matrix])
     _check_numbers(state, subset, structure, matrix)
     device = next(iter(subset.parameters(network).values())).device
     mean, structure = state["mean"].to(device), structure.to(device)
-    common = {
-        "network": network,
-        "subset": subset,
-        "likelihood": likelihood or likelihood_from(state["likelihood"], device),
-        "mean": mean,
-        "n_data": state["n_data"],
-        "fingerprint": state["fingerprint"].cpu(),
-        "shift": None if state["shift"] is None else state["shift"].to(device),
-    }
+    likelihood = likelihood or likelihood_from(state["likelihood"], device)
+    n_data, fingerprint = state["n_data"], state["fingerprint"].cpu()
     calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
     if matrix == "precision":
-        return GaussianPosterior(**common, precision=structure, calibrations=calibrations)
+        return GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations)
+    log_likelihood = state["log_likelihood"]
+    if log_likelihood is not None and log_likelihood.isnan():  # older files, where it is not known
+        log_likelihood = None
     curvature = Curvature(
         structure=structure,
         subset=subset,
-        likelihood=common["likelihood"],
+        likelihood=likelihood,
         kind=state["kind"],
-        n_data=state["n_data"],
+        n_data=n_data,
         n_outputs=state["n_outputs"],
-        log_likelihood=_known(state["log_likelihood"]),
+        log_likelihood=log_likelihood,
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
     )
-    bare = LaplacePosterior(
-        **common,
-        precision=structure,
-        curvature=curvature,
-        prior_precision=mean.new_ones(()),
-        temperature=state["temperature"],
-        damping=state["damping"],
-    )
-    return replace(bare.with_prior(state["prior_precision"].to(device)), calibrations=calibrations)
-
-
-def _check_keys(state: dict[str, Any]) -> None:
-    laplace = state.get("type") == "LaplacePosterior"
-    for key in (*_COMMON, *(_OF_LAPLACE if laplace else ("precision",))):
-        if key not in state:
-            raise PosteriorError(f"the state of the posterior is not complete: it has no {key!r}; save it again")
+    prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
+    posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
+    shift = None if state["shift"] is None else state["shift"].to(device)
+    return replace(posterior, calibrations=calibrations, shift=shift)
 
 
 def _read_structure(state: Any) -> Structure:
@@ -171,8 +157,3 @@ def likelihood_from(state: dict[str, Any], device: torch.device) -> Likelihood:
         raise PosteriorError(
             f"the posterior was fitted with {state['name']}, a likelihood of your own: pass likelihood="
         ) from None
-
-
-def _known(log_likelihood: Tensor | None) -> Tensor | None:
-    """Older files have NaN where it is not known."""
-    return None if log_likelihood is None or bool(log_likelihood.isnan()) else log_likelihood

@@ -5,14 +5,21 @@
 Under FSDP2 (`ModelParallelStrategy`) weights and optimizer state are sharded over processes. A diagonal posterior is
 elementwise, so it is built, evaluated and sampled shard by shard, and no process ever holds the whole. What needs the
 whole network on every process (the linearised network, the evidence, held-out choices) is refused with a sentence.
+
+It is saved as a folder: `torch.distributed.checkpoint` writes the shards of all processes, and any number of processes,
+each with shards of its own, reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import io
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +33,15 @@ from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 from lightning_bayes.posterior.serialization import FORMAT, check_parameters, likelihood_from
-from lightning_bayes.posterior.sharded_files import VECTORS, read, write
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard, ShardedDiagonal
 
 if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
 
+VECTORS = ("curvature", "prior_precision", "mean")
 NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
+Sharded = TypeVar("Sharded", bound="ShardedPosterior")
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -65,20 +73,11 @@ class ShardedPosterior(LaplacePosterior):
         shards = tuple(ParameterShard.of(p, starts[name]) for name, p in parameters.items())
         structure = ShardedDiagonal(curvature.structure.diagonal(), shards)
         mean = _flat(parameters.values())
-        bare = ShardedPosterior(
-            network=network,
-            subset=curvature.subset,
-            likelihood=curvature.likelihood,
-            mean=mean,
-            precision=structure,
-            n_data=curvature.n_data,
-            fingerprint=mean.new_empty(0, 2),  # the weights themselves are compared with the mean
-            curvature=replace(curvature, structure=structure),
-            prior_precision=mean.new_ones(()),
-        )
-        return bare.with_prior(prior_precision)
+        no_fingerprint = mean.new_empty(0, 2)  # the weights themselves are compared with the mean
+        curvature = replace(curvature, structure=structure)
+        return ShardedPosterior.around(network, mean, no_fingerprint, curvature, prior_precision)
 
-    def with_prior(self, prior_precision: float | Tensor) -> ShardedPosterior:
+    def with_prior(self: Sharded, prior_precision: float | Tensor | Sequence[float]) -> Sharded:
         """The same curvature with another prior: one number, one per layer, or this process's shard of one per
         parameter."""
         with torch.inference_mode(False), torch.no_grad():
@@ -86,7 +85,7 @@ class ShardedPosterior(LaplacePosterior):
             H = replace(self.precision, values=self.curvature.structure.diagonal())
             return replace(self, prior_precision=δ, precision=H.add_prior(δ))
 
-    def _own_prior(self, prior_precision: float | Tensor) -> Tensor:
+    def _own_prior(self, prior_precision: float | Tensor | Sequence[float]) -> Tensor:
         """# [] or [p]"""
         δ = torch.as_tensor(prior_precision, dtype=self.mean.dtype, device=self.device)
         if δ.shape == self.mean.shape:
@@ -196,17 +195,75 @@ class ShardedPosterior(LaplacePosterior):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a folder of all processes' shards, which any number of processes can load; on all processes."""
-        write(self.state_dict(), path)
+        import torch.distributed.checkpoint as checkpoint
+
+        state = self.state_dict()
+        plain = {"n_data": torch.tensor(state["n_data"]), "likelihood": _packed(state["likelihood"])}
+        tensors = {**plain, **{vector: state[vector] for vector in VECTORS}}
+        with _quiet():
+            checkpoint.save(tensors, storage_writer=checkpoint.FileSystemWriter(str(path), overwrite=True))
 
     @staticmethod
     def load(
         path: str | PathLike[str], network: nn.Module, likelihood: str | Likelihood | None = None
     ) -> ShardedPosterior:
         """The posterior in that folder, for a network that is sharded in whatever way; on all processes."""
-        state = read(path, network)
+        state = _read(path, network)
         if likelihood is None and "likelihood" not in state:
             raise PosteriorError(f"{path} is of an older version, which did not save the likelihood: pass likelihood=")
         return ShardedPosterior.from_state_dict(network, state, None if likelihood is None else resolve(likelihood))
+
+
+def _read(path: str | PathLike[str], network: nn.Module) -> dict[str, Any]:
+    """The state, in shards like those of the network's parameters; on all processes."""
+    import torch.distributed.checkpoint as checkpoint
+
+    reshard(network)
+    saved = checkpoint.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = {key: meta for key, meta in saved.items() if isinstance(meta, checkpoint.TensorStorageMetadata)}
+    shapes = {key.removeprefix("mean."): meta.size for key, meta in stored.items() if key.startswith("mean.")}
+    parameters = {name: p for name, p in network.named_parameters() if shapes.get(name) == p.shape}
+    for name in shapes.keys() - parameters.keys():
+        raise PosteriorError(
+            f"the posterior belongs to another network: it has {name} of shape {tuple(shapes[name])}, this one "
+            "has no such parameter"
+        )
+    state: dict[str, Any] = {"n_data": torch.tensor(0)}
+    if "likelihood" in stored:  # older folders have none
+        state["likelihood"] = torch.empty(stored["likelihood"].size, dtype=torch.uint8)
+    for vector in VECTORS:
+        dtypes = {name: stored[f"{vector}.{name}"].properties.dtype for name in parameters}
+        state[vector] = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in parameters.items()}
+    with _quiet():
+        checkpoint.load(state, checkpoint_id=str(path))
+    state["n_data"] = int(state["n_data"])
+    if "likelihood" in state:
+        state["likelihood"] = _unpacked(state["likelihood"])
+    return state
+
+
+def is_folder_of_shards(path: Any) -> bool:
+    return isinstance(path, (str, PathLike)) and Path(path, ".metadata").is_file()
+
+
+def _packed(state: dict[str, Any]) -> Tensor:
+    """A dictionary as bytes, for a checkpoint of tensors.  # uint8 [bytes]"""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notices that a process alone is a process alone, and that an older file is written over."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+        yield
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -39,6 +39,7 @@ _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the 
 _LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
+@torch.inference_mode(False)
 def tune(
     posterior: LaplacePosterior,
     method: str,
@@ -55,17 +56,15 @@ def tune(
             raise ValueError(f"tune_prior({method!r}) tunes one prior for all layers; per_layer=True needs 'marglik'")
         if loader is None and method == "grid":
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
-        with torch.inference_mode(False):
-            return function(posterior, loader, **options)
-    with torch.inference_mode(False):
-        if not posterior.curvature.knows_likelihood:
-            if loader is None:
-                raise PosteriorError(
-                    f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior has "
-                    "made no pass: pass loader="
-                )
-            posterior = posterior.with_log_likelihood(loader)
-        return function(posterior, per_layer, **options)
+        return function(posterior, loader, **options)
+    if not posterior.curvature.knows_likelihood:
+        if loader is None:
+            raise PosteriorError(
+                f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior has "
+                "made no pass: pass loader="
+            )
+        posterior = posterior.with_log_likelihood(loader)
+    return function(posterior, per_layer, **options)
 
 
 def _function(method: str) -> Any:
@@ -101,16 +100,28 @@ def marglik(
     σ = _noise_std(posterior) if noise else None
     log_δ = _start(posterior, per_layer).log().requires_grad_()
     log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
+    variables = [log_δ] if σ is None else [log_δ, log_ρ]
+    optimizer = torch.optim.LBFGS(
+        variables,
+        max_iter=steps,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+    )
 
     def values() -> tuple[Tensor, Tensor | None]:
         bound = math.log(_LARGEST)
         return log_δ.clamp(-bound, bound).exp(), None if σ is None else σ * log_ρ.clamp(-bound, bound).exp()
 
     def loss() -> Tensor:
-        return -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
+        value = -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
+        for v, g in zip(variables, torch.autograd.grad(value, variables), strict=True):
+            v.grad = g
+        return value
 
     with torch.enable_grad():
-        _minimise(loss, [log_δ] if σ is None else [log_δ, log_ρ], steps)
+        optimizer.step(loss)
     δ, noise_std = values()
     _say_bound(posterior, δ.detach())
     return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
@@ -142,10 +153,8 @@ def mackay(
         step, slope = (target / α).log().flatten(), (γ - α * squares).flatten()
         if σ is not None:
             noise_step, noise_slope = _noise_step(posterior, float(γ.sum()))
-            step, slope = (
-                torch.cat((step, step.new_tensor([noise_step]))),
-                torch.cat((slope, slope.new_tensor([noise_slope]))),
-            )
+            step = torch.cat((step, step.new_tensor([noise_step])))
+            slope = torch.cat((slope, slope.new_tensor([noise_slope])))
         if last is not None:
             length = length / 2 if last @ slope < 0 else min(1.0, 1.2 * length)
         last = step.clamp(-2, 2)
@@ -195,25 +204,6 @@ def _start(posterior: LaplacePosterior, per_layer: bool) -> Tensor:
         return log_δ.mean().exp()
     sizes = per_layer_sums(torch.ones_like(log_δ), posterior.subset)
     return (per_layer_sums(log_δ, posterior.subset) / sizes).exp()
-
-
-def _minimise(loss: Any, variables: list[Tensor], steps: int) -> None:
-    optimizer = torch.optim.LBFGS(
-        variables,
-        max_iter=steps,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-        tolerance_grad=1e-9,
-        tolerance_change=1e-14,
-    )
-
-    def closure() -> Tensor:
-        value = loss()
-        for v, g in zip(variables, torch.autograd.grad(value, variables), strict=True):
-            v.grad = g
-        return value
-
-    optimizer.step(closure)
 
 
 def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Posterior and x to a prediction with its uncertainty."""
 
-from lightning_bayes.predictive.autoencoder import Reconstruction, decode, encode, reconstruct
+from lightning_bayes.predictive.autoencoder import Reconstruction, decode
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.functions import outputs, sample_functions
 from lightning_bayes.predictive.predict import predict
@@ -11,9 +11,7 @@ __all__ = [
     "Prediction",
     "Reconstruction",
     "decode",
-    "encode",
     "outputs",
     "predict",
-    "reconstruct",
     "sample_functions",
 ]

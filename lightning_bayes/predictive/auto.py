@@ -66,7 +66,7 @@ def tune_auto(
     flag("calibrate", calibrate)
     word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
-    scoring.check(posterior.likelihood)
+    posterior.likelihood.choose_link(link)
     if loader is None:
         return without_held_out_data(posterior)
     return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()
@@ -84,16 +84,12 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The prior, and a regression's noise, that the training data alone choose."""
     if posterior.likelihood.noise_std is not None:
-        return marglik(at_training_noise(posterior), per_layer=False, noise=False)
+        σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
+        training_noise = σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ)
+        return marglik(posterior.with_noise(training_noise), per_layer=False, noise=False)
     classes = posterior.likelihood.has_probs
     knows_optimum = posterior.curvature.gradient is not None and posterior.damping is None
     return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
-
-
-def at_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The noise as large as the training error."""
-    σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
-    return posterior.with_noise(σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ))
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
@@ -200,8 +196,9 @@ class NoiseChoice(Choice):
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
-        if self.tune:
-            return _scaled(self.posterior, max(factor, 1.0))
+        if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
+            s, σ = max(factor, 1.0), torch.as_tensor(self.posterior.likelihood.noise_std)
+            return self.posterior.with_noise(σ * s**0.5).with_prior(self.posterior.prior_precision / s)
         if not self.calibrate:
             return self.posterior
         return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
@@ -225,9 +222,3 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         return (float(by_evidence(posterior).prior_precision),)
     evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
     return PRIORS[int(evidence.argmax()) :]
-
-
-def _scaled(posterior: LaplacePosterior, factor: float) -> LaplacePosterior:
-    """`H/(sσ²) + δ/s = (H/σ² + δ)/s`: noise and prior that make the predictive variance `s` times as large."""
-    σ, δ = torch.as_tensor(posterior.likelihood.noise_std), posterior.prior_precision
-    return posterior.with_noise(σ * factor**0.5).with_prior(δ / factor)

@@ -14,8 +14,8 @@ posterior of the decoder alone, the latent variance is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.at_weights import call_with
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.predictive.functions import at_mean, unflatten
+from lightning_bayes.predictive.functions import at_mean, draw_moves
+from lightning_bayes.predictive.prediction import TensorFields
 
-PARTS = ("encoder", "decoder")
+PARTS = {"encoder": "latent_", "decoder": ""}  # and how the fields of a reconstruction begin
 
 
 @dataclass(frozen=True, eq=False)
-class Reconstruction:
+class Reconstruction(TensorFields):
     """Moments over sampled networks. `encode` fills the latent ones, `decode` the others, `reconstruct` all of them;
     the samples themselves are kept on request."""
 
@@ -43,30 +44,6 @@ class Reconstruction:
     samples: Tensor | None = None  # [S, B, ...]
     latent_samples: Tensor | None = None  # [S, B, ...]
 
-    def to(self, *args: Any, **kwargs: Any) -> Reconstruction:
-        """On another device or in another dtype, with the arguments of `Tensor.to`."""
-        return self.map(lambda t: t.to(*args, **kwargs))
-
-    def cpu(self) -> Reconstruction:
-        return self.to(torch.device("cpu"))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Reconstruction:
-        """`change` applied to every tensor."""
-        present = {f.name: t for f in fields(self) if (t := getattr(self, f.name)) is not None}
-        return replace(self, **{name: change(t) for name, t in present.items()})
-
-
-def encode(
-    posterior: GaussianPosterior,
-    x: Any,
-    samples: int = 100,
-    generator: torch.Generator | None = None,
-    keep_samples: bool = False,
-) -> Reconstruction:
-    """The latent space: `x` through sampled encoders."""
-    (z,) = _moments(posterior, x, ("encoder",), samples, generator, keep_samples)
-    return Reconstruction(latent_mean=z.mean, latent_variance=z.variance, latent_samples=z.samples)
-
 
 def decode(
     posterior: GaussianPosterior,
@@ -76,8 +53,7 @@ def decode(
     keep_samples: bool = False,
 ) -> Reconstruction:
     """The output space: given latent points through sampled decoders."""
-    (f,) = _moments(posterior, z, ("decoder",), samples, generator, keep_samples)
-    return Reconstruction(mean=f.mean, variance=f.variance, samples=f.samples)
+    return reconstruct(posterior, z, samples, generator, keep_samples, parts=("decoder",))
 
 
 def reconstruct(
@@ -86,36 +62,25 @@ def reconstruct(
     samples: int = 100,
     generator: torch.Generator | None = None,
     keep_samples: bool = False,
+    parts: Sequence[str] = tuple(PARTS),
 ) -> Reconstruction:
-    """Both spaces: every sampled decoder reads what the encoder of the same sample wrote. The same generator draws the
-    same networks for `encode`, `decode` and `reconstruct`, and for every batch."""
-    z, f = _moments(posterior, x, PARTS, samples, generator, keep_samples)
-    return Reconstruction(f.mean, f.variance, z.mean, z.variance, f.samples, z.samples)
-
-
-def _moments(
-    posterior: GaussianPosterior,
-    x: Any,
-    parts: tuple[str, ...],
-    samples: int,
-    generator: torch.Generator | None,
-    keep_samples: bool,
-) -> list[_Moments]:
-    """Of what comes out of each of the parts, which are run one after the other."""
+    """The spaces of the given parts: every sampled decoder reads what the encoder of the same sample wrote. The same
+    generator draws the same networks for all parts, and for every batch."""
     count("samples", samples)
     check_generator(generator)
     flag("keep_samples", keep_samples)
     _check_parts(posterior.network)
-    moments = [_Moments(part, keep_samples) for part in parts]
+    moments = {part: _Moments(part, keep_samples) for part in parts}
     with at_mean(posterior, x) as x:
         chain = _Chain(posterior.network, parts)
         mean = {name: p.detach() for name, p in posterior.subset.parameters(posterior.network).items()}
         for _ in range(samples):
-            moves = unflatten(posterior, posterior.sample(1, generator)[0] - posterior.mean)
+            moves = draw_moves(posterior, generator)
             weights = {f"network.{name}": p + moves[name] for name, p in mean.items()}
-            for part, value in zip(moments, call_with(chain, weights, (x,)), strict=True):
-                part.add(value)
-    return moments
+            for moment, value in zip(moments.values(), call_with(chain, weights, (x,)), strict=True):
+                moment.add(value)
+    names = ("mean", "variance", "samples")
+    return Reconstruction(**{PARTS[part] + name: getattr(moments[part], name) for part in parts for name in names})
 
 
 def _check_parts(network: nn.Module) -> None:
@@ -131,7 +96,7 @@ def _check_parts(network: nn.Module) -> None:
 class _Chain(nn.Module):
     """Parts of a network in a row, as one `forward` that a functional call can run at other weights."""
 
-    def __init__(self, network: nn.Module, parts: tuple[str, ...]) -> None:
+    def __init__(self, network: nn.Module, parts: Sequence[str]) -> None:
         super().__init__()
         self.network, self._names = network, parts
         self.training = network.training

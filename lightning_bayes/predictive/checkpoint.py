@@ -59,7 +59,8 @@ def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
 def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
     """Callbacks keep theirs under "Class[name]"."""
     callbacks = checkpoint.get("callbacks") or {}
-    states = {key: state["posterior"] for key, state in callbacks.items() if _has_posterior(state)}
+    kept = {key: state.get("posterior") for key, state in callbacks.items() if isinstance(state, dict)}
+    states = {key: posterior for key, posterior in kept.items() if isinstance(posterior, dict)}
     if not states:
         raise PosteriorError(
             "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
@@ -71,10 +72,6 @@ def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str,
         names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
         raise PosteriorError(f"this checkpoint holds {wanted}; it has {names}")
     return named[0]
-
-
-def _has_posterior(state: Any) -> bool:
-    return isinstance(state, dict) and isinstance(state.get("posterior"), dict)
 
 
 def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:

@@ -7,10 +7,9 @@ of total variance, with the member as one more thing that is not known:
     epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
     aleatoric = Σₘ wₘ aleatoricₘ
 
-so that for classes `epistemic + aleatoric = μ(1 − μ)` wherever the members have it (the "probit" link has its
-probabilities and its decomposition from two approximations, and has it nearly). The entropy of classes is the
-mixture's own. A regression's mixture is reported, and scored, as the Gaussian with its mean and variance, whose entropy
-is the largest at that variance; `log_prob` is the density of the mixture itself.
+so that for classes `epistemic + aleatoric = μ(1 − μ)` wherever the members have it (with the "probit" link nearly). The
+entropy of classes is the mixture's own. A regression's mixture is reported, and scored, as the Gaussian with its mean
+and variance, whose entropy is the largest at that variance; `log_prob` is the density of the mixture itself.
 
 At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.
@@ -131,7 +130,7 @@ class DeepEnsemble:
         each member, independent of the others'."""
         members = self.predict_each(x, predictive, link, samples, generator)
         means = torch.stack([_mean(member) for member in members])  # [M, B, …]
-        w = torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
+        w = self._weights_like(means)
         mean = (w * means).sum(0)
         within = (w * torch.stack([member.epistemic for member in members])).sum(0)
         between = (w * (means - mean).square()).sum(0)
@@ -148,7 +147,7 @@ class DeepEnsemble:
     ) -> list[Prediction]:
         """Every member's own prediction at `x`, on one device."""
         # A member gives the global generator back as it was: all would draw the same numbers from it.
-        generator = _copy_of_global_generator() if generator is None else generator
+        generator = torch.Generator().set_state(torch.get_rng_state()) if generator is None else generator
         predictions = []
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
@@ -176,18 +175,18 @@ class DeepEnsemble:
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
         instance("y", y, Tensor, "a tensor of targets")
-        y = y.to(self.device)
-        terms = []
-        for w, member in zip(self.weights or (), members, strict=True):
-            μ, v = _mean(member), member.variance
-            assert v is not None
-            if y.shape != μ.shape:
-                raise PosteriorError(
-                    f"log_prob needs targets of shape {list(μ.shape)}, as the predictions have, got {list(y.shape)}"
-                )
-            log_w = math.log(w) if w > 0 else -math.inf
-            terms.append(log_w - 0.5 * ((2 * math.pi * v).log() + (y - μ).square() / v))
-        return torch.stack(terms).logsumexp(0)
+        μ = torch.stack([_mean(member) for member in members])  # [M, B, …]
+        v = torch.stack([member.epistemic + member.aleatoric for member in members])
+        if y.shape != μ.shape[1:]:
+            raise PosteriorError(
+                f"log_prob needs targets of shape {list(μ.shape[1:])}, as the predictions have, got {list(y.shape)}"
+            )
+        log_density = -0.5 * ((2 * math.pi * v).log() + (y.to(self.device) - μ).square() / v)
+        return (self._weights_like(μ).log() + log_density).logsumexp(0)
+
+    def _weights_like(self, means: Tensor) -> Tensor:
+        """# [M, 1, …]"""
+        return torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
 
 
 def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
@@ -238,10 +237,6 @@ def _mean(prediction: Prediction) -> Tensor:
     mean = prediction.mean if prediction.probs is None else prediction.probs
     assert mean is not None
     return mean
-
-
-def _copy_of_global_generator() -> torch.Generator:
-    return torch.Generator().set_state(torch.get_rng_state())
 
 
 @contextmanager

@@ -32,7 +32,6 @@ def grid(
     """The prior on `logspace(low, high, size)` with the best validation score.
 
     Args:
-        posterior: the posterior to tune.
         loader: validation batches `(x, y)`; one pass.
         metric: a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`; its `higher_is_better` says
             which score is best. By default the negative log-likelihood.
@@ -47,7 +46,7 @@ def grid(
     count("size", size, 2)
     check_loader(loader)
     scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
-    scoring.check(likelihood)
+    likelihood.choose_link(link)
     _check_metric(metric)
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
     if higher is None:

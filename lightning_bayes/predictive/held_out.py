@@ -45,9 +45,6 @@ class Scoring:
         check_seed("seed", self.seed)
         word("of", self.of, (*PLACES, None))
 
-    def check(self, likelihood: Likelihood) -> None:
-        likelihood.choose_link(self.link)
-
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
         if self.predictive != "glm":
             return law.choose_link(likelihood, None)
@@ -111,10 +108,9 @@ class Errors:
     link: str
 
     def nll(self, s: Tensor) -> Tensor:
-        """# [...] -> [D, ..., N]"""
+        """# [K] -> [D, K, N]"""
         s = s.unsqueeze(-1)
-        ratio, log_v = (t.reshape(len(t), *[1] * (s.ndim - 1), -1) for t in (self.ratio, self.log_v))
-        return 0.5 * self.outputs * (ratio / s + s.log()) + log_v
+        return 0.5 * self.outputs * (self.ratio.unsqueeze(1) / s + s.log()) + self.log_v.unsqueeze(1)
 
 
 def squared_errors(
@@ -138,7 +134,7 @@ def held_out_laws(
     posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
     """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
-    scoring.check(posterior.likelihood)
+    posterior.likelihood.choose_link(scoring.link)  # an unknown link is an error with every predictive
     present = [P for P in precisions if P is not None]
     targets = []
     with preserved_rng():
@@ -148,8 +144,8 @@ def held_out_laws(
             mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
-            remaining = iter(laws)
-            yield [(OutputLaw(mean) if P is None else next(remaining)).double() for P in precisions], y
+            remaining = iter(laws)  # in float64 probabilities round to zero or one much later
+            yield [(OutputLaw(mean) if P is None else next(remaining)).to(torch.float64) for P in precisions], y
     _check_targets(posterior.likelihood, targets)
 
 

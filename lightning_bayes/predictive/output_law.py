@@ -21,6 +21,7 @@ from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.functions import outputs, sample_functions
+from lightning_bayes.predictive.prediction import TensorFields
 from lightning_bayes.structures import Structure
 
 PREDICTIVES = ("glm", "bnn", "map")
@@ -28,7 +29,7 @@ MANY = 64  # outputs per example from which the linearised network is sampled
 
 
 @dataclass(frozen=True, eq=False)
-class OutputLaw:
+class OutputLaw(TensorFields):
     """A Gaussian by mean and covariance, draws, or, with neither, the mean alone."""
 
     mean: Tensor  # f(x; θ*) [B, ...]
@@ -47,11 +48,6 @@ class OutputLaw:
     @property
     def is_point(self) -> bool:
         return self.covariance is None and self.draws is None
-
-    def double(self) -> OutputLaw:
-        """In float64, where probabilities round to zero or one much later."""
-        covariance, draws = (None if t is None else t.double() for t in (self.covariance, self.draws))
-        return replace(self, mean=self.mean.double(), covariance=covariance, draws=draws)
 
     def choose_link(self, likelihood: Likelihood, link: str | None) -> str:
         """`link`, or the default for `None`: the likelihood's own, and for draws of a classifier's outputs "mc". Draws

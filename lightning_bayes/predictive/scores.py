@@ -42,11 +42,14 @@ class ScoreTable:
     def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
         """With the predictions of a batch; its targets may be None where `is_ood`."""
         is_ood = self.is_ood(dataloader)
+        # The plain network knows nothing epistemic: its entropy is all there is.
+        kinds = ("entropy",) if predictor == "map" else ("entropy", "epistemic")
         for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
-            self._ood_scores_of(predictor, number).update(prediction, is_ood)
+            self._ood_scores.setdefault((predictor, number), OODScores(self._device, kinds)).update(prediction, is_ood)
         if not is_ood:
             assert y is not None
-            check_targets(self._likelihood, prediction, y)
+            if prediction.probs is not None:  # probabilities have the shape of the outputs; targets may be one-hot
+                self._likelihood.check(prediction.probs, y)
             ignored = self._likelihood.ignore_index
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
@@ -64,11 +67,6 @@ class ScoreTable:
             if scores.picture is not None:
                 kind, metric = scores.picture
                 yield f"{kind}_{predictor}" + (f"_{number}" if number else ""), metric
-
-    def _ood_scores_of(self, predictor: str, number: int) -> OODScores:
-        """The plain network knows nothing epistemic: its entropy is all there is."""
-        scores = ("entropy",) if predictor == "map" else ("entropy", "epistemic")
-        return self._ood_scores.setdefault((predictor, number), OODScores(self._device, scores))
 
 
 def _named(numbers: dict[str, Tensor], predictor: str, dataloader: int) -> dict[str, Tensor]:
@@ -143,17 +141,11 @@ class Scores:
         return self._metrics
 
 
-def check_targets(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> None:
-    """Refuse targets that would be scored as something else, such as one-hot vectors where classes are numbered."""
-    if prediction.probs is not None:
-        likelihood.check(prediction.probs, y)  # which have the shape of the outputs
-
-
 class OODScores:
     """How well entropy and epistemic variance tell one dataset from another."""
 
-    def __init__(self, device: torch.device, scores: tuple[str, ...] = ("entropy", "epistemic")) -> None:
-        self._metrics = {name: OODDetection().to(device) for name in scores}
+    def __init__(self, device: torch.device, kinds: tuple[str, ...]) -> None:
+        self._metrics = {name: OODDetection().to(device) for name in kinds}
 
     def update(self, prediction: Prediction, is_ood: bool) -> None:
         for name, metric in self._metrics.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -40,7 +40,7 @@ class BlockDiagonal(Structure):
         return self.blocks[0].device
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
-        return self._with(tuple(block.to(device, dtype) for block in self.blocks))
+        return self._with(block.to(device, dtype) for block in self.blocks)
 
     def to_dense(self) -> Tensor:
         dense = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
@@ -60,19 +60,17 @@ class BlockDiagonal(Structure):
         self._check_same_form(other)
         if self.layouts != other.layouts:
             raise StructureError("cannot add block-diagonal matrices whose blocks lie in different places")
-        return self._with(tuple(first + second for first, second in zip(self.blocks, other.blocks, strict=True)))
+        return self._with(first + second for first, second in zip(self.blocks, other.blocks, strict=True))
 
     def scale(self, factor: float | Tensor) -> BlockDiagonal:
-        return self._with(tuple(block.scale(factor) for block in self.blocks))
+        return self._with(block.scale(factor) for block in self.blocks)
 
     def add_prior(self, precision: float | Tensor) -> BlockDiagonal:
-        precision = self._check_prior(precision)
-        return self._with(
-            tuple(self._each(lambda block, at: block.add_prior(at.gather(precision) if precision.ndim else precision)))
-        )
+        δ = self._check_prior(precision)
+        return self._with(self._each(lambda block, at: block.add_prior(at.gather(δ) if δ.ndim else δ)))
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> BlockDiagonal:
-        return self._with(tuple(self._each(lambda block, _: block.add_damping(precision, split))))
+        return self._with(self._each(lambda block, _: block.add_damping(precision, split)))
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return self._map(lambda block, v: block.matmul(v), vectors)
@@ -105,8 +103,8 @@ class BlockDiagonal(Structure):
         blocks = tuple(map(Structure.from_state, parts["blocks"]))
         return cls(blocks, tuple(map(_layout_from, parts["layouts"])), tuple(parts["names"]))
 
-    def _with(self, blocks: tuple[Structure, ...]) -> BlockDiagonal:
-        return BlockDiagonal(blocks, self.layouts, self.names)
+    def _with(self, blocks: Iterable[Structure]) -> BlockDiagonal:
+        return BlockDiagonal(tuple(blocks), self.layouts, self.names)
 
     def _map(self, operation: Callable[[Structure, Tensor], Tensor], vectors: Tensor) -> Tensor:
         return self._assemble(self._each(lambda block, layout: operation(block, layout.gather(vectors))))

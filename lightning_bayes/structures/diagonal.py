@@ -38,7 +38,7 @@ class Diagonal(Structure):
         return self.values.device
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
-        return Diagonal(self.values.to(device=device, dtype=dtype))
+        return self._with(self.values.to(device=device, dtype=dtype))
 
     def to_dense(self) -> Tensor:
         return torch.diag(self.values)
@@ -51,16 +51,19 @@ class Diagonal(Structure):
 
     def __add__(self, other: Diagonal) -> Diagonal:
         self._check_same_form(other)
-        return Diagonal(self.values + other.values)
+        return self._with(self.values + other.values)
 
     def scale(self, factor: float | Tensor) -> Diagonal:
-        return Diagonal(self.values * factor)
+        return self._with(self.values * factor)
 
     def add_prior(self, precision: float | Tensor) -> Diagonal:
         precision = self._check_prior(precision)
         if self.values.requires_grad or precision.requires_grad:
             return Diagonal(self.values + precision)
         return _Shifted(self.values, precision)
+
+    def _with(self, values: Tensor) -> Diagonal:
+        return Diagonal(values)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return vectors * self.values

@@ -4,12 +4,10 @@ With `G = Q_G Λ_G Q_Gᵀ` and `A = Q_A Λ_A Q_Aᵀ`,
 
     G ⊗ A + δI = (Q_G ⊗ Q_A) diag(λ_G λ_Aᵀ + δ) (Q_G ⊗ Q_A)ᵀ,
 
-so that every operation is two small rotations and an elementwise one (tutorial, section 4; GLM paper,
-eq. (8)).
-The row-major matrix `V` of shape `[O, I]` stands for the vector, and `(G ⊗ A) vec(V) = vec(G V A)`.
+so that every operation is two small rotations and an elementwise one (tutorial, section 4; GLM paper, eq. (8)). The
+row-major matrix `V` of shape `[O, I]` stands for the vector, and `(G ⊗ A) vec(V) = vec(G V A)`.
 
-A grouped layer is `g` independent products of one size, which are kept as a leading batch dimension:
-all arrays are `[g, O, I]`.
+A grouped layer is `g` independent products of one size, kept as a leading batch dimension: all arrays are `[g, O, I]`.
 """
 
 from __future__ import annotations

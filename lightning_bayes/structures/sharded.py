@@ -32,18 +32,11 @@ class ShardedDiagonal(Diagonal):
 
     shards: tuple[ParameterShard, ...]  # `values` holds the entries of the first, then those of the second, …
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> ShardedDiagonal:
-        return replace(self, values=self.values.to(device=device, dtype=dtype))
-
-    def __add__(self, other: Diagonal) -> ShardedDiagonal:
-        self._check_same_form(other)
-        return replace(self, values=self.values + other.values)
-
-    def scale(self, factor: float | Tensor) -> ShardedDiagonal:
-        return replace(self, values=self.values * factor)
-
     def add_prior(self, precision: float | Tensor) -> ShardedDiagonal:
-        return replace(self, values=self.values + self._check_prior(precision))
+        return self._with(self.values + self._check_prior(precision))
+
+    def _with(self, values: Tensor) -> ShardedDiagonal:
+        return replace(self, values=values)
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()
@@ -53,7 +46,7 @@ class ShardedDiagonal(Diagonal):
         return _over_processes(torch.stack([(j * m) @ j.mT / shard.copies for j, m, shard in parts]).sum(0))
 
     def inverse_quadratic(self, J: Tensor) -> Tensor:
-        return replace(self, values=self.inverse_diagonal()).quadratic(J)
+        return self._with(self.inverse_diagonal()).quadratic(J)
 
     def sums(self, values: Tensor) -> Tensor:
         """The sums over each parameter, in float64.  # [p] -> [parameters]"""

@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.trainer.files import exists, is_local, replace_file, save_posterior
+from lightning_bayes.trainer.files import exists, is_local, replace_file, run_folder, save_posterior
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
 
@@ -69,20 +69,18 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
 def _roles(trainer: Trainer) -> dict[str, str]:
     """What every checkpoint is: the best of a callback (for `ckpt_path="best"`), its last, or another, which may hold
     the last weights: what was saved last, and what the Trainer has resumed from."""
+    callbacks = trainer.checkpoint_callbacks
+    paths: list[tuple[Any, str]] = [
+        *((getattr(callback, "best_model_path", ""), "best") for callback in callbacks),
+        *((getattr(callback, "last_model_path", ""), "last") for callback in callbacks),
+        *((last_saved_path(callback), "other") for callback in callbacks),
+        (trainer.ckpt_path, "other"),
+    ]
     roles: dict[str, str] = {}
-    for name, role in (("best_model_path", "best"), ("last_model_path", "last")):
-        for callback in trainer.checkpoint_callbacks:
-            _add(roles, getattr(callback, name, ""), role)
-    for callback in trainer.checkpoint_callbacks:
-        _add(roles, last_saved_path(callback), "other")
-    _add(roles, trainer.ckpt_path, "other")
+    for path, role in paths:
+        if path:  # a link, as `save_last="link"` makes, is the checkpoint that it leads to
+            roles.setdefault(os.path.realpath(path) if is_local(path) else str(path), role)
     return roles
-
-
-def _add(roles: dict[str, str], path: Any, role: str) -> None:
-    if path:
-        # A link, as `save_last="link"` makes, is the checkpoint that it leads to.
-        roles.setdefault(os.path.realpath(path) if is_local(path) else str(path), role)
 
 
 def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]]:
@@ -210,16 +208,12 @@ def _digest(weights: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _saves_weights_only(callback: Any) -> bool:
-    return getattr(callback, "save_weights_only", False)
-
-
-def hold_weights(trainer: Trainer, folder: str, name: str) -> None:
+def hold_weights(trainer: Trainer, name: str) -> None:
     """Where checkpoints are kept, there is one to resume from at the end of training; on all processes."""
     callbacks: list[Any] = trainer.checkpoint_callbacks
-    steps = [last_saved_step(callback) for callback in callbacks if not _saves_weights_only(callback)]
+    steps = [last_saved_step(callback) for callback in callbacks if not getattr(callback, "save_weights_only", False)]
     if not callbacks or trainer.global_step in steps:
         return
-    path = os.path.join(folder, f"{name}_interrupted.ckpt")
+    path = os.path.join(run_folder(trainer), f"{name}_interrupted.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"the weights are in {path}: fit(ckpt_path=…) goes on from there")

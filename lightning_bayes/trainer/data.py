@@ -84,7 +84,7 @@ def exact_pass(
     `max_batches` there are no more than so many."""
     loader = single(loader)
     processes = processes or Processes()
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_indexed(loader):
         if processes.size > 1:
             warnings.warn(
                 "the training data cannot be indexed, so each process passes over what its own loader gives: examples "
@@ -104,12 +104,6 @@ def exact_pass(
     return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
 
 
-def named_loader(trainer: Trainer, module: LightningModule, name: str) -> Any:
-    """What the data module's or module's method or attribute `name` gives."""
-    loader = getattr(owner_of(trainer, module, name), name)
-    return loader() if callable(loader) else loader
-
-
 def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """The data module or the module, whichever has a `name`."""
     owners = [owner for owner in (datamodule_of(trainer), module) if owner is not None]
@@ -122,12 +116,10 @@ def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
 
 def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPass:
     """All of the first validation dataloader, on every process, so that all choose the same prior."""
-    loader = None if trainer is None else trainer.val_dataloaders
-    if loader is None:
+    if trainer is None or trainer.val_dataloaders is None:
         raise RuntimeError(_NO_VALIDATION)
-    first = next(iter(loader.values())) if isinstance(loader, dict) else loader
-    limit = None if trainer is None else trainer.limit_val_batches
-    return exact_pass(first[0] if isinstance(first, (list, tuple)) else first, module, trainer, limit)
+    first = as_list(trainer.val_dataloaders)[0]
+    return exact_pass(as_list(first)[0], module, trainer, trainer.limit_val_batches)
 
 
 def check_validation(trainer: Trainer) -> None:
@@ -140,7 +132,7 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     """How many examples training draws its batches from, on all processes together; where they cannot be counted, an
     error that says what to do `instead`."""
     loader = single(trainer.train_dataloader, instead)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not _is_indexed(loader):
         raise DataError(f"the training data cannot be counted, because they have no length: {instead}")
     size = batch_size(loader)
     if size is None:
@@ -166,11 +158,9 @@ def replicas(trainer: Trainer) -> int:
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
-def is_indexed(loader: Any) -> bool:
-    """Whether the training data can be counted."""
+def is_countable(loader: Any) -> bool:
     loader = single(loader)
-    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    return indexed and batch_size(loader) is not None
+    return _is_indexed(loader) and batch_size(loader) is not None
 
 
 def is_sized(loader: Any) -> bool:
@@ -183,7 +173,6 @@ def is_sized(loader: Any) -> bool:
 
 
 def differ(a: Any, b: Any) -> bool:
-    """Whether two batches hold different numbers."""
     pairs = zip(inputs.tensors(a), inputs.tensors(b), strict=False)
     return any(x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 
@@ -200,17 +189,20 @@ _WITH_FIT_NOW = "train without this callback, then call its fit_now(trainer, mod
 
 def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
     """The one dataloader there is, or an error that says what to do instead."""
-    loaders = list(loader.values()) if isinstance(loader, dict) else loader
-    if isinstance(loaders, (list, tuple)):
-        if len(loaders) == 1:
-            return loaders[0]
+    loaders = as_list(getattr(loader, "flattened", loader))  # of Lightning's CombinedLoader
+    if len(loaders) != 1:
         raise DataError(
             f"there are {len(loaders)} training dataloaders, and nothing says which one holds each example once: "
             f"{instead}"
         )
-    if hasattr(loaders, "flattened"):  # Lightning's CombinedLoader
-        return single(list(loaders.flattened), instead)
-    return loaders
+    return loaders[0]
+
+
+def as_list(loaders: Any) -> list[Any]:
+    """One dataloader (or batch), or several as a Trainer has them."""
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def batch_size(loader: Any) -> int | None:
@@ -226,6 +218,10 @@ def sampler_of(loader: Any) -> Any:
     if batches is None or getattr(loader, "batch_size", None) is not None:
         return getattr(loader, "sampler", None)
     return getattr(batches, "sampler", batches)
+
+
+def _is_indexed(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _indices(loader: DataLoader[Any]) -> list[int]:
@@ -249,8 +245,6 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
     return DataLoader(
         Subset(loader.dataset, indices),
         batch_size=batch_size,
-        shuffle=False,
-        drop_last=False,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         **workers,

@@ -25,10 +25,10 @@ from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import is_out_of_memory
+from lightning_bayes.trainer.data import as_list
 from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
-from lightning_bayes.trainer.private import gradient_scale, is_compiled
-from lightning_bayes.trainer.strategy import forward_context
+from lightning_bayes.trainer.private import forward_context, gradient_scale, is_compiled
 
 if TYPE_CHECKING:
     from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -43,7 +43,7 @@ class DryRun:
         self._callback = callback
         self._waiting = True  # for the first batch
         self._watch: Watch | None = None
-        self._f: Tensor | None = None  # outputs as the fit sees them, in eval mode; None for a sharded network
+        self.f: Tensor | None = None  # outputs before the step, in eval mode; None for a sharded network
         self._x: Any = None
         self._y: Any = None
         self._rng = torch.empty(0)  # state at the start of the batch
@@ -66,18 +66,18 @@ class DryRun:
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         if not is_sharded(network):  # whose first forward pass must be the step's own
             with preserved_rng(), forward_context(trainer), kept_buffers(network):
-                self._f, modules = _run(network, callback.network, x, size)
-                y = callback.align_targets(self._f, y)
-                callback.likelihood.check(self._f, y)
+                self.f, modules = _run(network, callback.network, x, size)
+                y = callback.align_targets(self.f, y)
+                callback.likelihood.check(self.f, y)
                 some = slice(EXAMPLES)
                 callback.try_fit(network, inputs.take(network, x, some), y[some])
         if module.automatic_optimization and not is_compiled(module):
-            self._watch = Watch(modules, size, None if self._f is None else self._f.shape)
+            self._watch = Watch(modules, size, None if self.f is None else self.f.shape)
         self._x, self._y, self._rng = x, y, torch.get_rng_state()
 
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
         """With the loss before its backward pass: how it relates to the likelihood; None if that cannot be known."""
-        y, f, watch, likelihood = self._y, self._f, self._watch, self._callback.likelihood
+        y, f, watch, likelihood = self._y, self.f, self._watch, self._callback.likelihood
         if y is None or not module.automatic_optimization or is_variational(module):  # whose mixin compares itself
             return None
         # Lightning has divided by the batches to accumulate, and 16-bit precision has scaled.
@@ -95,26 +95,18 @@ class DryRun:
                 fit = compare_values(likelihood, loss, now, y, scale)
         return fit
 
-    @property
-    def outputs(self) -> Tensor | None:
-        """Of the network on the first batch, before the step."""
-        return self._f
-
     def stop(self) -> None:
-        """Let go of the batch and of the modules."""
         if self._watch is not None:
             self._watch.stop()
-        self._watch = self._f = self._x = self._y = None
+        self._watch = self.f = self._x = self._y = None
 
 
 def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, needed: bool = True) -> Any:
     """`(x, y)` of a training batch, with nothing drawn from the global generators; None where neither the module nor
     the batch says, and it is not `needed`."""
     loaders = trainer.train_dataloader
-    if isinstance(loaders, dict) and len(loaders) == 1:
-        (batch,) = batch.values()
-    elif isinstance(loaders, (list, tuple)) and len(loaders) == 1:
-        (batch,) = batch
+    if isinstance(loaders, (dict, list, tuple)) and len(loaders) == 1:
+        (batch,) = as_list(batch)
     with preserved_rng(), torch.no_grad():
         try:
             return split_batch(module, batch)
@@ -155,8 +147,9 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
             if is_out_of_memory(error):
                 raise
             shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
+            problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             raise ModuleError(
-                f"{what} cannot be run on the x of a batch, of shape {shapes} ({_first_line(error)}): name the "
+                f"{what} cannot be run on the x of a batch, of shape {shapes} ({problem}): name the "
                 f"submodule that maps x to f with network=, or {_SPLIT}"
             ) from error
     if not isinstance(f, Tensor):
@@ -205,7 +198,3 @@ def _memory(device: torch.device) -> float:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # unknown on this system
         return float("inf")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

@@ -30,11 +30,6 @@ def run_folder(trainer: Trainer) -> str:
     return os.path.join(str(logger.save_dir or trainer.default_root_dir), str(logger.name), version)
 
 
-def directory(trainer: Trainer) -> Path:
-    """Where files go: rank zero's answer, on all processes."""
-    return Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
-
-
 class PosteriorFile:
     """The file of a callback's posterior called `name`, or the folder of a sharded one.
 
@@ -75,7 +70,8 @@ class PosteriorFile:
         if isinstance(save, (str, os.PathLike)) and Path(save).suffix:
             return str(save)
         folder = str(save) if isinstance(save, (str, os.PathLike)) else run_folder(trainer)
-        leaves_files = bool(trainer.loggers or trainer.checkpoint_callbacks) or not _is_working_directory(folder)
+        in_working_directory = is_local(folder) and os.path.realpath(folder) == os.path.realpath(os.getcwd())
+        leaves_files = trainer.loggers or trainer.checkpoint_callbacks or not in_working_directory
         if save is False or (save is None and not leaves_files):
             return None
         path, number = os.path.join(folder, f"{self._name}{suffix}"), 0
@@ -83,10 +79,6 @@ class PosteriorFile:
             number += 1
             path = os.path.join(folder, f"{self._name}-v{number}{suffix}")
         return path
-
-
-def _is_working_directory(folder: str) -> bool:
-    return is_local(folder) and os.path.realpath(folder) == os.path.realpath(os.getcwd())
 
 
 def is_local(path: File) -> bool:

@@ -7,7 +7,7 @@ so that it can come out worse than the plain network. Then all of them choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.arguments import flag, word
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.tuning import METHODS
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
 from lightning_bayes.predictive.held_out import Scoring
@@ -29,6 +31,7 @@ from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.report import log
 
+CALIBRATIONS = ("auto", "outputs", "probs", None)
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
 HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
@@ -45,7 +48,6 @@ class HeldOutScores:
     error: float  # the standard error of the posterior's NLL minus the better one of the others
 
     def numbers(self, name: str) -> dict[str, float]:
-        """As a logger has them."""
         parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
         return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
 
@@ -63,6 +65,23 @@ class HeldOutScores:
                 f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to "
                 "which calibrate='auto' gives a temperature"
             )
+
+
+def check_tuning(
+    tune: Any, per_layer: Any, calibrate: Any, damping: str | None = None, methods: Sequence[str] = METHODS
+) -> None:
+    """When a callback is made, not when training has ended."""
+    word("tune", tune, (None, *methods))
+    flag("per_layer", per_layer)
+    word("calibrate", calibrate, CALIBRATIONS)
+    if per_layer and tune in ("auto", "grid"):
+        raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with per_layer=True")
+    if per_layer and damping is not None and tune is not None:
+        raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out per_layer=True")
+    if tune in ("mackay", "linear") and damping is not None:
+        raise ValueError(
+            f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
+        )
 
 
 def choose_on_validation(

@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import tempfile
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -23,30 +23,25 @@ class Mailbox:
     """A file that a callback and its copies in other processes know of."""
 
     def __init__(self) -> None:
-        self.path = os.path.join(tempfile.gettempdir(), f"lightning_bayes_{uuid4().hex}.pt")
-        self.owner = os.getpid()
-        atexit.register(_remove, self.path)
+        self._path = Path(tempfile.gettempdir(), f"lightning_bayes_{uuid4().hex}.pt")
+        self._owner = os.getpid()
+        atexit.register(self._path.unlink, missing_ok=True)
 
     def send(self, trainer: Trainer, content: dict[str, Any]) -> None:
         """From the first of the launched processes to their parent."""
         if trainer.is_global_zero:
-            torch.save(content, self.path)
+            torch.save(content, self._path)
 
     def receive(self) -> dict[str, Any] | None:
-        if not os.path.exists(self.path):
+        if not self._path.exists():
             return None
-        content = torch.load(self.path, map_location="cpu", weights_only=True)
-        if os.getpid() == self.owner:  # processes that it launches later share the file
+        content = torch.load(self._path, map_location="cpu", weights_only=True)
+        if os.getpid() == self._owner:  # processes that it launches later share the file
             self.clear()
         return content
 
     def clear(self) -> None:
-        _remove(self.path)
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.remove(path)
+        self._path.unlink(missing_ok=True)
 
 
 def module_of(callback: Callback) -> LightningModule | None:

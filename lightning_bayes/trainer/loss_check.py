@@ -11,19 +11,23 @@ compiled step, or if the step does not call the network as a module), the values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network.slow_path import is_out_of_memory
+from lightning_bayes.posterior.l2m import default_loss_scale
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
 _FLAT = 1e-3  # a residual below this is mostly rounding
+_SAME_SCALE = 0.01  # relative
 FAR_OFF = 0.25  # of a value, which penalties, augmentation and noise change too
 
 
@@ -40,11 +44,6 @@ class LossFit:
 def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """`−(1/B) Σₙ log p(yₙ | fₙ)`."""
     return -likelihood.log_likelihood(f, y) / len(f)
-
-
-def same_value(a: float, b: float, dtype: torch.dtype) -> bool:
-    """Equal up to rounding, or both NaN."""
-    return a == b or (a != a and b != b) or abs(a - b) <= torch.finfo(dtype).eps ** 0.5 * max(1.0, abs(b))
 
 
 def compare_gradients(
@@ -115,6 +114,25 @@ def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
         f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean is {fit.nll:.6g}. The "
         f"posterior assumes this likelihood; {cause}"
     )
+
+
+def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | None, n_targets: int) -> float | None:
+    """The scale to use instead of the default: that of a sum or mean over the targets of an example. For any other `c`
+    than the one that was `given`, or that torch's losses have, a warning and None."""
+    assumed = default_loss_scale(likelihood, n_targets) if given is None else given
+    if math.isclose(c, assumed, rel_tol=_SAME_SCALE):
+        return None
+    loss = f"{name}: the loss of the training step is {c:.4g} times the mean negative log-likelihood"
+    known = {scale / over for scale in likelihood.loss_scales for over in (1, n_targets)}
+    fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=_SAME_SCALE)]
+    if given is None and fitting:
+        rank_zero_info(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
+        return fitting[0]
+    rank_zero_warn(
+        f"{loss}, but loss_scale={assumed:.4g} is assumed, with which the curvature is {(c / assumed) ** 2:.4g} "
+        f"times what it should be: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
+    )
+    return None
 
 
 class Watch:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import shown
 from lightning_bayes.network.checks import submodule
 
 
 class ModuleError(RuntimeError):
     """The module does not say enough of itself, or is not for this callback; the message says what to do."""
+
+
+def check_module(module: Any, trainer: Any) -> None:
+    """What `fit_now` and `evaluate` are handed, of `lightning` or `pytorch_lightning`."""
+    if not isinstance(module, nn.Module) or not hasattr(module, "transfer_batch_to_device"):
+        raise TypeError(f"module must be a LightningModule, got {shown(module)}")
+    if trainer is not None and not hasattr(trainer, "strategy"):
+        raise TypeError(f"trainer must be a Trainer or None, got {shown(trainer)}")
 
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:
@@ -44,6 +54,17 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
     )
 
 
+def call_step(step: Callable[..., Any], batch: Any, **numbers: int) -> Any:
+    """A step of the user's own, with as many of the arguments (`batch_idx`, then `dataloader_idx`) as it takes."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return step(batch, *numbers.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    given = (batch, *numbers.values())[: len(positional)]
+    return step(*given, **{name: number for name, number in numbers.items() if name in named})
+
+
 class ReplacedMethod:
     """A method of the user's module, replaced from `install` to `remove`."""
 
@@ -62,12 +83,10 @@ class ReplacedMethod:
 
 
 def is_variational(module: LightningModule) -> bool:
-    """Whether the module has a variational mixin."""
     return callable(getattr(module, "weights_and_log_sigma", None))
 
 
 def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
-    """Raise for a module with a variational mixin, which trains a posterior of its own."""
     if is_variational(module):
         raise ModuleError(
             f"{type(module).__name__} is variational and has a posterior of its own, but {problem}: leave the callback "

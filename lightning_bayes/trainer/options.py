@@ -10,8 +10,6 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.plots.style import require_matplotlib
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
-PREDICT_STEPS = ("replace", "keep", "both")
-
 
 @dataclass(frozen=True, kw_only=True)
 class UseOptions:
@@ -32,7 +30,11 @@ class UseOptions:
 
     def __post_init__(self, error: type[Exception]) -> None:
         word("predictive", self.predictive, PREDICTIVES, error)
-        _check_name(self.name, error)
+        text("name", self.name, "a word that tells this posterior from others", error)
+        if self.name == "map":
+            raise error("name='map' is the name of the plain network's own scores: choose another")
+        if "/" in self.name or "\\" in self.name:
+            raise error(f"name must not hold a slash, got {self.name!r}")
         self.likelihood.choose_link(self.link)
         count("samples", self.samples, error=error)
         if self.network is not None:
@@ -41,15 +43,7 @@ class UseOptions:
         if flag("plots", self.plots, error):
             require_matplotlib()
         seed("seed", self.seed, error)
-        word("predict_step", self.predict_step, PREDICT_STEPS, error)
+        word("predict_step", self.predict_step, ("replace", "keep", "both"), error)
         save = self.save
         if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
             raise error(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")
-
-
-def _check_name(name: str, error: type[Exception]) -> None:
-    text("name", name, "a word that tells this posterior from others", error)
-    if name == "map":
-        raise error("name='map' is the name of the plain network's own scores: choose another")
-    if "/" in name or "\\" in name:
-        raise error(f"name must not hold a slash, got {name!r}")

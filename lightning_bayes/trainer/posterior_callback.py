@@ -18,18 +18,17 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
-from lightning_bayes.trainer.arguments import check_module
 from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
 from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
-from lightning_bayes.trainer.module import network_of, refuse_variational
+from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
-from lightning_bayes.trainer.private import callbacks_of, is_dev_run, is_launched, load_validation
+from lightning_bayes.trainer.private import callbacks_of, forward_context, is_dev_run, is_launched, load_validation
 from lightning_bayes.trainer.scoring import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import forward_context, on_device, run_last
+from lightning_bayes.trainer.strategy import run_last
 
 
 def _option(field: str) -> Any:
@@ -165,18 +164,25 @@ class PosteriorCallback(Callback):
         self._posterior = self._stored = None  # of the weights before this training
         self._begin_dry_run(trainer)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer, pl_module, only_missing=False)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run with nothing left to train never reaches `on_train_end`.
         if not self._has_trained and trainer.train_dataloader is not None:
             load_validation(trainer)
-            with on_device(trainer, pl_module):
-                self._fit_untrained(trainer, pl_module)
+            device = pl_module.device
+            pl_module.to(trainer.strategy.root_device)  # from which Lightning has taken it
+            try:
+                self._finish(trainer, pl_module, only_missing=True)
+            finally:
+                pl_module.to(device)
         if is_launched(trainer):
             path = None if self._file.path is None else str(self._file.path)
             self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
 
-    def _fit_untrained(self, trainer: Trainer, module: LightningModule) -> None:
-        """After a `fit` without a step: what no checkpoint holds."""
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        """Make and store the posterior; after a `fit` without a step `only_missing`, what no checkpoint holds."""
 
     # -- the dry run on the first batch ------------------------------------------------------------------------------
 
@@ -193,7 +199,6 @@ class PosteriorCallback(Callback):
         return y
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """Warn of a loss that is not the likelihood's."""
         if not fit.fits:
             rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
 
@@ -209,7 +214,7 @@ class PosteriorCallback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._dry_run is None:
             return
-        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.outputs
+        fit, outputs = self._dry_run.compare(trainer, pl_module, loss), self._dry_run.f
         self._end_dry_run()
         if fit is not None:
             self.judge_loss(fit, outputs)
@@ -227,10 +232,16 @@ class PosteriorCallback(Callback):
     # -- validate and test -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(trainer, pl_module, trainer.val_dataloaders)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_scores(trainer, pl_module, trainer.test_dataloaders)
+        # While a fit is running there is no posterior of the weights that are being trained.
+        self._scores = None
+        if trainer.state.fn == "fit":
+            return
+        self._load_beside(trainer)
+        if self._find_posterior() is None:
+            rank_zero_warn(f"nothing is scored: {self._missing()}")
+            return
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        self._scores = TrainerScores(self.likelihood, pl_module, loaders, self.use.ood)
 
     def on_validation_batch_end(
         self,
@@ -241,36 +252,18 @@ class PosteriorCallback(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._score_batch(trainer, batch, batch_idx, dataloader_idx)
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, "val")
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_scores(trainer, "test")
-
-    def _start_scores(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
-        # While a fit is running there is no posterior of the weights that are being trained.
-        self._scores = None
-        if trainer.state.fn == "fit":
-            return
-        self._load_beside(trainer)
-        if self._find_posterior() is None:
-            rank_zero_warn(f"nothing is scored: {self._missing()}")
-        else:
-            self._scores = TrainerScores(self.likelihood, module, loaders, self.use.ood)
-
-    def _score_batch(self, trainer: Trainer, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         if self._scores is not None:
             predictors = self._predictors(with_map=posterior_callbacks(trainer)[0] is self)
             with torch.inference_mode(False), forward_context(trainer):
                 self._scores.add(predictors, batch, batch_idx, dataloader_idx)
 
-    def _log_scores(self, trainer: Trainer, stage: str) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None:
-            self._scores.log(trainer, stage, self.use.plots)
+            self._scores.log(trainer, "test" if trainer.testing else "val", self.use.plots)
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
 
     # -- predict -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +275,7 @@ class PosteriorCallback(Callback):
         self._predict_step = PredictStep(pl_module, callbacks)
         if not self._said_replaced:
             self._said_replaced = self._predict_step.say_replaced()
-        self._predict_step.install()
+        self._predict_step.install(self._predict_step.run)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._give_back_predict_step()

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.trainer.module import ReplacedMethod, split_batch
+from lightning_bayes.trainer.module import ReplacedMethod, call_step, split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
 USER = "user"  # key of the module's own output beside the predictions
 
 
-class PredictStep:
-    """Instead of `module.predict_step`, from `install` to `remove`.
+class PredictStep(ReplacedMethod):
+    """`run` instead of `module.predict_step`, from `install` to `remove`.
 
     A batch's answer is one `Prediction`; of several callbacks `{name: Prediction}`; and if one of them wants "both",
     also what the module's own step returns, under "user".
     """
 
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
-        self._module, self._callbacks = module, callbacks
+        super().__init__(module, "predict_step")
+        self._callbacks = callbacks
         self._both = any(callback.use.predict_step == "both" for callback in callbacks)
         if self._both and USER in [callback.name for callback in callbacks]:
             raise ValueError(
                 f"predict_step='both' returns the output of your own predict_step under {USER!r}: give the callback "
                 "another name="
             )
-        self._method = ReplacedMethod(module, "predict_step")
 
     def say_replaced(self) -> bool:
         """Whether a `predict_step` of the user's own is not run; then that is said."""
-        if self._both or is_default_predict_step(self._method.original):
+        if self._both or is_default_predict_step(self.original):
             return False
         rank_zero_info(
             f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
@@ -42,28 +40,10 @@ class PredictStep:
         )
         return True
 
-    def install(self) -> None:
-        def predict_step(batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-            x, _ = split_batch(self._module, batch, predicting=True)
-            answers: dict[str, Any] = {}
-            if self._both:
-                answers[USER] = _call(self._method.original, batch, batch_idx, dataloader_idx)
-            answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
-            return answers if len(answers) > 1 else next(iter(answers.values()))
-
-        self._method.install(predict_step)
-
-    def remove(self) -> None:
-        self._method.remove()
-
-
-def _call(step: Callable[..., Any], batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
-    """The user's step with as many of the arguments as it takes."""
-    parameters = inspect.signature(step).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return step(batch, batch_idx, dataloader_idx)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    rest = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}
-    given = (batch, batch_idx, dataloader_idx)[: len(positional)]
-    return step(*given, **{name: value for name, value in rest.items() if name in named})
+    def run(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+        x, _ = split_batch(self._module, batch, predicting=True)
+        answers: dict[str, Any] = {}
+        if self._both:
+            answers[USER] = call_step(self.original, batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx)
+        answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
+        return answers if len(answers) > 1 else next(iter(answers.values()))

@@ -6,7 +6,7 @@ are compared by name, because `lightning` and `pytorch_lightning` each have thei
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -47,9 +47,9 @@ def is_launched(trainer: Trainer) -> bool:
     return class_name(trainer.strategy.launcher, {"_MultiProcessingLauncher"}) is not None
 
 
-def precision_context(trainer: Trainer) -> AbstractContextManager[None]:
-    """In which Lightning runs the module's steps."""
-    return trainer.precision_plugin.forward_context()
+def forward_context(trainer: Trainer | None) -> AbstractContextManager[None]:
+    """The Trainer's precision, in which it runs the module's steps and a network may make tensors of its own."""
+    return nullcontext() if trainer is None else trainer.precision_plugin.forward_context()
 
 
 def convert_input(trainer: Trainer, batch: Any) -> Any:

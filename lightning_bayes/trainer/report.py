@@ -5,12 +5,11 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_bayes.arguments import some
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.structures import Structure
 from lightning_bayes.trainer.private import is_dev_run
-
-_NAMED = 3  # exact blocks that are named
 
 
 def report(trainer: Trainer | None, name: str, what: str, numbers: dict[str, float]) -> None:
@@ -56,6 +55,5 @@ def block_summary(structure: Structure) -> str:
         if not kind.is_exact:
             parts.append(f"{kind.__name__}: {len(distinct)} layer{'s' if len(distinct) > 1 else ''}")
         else:
-            some = ", ".join(distinct[:_NAMED]) + (", …" if len(distinct) > _NAMED else "")
-            parts.append(f"{kind.__name__.lower()}: {len(distinct)} ({some})")
+            parts.append(f"{kind.__name__.lower()}: {len(distinct)} ({some(distinct)})")
     return "; ".join(parts)

@@ -6,6 +6,7 @@ Padding of a distributed sampler does not count. Dataloaders after the first may
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,10 +15,9 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.predictive.evaluate import Predict, score_loaders
 from lightning_bayes.predictive.scores import ScoreTable
-from lightning_bayes.trainer.data import batch_size, sampler_of, to_module
-from lightning_bayes.trainer.files import directory
+from lightning_bayes.trainer.data import as_list, batch_size, sampler_of, to_module
 from lightning_bayes.trainer.module import split_batch
-from lightning_bayes.trainer.strategy import forward_context
+from lightning_bayes.trainer.private import forward_context
 
 
 def score_module(
@@ -46,14 +46,11 @@ class TrainerScores:
     """Of the predictions for a module's batches, from `loaders` as the Trainer has them."""
 
     def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool) -> None:
-        if isinstance(loaders, dict):
-            loaders = list(loaders.values())
-        self._loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        self._loaders = as_list(loaders)
         self._table = ScoreTable(likelihood, module.device, len(self._loaders) - 1 if ood else 0)
-        self._module, self._is_empty = module, True
+        self._module = module
 
     def add(self, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        self._is_empty = False
         x, y = split_batch(self._module, batch, predicting=self._table.is_ood(dataloader_idx))
         real = _without_padding(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
@@ -64,18 +61,15 @@ class TrainerScores:
 
     def log(self, trainer: Trainer, stage: str, plots: bool) -> None:
         """As `<stage>_<metric>_<name>`; on all processes, because metrics gather."""
-        if self._is_empty:
-            return
         if not trainer.barebones:
             for key, value in self._table.compute().items():
                 self._module.log(f"{stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
-        if plots:
-            self._plot(trainer, stage)
-
-    def _plot(self, trainer: Trainer, stage: str) -> None:
+        if not plots:
+            return
         from lightning_bayes.plots import log_figure
 
-        folder = directory(trainer) / "figures"
+        # Rank zero's answer, on all processes.
+        folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)), "figures")
         for name, metric in self._table.pictures():
             figure, _ = metric.plot()
             if trainer.is_global_zero:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_bayes.trainer.private import callbacks_of, class_name, precision_context, set_callbacks
+from lightning_bayes.trainer.private import callbacks_of, class_name, set_callbacks
 
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
@@ -35,20 +33,6 @@ def run_last(trainer: Trainer, last: list[Any]) -> None:
     set_callbacks(trainer, [*(other for other in callbacks if id(other) not in moved), *last, *checkpoints])
 
 
-@contextmanager
-def on_device(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """The module on the Trainer's device, from which Lightning has taken it at the end of `fit`."""
-    before, device = module.device, trainer.strategy.root_device
-    if before == device:
-        yield
-        return
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(before)
-
-
 def share(tensors: list[Tensor]) -> None:
     """Rank zero's values for all processes, in place."""
     if not dist.is_available() or not dist.is_initialized():
@@ -58,10 +42,3 @@ def share(tensors: list[Tensor]) -> None:
             value = t.detach().contiguous()
             dist.broadcast(value, 0)
             t.copy_(value)
-
-
-@contextmanager
-def forward_context(trainer: Trainer | None) -> Iterator[None]:
-    """The Trainer's precision, in which a network may make tensors of its own."""
-    with nullcontext() if trainer is None else precision_context(trainer):
-        yield

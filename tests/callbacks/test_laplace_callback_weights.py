@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_bayes import GaussianPosterior, L2MCallback, fit_laplace
 from lightning_bayes.callbacks import laplace as module_of_the_callback
-from lightning_bayes.curvature.decompositions import Undecomposed
+from lightning_bayes.curvature.accumulate import Undecomposed
 
 pytestmark = [
     # Lightning's notice that a new Trainer has no ModelCheckpoint.

@@ -59,7 +59,7 @@ def test_an_exponential_average_has_weights_that_sum_to_one(case: str, steps: in
     for name, gradients in given.items():
         squares = torch.stack(gradients).square()
         mean = torch.einsum("t,t...->...", weights / weights.sum(), squares)
-        torch.testing.assert_close(moments[name].v, mean, rtol=1e-9, atol=0)
+        torch.testing.assert_close(moments[name].scaled(), mean, rtol=1e-9, atol=0)
         torch.testing.assert_close(moments[name].scaled(3.5), 3.5 * mean, rtol=1e-9, atol=0)
 
 
@@ -70,7 +70,7 @@ def test_adagrad_is_the_plain_mean(case: str) -> None:
     optimizer = kind(net.parameters(), **arguments)
     given = walk(net, optimizer, 9)
     for name, moment in second_moments([optimizer], dict(net.named_parameters())).items():
-        torch.testing.assert_close(moment.v, torch.stack(given[name]).square().mean(0), rtol=1e-9, atol=1e-14)
+        torch.testing.assert_close(moment.scaled(), torch.stack(given[name]).square().mean(0), rtol=1e-9, atol=1e-14)
 
 
 def test_weight_decay_within_the_gradient_is_part_of_what_is_squared() -> None:
@@ -80,7 +80,7 @@ def test_weight_decay_within_the_gradient_is_part_of_what_is_squared() -> None:
     given = walk(net, optimizer, 1)
     for name, moment in second_moments([optimizer], dict(net.named_parameters())).items():
         expected = (given[name][0] + 0.25 * before[name]).square()
-        torch.testing.assert_close(moment.v, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(moment.scaled(), expected, rtol=1e-9, atol=0)
         assert (moment.weight_decay, moment.decoupled) == (0.25, False)
 
 
@@ -128,7 +128,9 @@ def test_half_precision_buffers_are_widened() -> None:
     net = network().bfloat16()
     optimizer = Adam(net.parameters())
     walk(net, optimizer, 2)
-    assert {m.v.dtype for m in second_moments([optimizer], dict(net.named_parameters())).values()} == {torch.float32}
+    assert {m.scaled().dtype for m in second_moments([optimizer], dict(net.named_parameters())).values()} == {
+        torch.float32
+    }
 
 
 class Wrapped:
@@ -144,7 +146,7 @@ def test_a_wrapped_optimizer_is_read_like_the_one_inside() -> None:
     walk(net, optimizer, 2)
     plain = second_moments([optimizer], dict(net.named_parameters()))
     wrapped = second_moments([Wrapped(optimizer)], dict(net.named_parameters()))  # type: ignore[list-item]
-    assert all(torch.equal(plain[name].v, wrapped[name].v) for name in plain)
+    assert all(torch.equal(plain[name].scaled(), wrapped[name].scaled()) for name in plain)
 
 
 @pytest.mark.parametrize("kind", [SGD, Adamax])

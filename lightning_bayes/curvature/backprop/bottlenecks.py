@@ -1,9 +1,7 @@
-"""Where a network is narrow: the tensors that everything behind them goes through, and at which of them columns are
-worth merging.
+"""Where a network is narrow: the tensors that everything behind them goes through, and at which of them to merge.
 
-Columns `S` with `M = SSᵀ` cost as much as a backward pass each. At a tensor of `R` features `R` of them are enough, and
-merging `K` into `R` costs about `KR²` operations per example. The cheapest way through a chain of such tensors is a
-shortest path.
+A column of `M = SSᵀ` costs a backward pass. At a tensor of `R` features `R` columns are enough, and merging `K` into
+`R` costs about `KR²` operations per example: the cheapest way through a chain of such tensors is a shortest path.
 """
 
 from __future__ import annotations

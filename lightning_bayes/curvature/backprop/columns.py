@@ -1,7 +1,9 @@
 """How one operation carries columns `S`, with `M = SSᵀ`, from its outputs to its inputs: `S_in = Jᵀ S_out`.
 
-Autograd does it for every operation. Where all columns meet the same weight or the same slope, they go through it
-together, as one large batch.
+Autograd does it for every operation. Where all columns meet the same weight or slope, they go through it together, as
+one large batch. A weight needs only its diagonal, the sum of the squares of its gradients. Per example and column,
+these are `Σ_t g aᵀ` for a layer in the form of `curvature.layers`, and `Σ_t (∂y/∂w) g` for a parameter that enters
+elementwise (a scale, a shift, a PReLU's slopes), summed over the positions `t` that share it.
 """
 
 from __future__ import annotations
@@ -11,19 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.backprop.op import Op
-from lightning_bayes.curvature.backprop.rules import (
-    ELEMENTWISE,
-    POOLS,
-    SELECTION,
-    SUMS,
-    batch_norm_slope,
-    convolution_backward,
-    find_rule,
-    slopes,
-)
-from lightning_bayes.curvature.functional_calls import CONVOLUTIONS
-from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.curvature.backprop import rules
+from lightning_bayes.curvature.backprop.op import Op, RuleError
+from lightning_bayes.curvature.backprop.rules import ELEMENTWISE, POOLS, SELECTION, SUMS, slopes
+from lightning_bayes.curvature.blocks import add_diagonal_
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS, layer_of
+from lightning_bayes.curvature.layers import PLAIN, Layer
+from lightning_bayes.network import CurvatureError
+from lightning_bayes.structures import Layout
 from lightning_bayes.structures.base import eigh
 
 MEMORY = 2**25  # bytes that are worked on at a time
@@ -94,11 +91,23 @@ def mixes(op: Op, features: Sequence[Tensor]) -> bool:
     return op.name not in UNMIXED
 
 
+def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """Summed over the examples.  # S [K, B, …] -> the shape of each weight"""
+    if op.name in ELEMENTWISE or op.name in SUMS or op.name == "prelu":
+        return _elementwise(op, S, weights)
+    layer = layer_of(op.func, op.args, op.kwargs)
+    if layer is None:
+        raise RuleError(f"{op.name}{op.where} with a trainable parameter has no exact rule: use hessian='approx'")
+    g = layer.gradients(S, PLAIN)  # [K, G, B, T, O]
+    bias = op.argument("bias", 2)
+    return [_of_bias(g) if t is bias else _of_weight(layer, g).reshape(t.shape) for t in weights]
+
+
 def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
     if op.name == "linear" and x is op.argument("input", 0):
         return S @ op.argument("weight", 1).to(S.dtype)
     if op.name in CONVOLUTIONS and x is op.argument("input", 0):
-        convolution = convolution_backward(op)
+        convolution = rules.convolution_backward(op)
         if convolution is None:
             return None
         K, B = S.shape[:2]
@@ -106,8 +115,8 @@ def _together(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
         W = op.argument("weight", 1).to(S.dtype)
         return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
     if op.name == "batch_norm" and x is op.argument("input", 0):
-        find_rule(op)  # refuses what is not elementwise
-        return batch_norm_slope(op) * S
+        rules.find_rule(op)  # refuses what is not elementwise
+        return rules.batch_norm_slope(op) * S
     if op.name in ELEMENTWISE | KINKS and len(op.tracked) == 1 and x.shape == op.outputs[0].shape:
         return slopes(op, [x])[0] * S
     return None
@@ -117,3 +126,29 @@ def _active(d: Tensor) -> Tensor:
     """The features that are not zero for all examples; one at least."""
     features = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
     return features if len(features) else features.new_zeros(1)
+
+
+def _elementwise(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    if op.name == "prelu":
+        laid = rules.prelu_slopes(op, weights)
+    else:
+        laid = [(slope, tuple(t.shape)) for slope, t in zip(slopes(op, weights), weights, strict=True)]
+    diagonals = []
+    for t, (slope, shape) in zip(weights, laid, strict=True):
+        shape = (1,) * (S.ndim - 1 - len(shape)) + shape
+        J = (slope * S).sum_to_size(*S.shape[:2], *shape[1:])  # per example
+        diagonals.append(J.square().sum((0, 1)).reshape(t.shape))
+    return diagonals
+
+
+def _of_bias(g: Tensor) -> Tensor:
+    return g.sum(3).square().sum((0, 2)).flatten()
+
+
+def _of_weight(layer: Layer, g: Tensor) -> Tensor:
+    """In the order in which the weight is stored.  # [G·O·I]"""
+    layout = Layout((layer.weight,))
+    total, stored = g.new_zeros(layout.shape), g.new_empty(layout.size)
+    add_diagonal_(total, lambda part: layer.inputs_of(part, PLAIN), g)
+    layout.scatter(total.flatten(), stored)
+    return stored

@@ -4,8 +4,7 @@ A matrix `M`, at the outputs `Λ`, is carried back through the network, and at e
 its weights' block (appendix E, algorithm 1). Three modes say which part of `M` is carried:
 
 - `exact`:   `M` itself, as columns `S` with `M = SSᵀ`; at a bottleneck of `R` features `R` of them are enough.
-- `approx`:  `diag(M)` alone, as if the features of a layer were uncorrelated. Time and memory are those of an ordinary
-  backward pass, linear in the number of pixels.
+- `approx`:  `diag(M)` alone, as if a layer's features were uncorrelated, at the cost of an ordinary backward pass.
 - `mixed`:   `M` where a tensor has at most `threshold` features per example, `diag(M)` elsewhere.
 
 `exact` by the columns of `fit_curvature` takes over where a weight is used in a way that has no rule here, or where no
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,26 +23,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.accumulate import make_accumulator
+from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Probe, Signature, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
 from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
+from lightning_bayes.curvature.output_checks import check_finite, check_output
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.subset import Subset
 
 MODES = ("auto", "exact", "approx", "mixed")
 THRESHOLD = 256  # features per example up to which "mixed" carries the whole matrix
 
 
 class BatchDiagonal:
-    """`diag Σₙ JₙᵀΛₙJₙ` of the weights of `subset`, batch by batch. The network is left as it was.
-
-    The first batch shows which way is the cheapest; what cannot be done is refused with it, by name.
-    """
+    """`diag Σₙ JₙᵀΛₙJₙ` of the weights of `subset`, batch by batch. The first batch shows which way is the cheapest;
+    what cannot be done is refused with it, by name."""
 
     def __init__(
         self,
@@ -86,10 +85,7 @@ class BatchDiagonal:
 
     def _by_columns(self, plan: Plan, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         """The path of `fit_curvature`, for this batch alone."""
-        first = next(iter(self.subset.parameters(network).values()))
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        accumulator = make_accumulator("diag", plan, "expand", dtype, first.device)
-        total = CurvatureSum(network, plan, accumulator, self.likelihood)
+        total = CurvatureSum(network, plan, self.likelihood)
         with torch.enable_grad():
             total.add(x, y)
         return total.finish().structure.diagonal()
@@ -107,6 +103,30 @@ class BatchDiagonal:
         return self.subset.narrow(torch.cat([d.reshape(-1) for d in diagonals]))
 
 
+class DiagonalSum(CurvatureSum):
+    """The fast diagonals of all batches: `fit_curvature(..., hessian="approx")`."""
+
+    def __init__(
+        self, network: nn.Module, plan: Plan, likelihood: Likelihood, hessian: str, processes: Processes | None
+    ) -> None:
+        super().__init__(network, plan, likelihood, processes=processes)
+        self._of_batch = BatchDiagonal(network, replace(plan.subset, mask=None), likelihood, hessian)
+
+    def blocks(self) -> list[tuple[str, str]]:
+        return [(name, f"{self._of_batch.mode} diagonal") for name in self._plan.subset.names]
+
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        diagonal = self._of_batch(x, y)  # first, on a copy of x: the network may write into its input
+        f = inputs.call(self._network, x)
+        check_output(f, inputs.batch_size(x))
+        outputs = f.detach()
+        check_finite(outputs, x, self._batches)
+        assert isinstance(self._accumulator, DiagonalAccumulator)
+        self._accumulator.add_diagonal(diagonal)
+        self._add_gradient(f, -self._likelihood.residual(outputs, y))
+        return outputs
+
+
 def choose_mode(network: nn.Module, subset: Subset, likelihood: Likelihood, x: Any, threshold: float) -> str:
     """For "auto": "exact" where `M` is never large, else "mixed"; refuses, by name, what "mixed" has no rule for."""
     network = unwrap(network)
@@ -122,7 +142,7 @@ def _rehearse(network: nn.Module, subset: Subset, few: Probe, threshold: float) 
     """The walk for the few examples of a probe, with `Λ = I`, to raise what it raises; whether it merges columns."""
     f, kinds = few.f, few.signature.kinds_of(few.ops)
     walk = Walk(few.ops, f, kinds, threshold, subset.parameters(network).values())
-    merges = walk.merges(f[0].numel())
+    merges = bool(walk.stops(f[0].numel()))
     if merges or threshold < math.inf:
         walk.from_diagonal(torch.ones_like(f, dtype=torch.promote_types(f.dtype, torch.float32)))
     return merges
@@ -136,4 +156,4 @@ def _or_zeros(d: Tensor | None, p: Tensor) -> Tensor:
 
 def _own(x: Any) -> Any:
     """A copy of the input, because a network may write into it; without gradients of its own."""
-    return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, x)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), x)

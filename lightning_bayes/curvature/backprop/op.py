@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_bayes.curvature.gradients import disagreeing, quiet
-from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.curvature.recorder import Version
+from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.inputs import tensors
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
-from lightning_bayes.network.version import Version
 
 
 class RuleError(CurvatureError):
@@ -89,10 +90,6 @@ class Op:
 
 def swapped(tree: Any, replacements: dict[int, Tensor]) -> Any:
     return pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), tree)
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _grad(

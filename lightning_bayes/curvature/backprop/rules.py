@@ -7,9 +7,7 @@ The squared Jacobian `J ∘ J` is never built:
 - elementwise (activations): `φ′(x)² d`, summed where an input was broadcast;
 - bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared, which
   for a convolution is the transposed convolution with the squared kernel;
-- averages and interpolations: see `averages`; norms over features, and softmax: see `norms`.
-
-Where a tensor is used twice, as in a residual sum, the parts are added, and their cross terms dropped.
+- averages, interpolations, norms over features, and softmax: see `dense_rules`.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.backprop.averages import average_pool, interpolate, mean
-from lightning_bayes.curvature.backprop.norms import group_norm, layer_norm, softmax
+from lightning_bayes.curvature.backprop import dense_rules
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.functional_calls import CONVOLUTIONS, layer_of
 from lightning_bayes.curvature.layers import Convolution, TransposedConvolution
@@ -40,7 +37,6 @@ ELEMENTWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 SUMS = frozenset({"add", "sub", "__rsub__", "rsub", "subtract"})
-GATES = frozenset({"glu"})
 SELECTION = frozenset(
     """
     view reshape flatten unflatten ravel permute transpose t T mT H mH adjoint movedim moveaxis swapaxes swapdims
@@ -185,7 +181,8 @@ def convolution_backward(op: Op) -> Callable[[Tensor, Tensor, Tensor, list[bool]
         padding, transposed, output_padding = tuple(n for n, _ in layer.padding), False, (0,) * len(layer.padding)
     else:
         return None
-    options = ([prod(layer.rows)], layer.stride, padding, layer.dilation, transposed, output_padding, layer.groups)
+    biases = prod(layer.weight.permuted_shape[:2])
+    options = ([biases], layer.stride, padding, layer.dilation, transposed, output_padding, layer.groups)
     return lambda g, x, W, mask: torch.ops.aten.convolution_backward(g, x, W, *options, mask)
 
 
@@ -238,19 +235,19 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(SELECTION, selection),
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SUMS, _sum),
-    **dict.fromkeys(GATES, _gate),
-    **dict.fromkeys(POOLS, average_pool),
+    **dict.fromkeys(POOLS, dense_rules.average_pool),
     **dict.fromkeys(PRODUCTS, _product),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     "linear": _linear,
     "prelu": _prelu,
-    "mean": mean,
-    "interpolate": interpolate,
+    "glu": _gate,
+    "mean": dense_rules.mean,
+    "interpolate": dense_rules.interpolate,
     "batch_norm": _batch_norm,
-    "layer_norm": layer_norm,
-    "group_norm": group_norm,
-    "instance_norm": group_norm,
-    "softmax": softmax,
-    "log_softmax": softmax,
+    "layer_norm": dense_rules.layer_norm,
+    "group_norm": dense_rules.group_norm,
+    "instance_norm": dense_rules.group_norm,
+    "softmax": dense_rules.softmax,
+    "log_softmax": dense_rules.softmax,
     "embedding": selection,
 }

@@ -1,10 +1,8 @@
 """The operations of one forward pass, in order, with what went in and came out.
 
-A `TorchFunctionMode` sees each operation as the network's author wrote it: `F.softsign` is one, and not the absolute
-value, sum and quotient that it is made of. Autograd's graph is built beside it: it knows what depends on the parameters
-(a detached tensor does not), and has the backward pass of each operation.
-
-The network computes what it always does. Where it overwrites a tensor in place, the tape keeps the old values.
+A `TorchFunctionMode` sees each operation as the network's author wrote it: `F.softsign` is one, not its parts. The
+graph that autograd builds beside it knows what depends on the parameters, and has each operation's backward pass. The
+network computes what it always does. Where it overwrites a tensor in place, the tape keeps the old values.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped, tensors
-from lightning_bayes.network.version import Version
+from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped
+from lightning_bayes.curvature.recorder import Version
+from lightning_bayes.network.inputs import tensors
 
 
 class Tape(TorchFunctionMode):
@@ -37,9 +36,9 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = list({id(t): t for t in tensors((args, kwargs))}.values())
-        if not any(t.requires_grad for t in given):
-            return func(*args, **kwargs)
         tracked = [t for t in given if t.requires_grad]
+        if not tracked:
+            return func(*args, **kwargs)
         for t in tracked:
             self._check(t)
         name = _name(func)
@@ -104,7 +103,8 @@ class Tape(TorchFunctionMode):
             for source in list(self._known.values()):
                 edge = torch.autograd.graph.get_gradient_edge(source)
                 if edge.node is node and edge.output_nr == number:
-                    self._add(Op(_same, (source,), {}, "view_as", [t], [0], [source], [], False, self._where()))
+                    args = (source, source)
+                    self._add(Op(Tensor.view_as, args, {}, "view_as", [t], [0], [source], [], False, self._where()))
                     return
         raise RuleError(
             f"there is no rule to back-propagate a diagonal through {origin}{self._where()}, of shape "
@@ -181,7 +181,3 @@ def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
         return func
     owners = [owner for owner in (Tensor, torch, F) if hasattr(owner, name) and hasattr(owner, name[:-1])]
     return getattr(owners[0], name[:-1]) if owners and name not in ("copy_", "fill_", "set_", "zero_") else None
-
-
-def _same(t: Tensor) -> Tensor:
-    return t.view_as(t)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.tape import Tape, running_modules
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
-from lightning_bayes.network import inputs
-from lightning_bayes.network.subset import Subset
+from lightning_bayes.network import Subset, inputs
 
 
 class Kind(Enum):

@@ -11,7 +11,7 @@ cross terms are lost.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,11 +28,11 @@ from lightning_bayes.curvature.backprop.columns import (
     gathered,
     mixes,
     spread,
+    weights_diagonal,
 )
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import squared_backward
 from lightning_bayes.curvature.backprop.trace import Kind
-from lightning_bayes.curvature.backprop.weights import weights_diagonal
 from lightning_bayes.curvature.output_columns import root_columns
 
 
@@ -63,29 +63,24 @@ class Carried:
 
 
 class Walk:
-    """From the output `f` back to the parameters, whose diagonals it adds up in `diagonals` by their `id`.
-
-    A tensor is whole if it has at most `threshold` features per example. With a threshold of infinity the result is
-    exact, or there is an error. The walk consumes the operations.
-    """
+    """From the output `f` back to the parameters, whose diagonals it adds up in `diagonals` by their `id`. A tensor is
+    whole if it has at most `threshold` features per example. With a threshold of infinity the result is exact, or there
+    is an error. The walk consumes the operations."""
 
     def __init__(
         self, ops: list[Op], f: Tensor, kinds: dict[int, Kind], threshold: float, parameters: Iterable[Tensor]
     ) -> None:
         self._ops, self._kinds, self._threshold = ops, kinds, threshold
+        self._exact = threshold == math.inf
         self.diagonals: dict[int, Tensor | None] = {id(p): None for p in parameters}
         self._B, self._output = len(f), id(f)  # an id, because the tensor would keep the whole graph alive
         self.output_is_whole = self._is_whole(f)
-        self._at: dict[int, Carried] = {}
+        self._at: defaultdict[int, Carried] = defaultdict(Carried)
         self._cuts, self._cost = find_cuts(ops, f, kinds) if threshold > 0 else ([], 0.0)
         if self._exact:
             uses = Counter(id(t) for op in ops for t in op.tracked)
             if any(uses[p] > 1 for p in self.diagonals):
                 raise RuleError("a layer that is used twice has cross terms, which this walk drops")
-
-    def merges(self, K: int) -> bool:
-        """Whether it pays to merge `K` columns at the output somewhere on the way."""
-        return bool(self._stops(K))
 
     def from_diagonal(self, d: Tensor) -> None:
         K = d.numel() // self._B
@@ -96,10 +91,6 @@ class Walk:
         K = len(S) * (S[0, 0, 0].numel() if S.ndim > 3 else 1)
         size = self._size(self._count(K), S)
         self._run((Carried(columns=part, basis=object()) for part in root_columns(S, size)), K)
-
-    @property
-    def _exact(self) -> bool:
-        return self._threshold == math.inf
 
     def _is_whole(self, t: Tensor) -> bool:
         if self._exact:
@@ -112,15 +103,15 @@ class Walk:
 
     def _run(self, parts: Iterator[Carried], K: int) -> None:
         """From stop to stop."""
-        stops, done, key = self._stops(K), 0, self._output
+        stops, done, key = self.stops(K), 0, self._output
         for n, stop in enumerate(stops):
             arrived = self._sweep(stop.position - done, key, parts, stop)
             done, key = stop.position, stop.key
             parts = self._parts(arrived, stops[n + 1].position - done if n + 1 < len(stops) else len(self._ops))
         self._sweep(len(self._ops), key, parts, None)
 
-    def _stops(self, K: int) -> list[Cut]:
-        """The cuts at which columns are merged, and those behind which the form is another one."""
+    def stops(self, K: int) -> list[Cut]:
+        """The cuts at which `K` columns of the output are merged, and those behind which the form is another one."""
         stops: list[Cut] = []
         groups = [list(group) for _, group in groupby(self._cuts, key=lambda cut: cut.features <= self._threshold)]
         for n, group in enumerate(groups):
@@ -132,7 +123,7 @@ class Walk:
 
     def _count(self, K: int) -> int:
         """The operations up to the first stop."""
-        stops = self._stops(K)
+        stops = self.stops(K)
         return stops[0].position if stops else len(self._ops)
 
     def _sweep(self, count: int, key: int, parts: Iterator[Carried], end: Cut | None) -> Carried:
@@ -223,18 +214,12 @@ class Walk:
         elif self._exact and self._is_shared(t):
             raise RuleError(f"a weight of shape {tuple(t.shape)} is made of parameters, which this walk cannot follow")
         else:
-            self._join(t, Carried(diagonal=d))
+            self._at[id(t)].add(Carried(diagonal=d))
 
     def _arrive_columns(self, features: list[Tensor], columns: list[Tensor], basis: object) -> None:
         for t, S in zip(features, columns, strict=True):
             whole = self._is_whole(t)
-            self._join(t, Carried(columns=S, basis=basis) if whole else Carried(diagonal=S.square().sum(0)))
-
-    def _join(self, t: Tensor, carried: Carried) -> None:
-        if id(t) in self._at:
-            self._at[id(t)].add(carried)
-        else:
-            self._at[id(t)] = carried
+            self._at[id(t)].add(Carried(columns=S, basis=basis) if whole else Carried(diagonal=S.square().sum(0)))
 
 
 def _is_map(op: Op, features: list[Tensor]) -> bool:

@@ -1,13 +1,16 @@
-"""The rules of averages and interpolations, whose Jacobians have entries other than 0 and 1.
+"""The rules of operations whose Jacobians have entries other than 0 and 1, and squares that are still cheap.
 
 - All weights of an average are equal, so that `J ∘ J = diag(w) J` with the weight `w` of each output.
 - An interpolation is separable, `J = A₁ ⊗ A₂ ⊗ …` with a matrix for each dimension, and so is its square.
+- A norm `γ x̂ + β`, `x̂ = (x − μ)/s` over `D` features, has `J_ij = (γ_i/s)(δ_ij − (1 + x̂_i x̂_j)/D)`. With
+  `w = γ² d/s²`, `(J ∘ J)ᵀd` is `w_j (1 − 2(1 + x̂_j²)/D) + Σ_i w_i (1 + x̂_i x̂_j)²/D²`, and the last sum is a polynomial
+  in `x̂_j` with coefficients `Σw`, `2Σwx̂`, `Σwx̂²`.
+- `softmax` has `J_ij = p_i (δ_ij − p_j)`, `log_softmax` has `J_ij = δ_ij − p_j`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -66,6 +69,31 @@ def interpolate(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tenso
     return [d_in]
 
 
+def layer_norm(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    shape = tuple(op.argument("normalized_shape", 1))
+    rows = op.argument("input", 0).shape[: -len(shape)]
+    return _norm(op, d[0], inputs, shape, (*rows, -1), (2, 3, 4))
+
+
+def group_norm(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Also `instance_norm`, in which every channel is a group."""
+    x = op.argument("input", 0)
+    instances = op.name == "instance_norm"
+    groups = x.shape[1] if instances else op.argument("num_groups", 1)
+    laid = (1, x.shape[1], *[1] * (x.ndim - 2))
+    return _norm(op, d[0], inputs, laid, (len(x), groups, -1), (3, 4, 7) if instances else (2, 3, 4))
+
+
+def softmax(op: Op, d: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    dim, t = op.argument("dim", 1), d[0]
+    p = op.outputs[0].to(t.dtype)
+    if op.name == "log_softmax":
+        p = p.exp()
+        return [t * (1 - 2 * p) + p.square() * t.sum(dim, keepdim=True)]
+    w = t * p.square()
+    return [w * (1 - 2 * p) + p.square() * w.sum(dim, keepdim=True)]
+
+
 def _matrix(op: Op, mode: str, i: int, size: int, places: int) -> Tensor:
     """One dimension of an interpolation: what it does to unit vectors, as images of height one."""
     scale = op.argument("scale_factor", 2)
@@ -90,7 +118,30 @@ def _weighted(op: Op, d: Tensor) -> list[Tensor]:
 
 def _outer(counts: list[Tensor]) -> Tensor:
     """The product of one number per place of each dimension.  # n of [size] -> [*sizes]"""
-    return prod(
-        (c.view([-1 if k == i else 1 for k in range(len(counts))]) for i, c in enumerate(counts)),
-        start=torch.ones((), dtype=torch.long, device=counts[0].device),
-    )
+    return torch.stack(torch.meshgrid(counts, indexing="ij")).prod(0)
+
+
+def _norm(
+    op: Op, d: Tensor, inputs: Sequence[Tensor], laid: tuple[int, ...], rows: tuple[int, ...], places: tuple[int, ...]
+) -> list[Tensor]:
+    """`laid` is the shape in which scale and shift broadcast, `rows` one in which the last dimension is normalised, and
+    `places` are those of scale, shift and ε among the arguments."""
+    x, eps = op.argument("input", 0), op.argument("eps", places[2], 1e-5)
+    γ, β = op.argument("weight", places[0]), op.argument("bias", places[1])
+    flat = x.to(d.dtype).reshape(rows)
+    variance, μ = torch.var_mean(flat, -1, correction=0, keepdim=True)
+    inverse = (variance + eps).rsqrt()
+    x̂ = (flat - μ) * inverse  # [*rows, D]
+
+    def of_input() -> Tensor:
+        w = (d if γ is None else d * γ.reshape(laid).to(d.dtype).square()).reshape(rows) * inverse.square()
+        D = x̂.shape[-1]
+        S0, S1, S2 = (t.sum(-1, keepdim=True) for t in (w, w * x̂, w * x̂.square()))
+        return (w * (1 - 2 * (1 + x̂.square()) / D) + (S0 + 2 * S1 * x̂ + S2 * x̂.square()) / D**2).reshape(x.shape)
+
+    diagonals = {
+        id(x): of_input,
+        id(γ): lambda: (x̂.reshape(x.shape).square() * d).sum_to_size(laid).reshape(γ.shape),
+        id(β): lambda: d.sum_to_size(laid).reshape(β.shape),
+    }
+    return [diagonals[id(t)]() for t in inputs]
