@@ -18,7 +18,7 @@ from .base import Likelihood
 from .bernoulli import Bernoulli
 from .gaussian import Gaussian
 from .heteroscedastic import HeteroscedasticGaussian
-from .outputs import LikelihoodError, UnknownLikelihoodError
+from .outputs import LikelihoodError
 from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "Likelihood",
     "LikelihoodError",
     "Predictive",
-    "UnknownLikelihoodError",
     "resolve",
 ]
 

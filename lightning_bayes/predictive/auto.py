@@ -66,7 +66,7 @@ def tune_auto(
     flag("calibrate", calibrate)
     word("of", of, PLACES)
     scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
-    posterior.likelihood.choose_link(link)
+    scoring.check(posterior.likelihood)
     if loader is None:
         return without_held_out_data(posterior)
     return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()

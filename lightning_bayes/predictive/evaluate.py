@@ -74,23 +74,18 @@ def score_loaders(
     `split(batch, is_ood)` is `(x, y)`, where y may be None if the batch is out-of-distribution; the keys of
     `ood_loaders` are their names in a message.
     """
-    table, batches, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0, 0
+    table, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0
     with preserved_rng():  # a shuffling loader draws from the global generator
-        for batch in loader:
-            x, y = split(batch, False)
-            for name, predict in predictors.items():
-                table.update(name, predict(x), y)
-            batches, targets = batches + 1, targets + (0 if y is None else likelihood.n_targets(y))
-        if not targets:
-            why = "all targets are marked as unknown (ignore_index)" if batches else "the loader is empty"
-            raise DataError(f"{why}: evaluate needs at least one (x, y) to score")
-        for number, (words, others) in enumerate(ood_loaders.items(), start=1):
-            batches = 0
-            for batch in others:
-                x, _ = split(batch, True)
+        for number, (words, batches) in enumerate([("the loader", loader), *ood_loaders.items()]):
+            is_empty, is_ood = True, number > 0
+            for batch in batches:
+                x, y = split(batch, is_ood)
                 for name, predict in predictors.items():
-                    table.update(name, predict(x), None, number)
-                batches += 1
-            if not batches:
+                    table.update(name, predict(x), y, number)
+                is_empty, targets = False, targets + (0 if is_ood or y is None else likelihood.n_targets(y))
+            if is_ood and is_empty:
                 raise DataError(f"{words} is empty: it needs at least one batch of inputs")
+            if not targets:
+                why = "the loader is empty" if is_empty else "all targets are marked as unknown (ignore_index)"
+                raise DataError(f"{why}: evaluate needs at least one (x, y) to score")
     return {key: float(value) for key, value in table.compute().items()}

@@ -46,7 +46,7 @@ def grid(
     count("size", size, 2)
     check_loader(loader)
     scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
-    likelihood.choose_link(link)
+    scoring.check(likelihood)
     _check_metric(metric)
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
     if higher is None:

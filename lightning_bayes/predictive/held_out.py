@@ -45,6 +45,9 @@ class Scoring:
         check_seed("seed", self.seed)
         word("of", self.of, (*PLACES, None))
 
+    def check(self, likelihood: Likelihood) -> None:
+        likelihood.choose_link(self.link)  # an unknown link is an error with every predictive
+
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
         if self.predictive != "glm":
             return law.choose_link(likelihood, None)
@@ -134,7 +137,7 @@ def held_out_laws(
     posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
     """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
-    posterior.likelihood.choose_link(scoring.link)  # an unknown link is an error with every predictive
+    scoring.check(posterior.likelihood)
     present = [P for P in precisions if P is not None]
     targets = []
     with preserved_rng():

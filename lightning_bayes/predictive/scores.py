@@ -34,7 +34,7 @@ class ScoreTable:
     def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
         self._likelihood, self._device, self._n_ood = likelihood, device, n_ood
         self._scores: dict[tuple[str, int], Scores] = {}  # by predictor and dataloader
-        self._ood_scores: dict[tuple[str, int], OODScores] = {}
+        self._ood_scores: dict[tuple[str, int, str], OODDetection] = {}  # by predictor, dataloader and kind of score
 
     def is_ood(self, dataloader: int) -> bool:
         return 1 <= dataloader <= self._n_ood
@@ -42,10 +42,13 @@ class ScoreTable:
     def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
         """With the predictions of a batch; its targets may be None where `is_ood`."""
         is_ood = self.is_ood(dataloader)
-        # The plain network knows nothing epistemic: its entropy is all there is.
-        kinds = ("entropy",) if predictor == "map" else ("entropy", "epistemic")
+        scores = {"entropy": prediction.entropy_score}
+        if predictor != "map":  # the plain network knows nothing epistemic
+            scores["epistemic"] = prediction.epistemic_score
         for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
-            self._ood_scores.setdefault((predictor, number), OODScores(self._device, kinds)).update(prediction, is_ood)
+            for kind, score in scores.items():
+                metric = self._ood_scores.setdefault((predictor, number, kind), OODDetection().to(self._device))
+                metric.update(score, torch.full((len(score),), is_ood, device=score.device))
         if not is_ood:
             assert y is not None
             if prediction.probs is not None:  # probabilities have the shape of the outputs; targets may be one-hot
@@ -57,8 +60,9 @@ class ScoreTable:
         numbers: dict[str, Tensor] = {}
         for (predictor, number), scores in self._scores.items():
             numbers.update(_named(scores.compute(), predictor, number))
-        for (predictor, number), ood_scores in self._ood_scores.items():
-            numbers.update(_named(ood_scores.compute(), predictor, number if self._n_ood > 1 else 0))
+        for (predictor, number, kind), metric in self._ood_scores.items():
+            auroc = {f"ood_auroc_{kind}": metric.compute()["auroc"]}
+            numbers.update(_named(auroc, predictor, number if self._n_ood > 1 else 0))
         return numbers
 
     def pictures(self) -> Iterator[tuple[str, Metric]]:
@@ -139,18 +143,3 @@ class Scores:
             # In float64 whatever the default, which a Trainer in half precision changes.
             self._metrics = {name: kind().set_dtype(torch.float64).to(self._device) for name, kind in kinds.items()}
         return self._metrics
-
-
-class OODScores:
-    """How well entropy and epistemic variance tell one dataset from another."""
-
-    def __init__(self, device: torch.device, kinds: tuple[str, ...]) -> None:
-        self._metrics = {name: OODDetection().to(device) for name in kinds}
-
-    def update(self, prediction: Prediction, is_ood: bool) -> None:
-        for name, metric in self._metrics.items():
-            score = prediction.entropy_score if name == "entropy" else prediction.epistemic_score
-            metric.update(score, torch.full((len(score),), is_ood, device=score.device))
-
-    def compute(self) -> dict[str, Tensor]:
-        return {f"ood_auroc_{name}": metric.compute()["auroc"] for name, metric in self._metrics.items()}
