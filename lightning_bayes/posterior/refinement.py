@@ -141,6 +141,11 @@ def _around(
     numbers = iter(range(len(batches)))
 
     def likelihood_at(x: Any, f: Tensor) -> Likelihood:
+        if f.ndim > 2:
+            raise PosteriorError(
+                f"refinement is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: refine a "
+                "network with one label per example"
+            )
         move = linearised_outputs(posterior, x, shift) - f
         own = posterior.likelihood if likelihoods is None else likelihoods[next(numbers)]
         if isinstance(own, ExpectedLikelihood):

@@ -159,6 +159,14 @@ def test_a_refined_posterior_survives_its_file(tmp_path: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_dense_outputs_are_refused() -> None:
+    network = nn.Conv2d(1, 2, 3).double()
+    x, y = torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.randint(0, 2, (5, 2, 2))
+    posterior = fit_laplace(network, [(x, y)], "classification", prior_precision=δ)
+    with pytest.raises(PosteriorError, match=r"outputs \[B\] and \[B, C\], but .* shape \[5, 2, 2, 2\]"):
+        posterior.refine([(x, y)], passes=3)
+
+
 def test_what_has_no_convex_linear_model_is_refused() -> None:
     network, x, _, _ = problem("regression")
     network[2] = nn.Linear(4, 2).double()
