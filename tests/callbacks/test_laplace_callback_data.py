@@ -173,7 +173,7 @@ def test_several_training_loaders_are_refused_before_training(tmp_path: Path, ki
     loaders = [train_loader(), train_loader(11)]
     model = Both()
     before = model.net[0].weight.clone()
-    with pytest.raises(DataError, match=r"2 training dataloaders .* fit_now\(trainer, module, dataloader\)"):
+    with pytest.raises(DataError, match=r"2 training dataloaders, .* fit_now\(trainer, module, dataloader\)"):
         trainer(tmp_path, laplace()).fit(model, loaders if kind == "list" else dict(zip("ab", loaders, strict=True)))
     assert torch.equal(before, model.net[0].weight)
 

@@ -205,12 +205,12 @@ def test_a_plain_gaussian_has_no_evidence() -> None:
     posterior = GaussianPosterior(
         laplace.network, laplace.subset, laplace.likelihood, laplace.mean, laplace.precision, 7, laplace.fingerprint
     )
-    words = "GaussianPosterior does not keep curvature and prior apart and so has not {}; fit_laplace gives"
-    with pytest.raises(PosteriorError, match=words.format("an evidence")):
+    words = "GaussianPosterior does not keep curvature and prior apart and so has no {}; fit_laplace gives"
+    with pytest.raises(PosteriorError, match=words.format("evidence")):
         posterior.log_marginal_likelihood()
-    with pytest.raises(PosteriorError, match=words.format("a prior to change")):
+    with pytest.raises(PosteriorError, match=words.format("prior to change")):
         posterior.with_prior(1.0)
-    with pytest.raises(PosteriorError, match=words.format("a prior to tune")):
+    with pytest.raises(PosteriorError, match=words.format("prior to tune")):
         posterior.tune_prior()
 
 
