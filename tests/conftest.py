@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,13 @@ DATA_VARIABLE = "LIGHTNING_BAYES_DATA"
 def pytest_configure() -> None:
     # The tests' tensors are tiny: handing them to a second thread costs more than it saves.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test draws the same numbers, whichever tests ran before it in the same process."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(scope="session")

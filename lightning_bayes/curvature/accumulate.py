@@ -155,7 +155,8 @@ class FullAccumulator(JacobianAccumulator):
         bad = (~self._block.sums[0][0].diagonal().isfinite()).nonzero()
         if not len(bad):
             return None
-        place = int(bad[0] if subset.mask is None else subset.mask[bad[0]])
+        place = int(bad[0])
+        place = place if subset.mask is None else int(subset.mask[place])
         return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
 
     def finish(self, processes: Processes) -> Dense:

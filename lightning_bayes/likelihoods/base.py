@@ -44,7 +44,7 @@ class Likelihood(ABC):
     is_convex: ClassVar[bool] = True  # whether −log p(y | f) is convex in f
     has_diagonal_fisher: ClassVar[bool] = False  # then `fisher_diagonal` is all of Λ, and the root is never built
     ignore_index: int | None = None  # the target that marks positions without one
-    noise_std: float | Tensor | None = None  # σ, where `log p` has `½ ‖(y − f)/σ‖²` and σ can be tuned
+    noise_std: float | Tensor | None = None  # σ, where `log p` has `½ ‖(y − f)/σ‖²`
 
     NAMES: ClassVar[dict[str, type[Likelihood]]] = {}
     WORDS: ClassVar[dict[str, type[Likelihood]]] = {}
@@ -53,8 +53,17 @@ class Likelihood(ABC):
         super().__init_subclass__()
         register(Likelihood.NAMES, cls, "name")
         register(Likelihood.WORDS, cls, "word")
-        if "fisher_root" in cls.__dict__ and "has_diagonal_fisher" not in cls.__dict__:
-            cls.has_diagonal_fisher = False  # that of the parent says nothing of a new root
+        root, flag = (
+            next(i for i, kind in enumerate(cls.__mro__) if name in vars(kind))
+            for name in ("fisher_root", "has_diagonal_fisher")
+        )
+        if root < flag:
+            cls.has_diagonal_fisher = False  # what an older class says is not of this root
+
+    @property
+    def tunable_noise(self) -> float | Tensor | None:
+        """`σ`, where `with_noise` can change it."""
+        return None if type(self).with_noise is Likelihood.with_noise else self.noise_std
 
     @property
     def has_probs(self) -> bool:

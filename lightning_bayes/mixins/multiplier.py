@@ -119,7 +119,9 @@ def _schedulers_of(optimizer: Optimizer, trainer: Trainer) -> list[Any]:
 
 def _warn_of_plan(trainer: Trainer) -> None:
     """When training starts: too few steps, even if all had the highest learning rate that is known."""
-    steps = math.inf if is_dev_run(trainer) else trainer.estimated_stepping_batches
+    if is_dev_run(trainer) or not any(_bounded_groups(optimizer) for optimizer in trainer.optimizers):
+        return
+    steps = trainer.estimated_stepping_batches  # which loads the training data
     if not 1 <= steps < math.inf:
         return
     for optimizer in trainer.optimizers:

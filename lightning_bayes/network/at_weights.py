@@ -44,9 +44,20 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwarg
     named = chain(module.named_parameters(), module.named_buffers())
     values = {id(t): tensors[name] for name, t in named if name in tensors}
     places = {
-        f"{prefix}.{name}" if prefix else name: values[id(t)]
+        ".".join(filter(None, ("module", prefix, name))): values[id(t)]
         for prefix, owner in module.named_modules()
         for name, t in chain(owner._parameters.items(), owner._buffers.items())
         if id(t) in values
     }
-    return functional_call(module, places, args, kwargs, tie_weights=False)
+    return functional_call(_Inside(module), places, args, kwargs, tie_weights=False)
+
+
+class _Inside(nn.Module):
+    """A module inside another: a functional call refuses a scripted or a `DataParallel` one at the top."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

@@ -155,7 +155,8 @@ class GaussianPosterior:
 
         Args:
             loader: held-out batches `(x, y)`.
-            predictive, samples: as in `predict`.
+            predictive: as in `predict`.
+            samples: as in `predict`.
             link: as in `predict`; by default the one that is best with a temperature.
             seed: of what is drawn.
             of: the temperature's place: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`, which can

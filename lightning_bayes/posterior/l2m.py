@@ -121,9 +121,9 @@ def fisher_factor(n_data: int, batch_size: float) -> float:
 
 def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
-    if likelihood.noise_std is None:
+    if likelihood.tunable_noise is None:
         return 1 / n_outputs
-    σ = torch.as_tensor(likelihood.noise_std, dtype=torch.float64)
+    σ = torch.as_tensor(likelihood.tunable_noise, dtype=torch.float64)
     if σ.numel() > 1:
         raise PosteriorError(
             "no mean squared error corresponds to a noise_std per output: pass loss_scale= (1 if the loss is the mean "

@@ -181,7 +181,7 @@ class LaplacePosterior(GaussianPosterior):
             )
         n = self.curvature.n_outputs
         least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
-        least = least if self.likelihood.noise_std is None else least + n * ρ.log()
+        least = least if self.likelihood.tunable_noise is None else least + n * ρ.log()
         return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
     def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
@@ -290,7 +290,7 @@ class LaplacePosterior(GaussianPosterior):
     def _log_likelihood_at(self, ρ: Tensor) -> Tensor:
         """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
         fitted = self._known_log_likelihood()
-        if self.likelihood.noise_std is None:
+        if self.likelihood.tunable_noise is None:
             return fitted
         ρ = ρ.cpu().double()
         return fitted + 0.5 * self.squared_error * (1 - ρ**-2) - self.curvature.n_outputs * ρ.log()
@@ -303,7 +303,7 @@ class LaplacePosterior(GaussianPosterior):
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         if error is not None:
             return error.clamp(min=n * eps**2)
-        log_σ = torch.as_tensor(self.likelihood.noise_std, dtype=torch.float64).log().mean().cpu()
+        log_σ = torch.as_tensor(self.likelihood.tunable_noise, dtype=torch.float64).log().mean().cpu()
         error = -2 * (self._known_log_likelihood() + n * (log_σ + 0.5 * math.log(2 * math.pi)))
         return error.clamp(min=n * eps)
 
@@ -311,14 +311,14 @@ class LaplacePosterior(GaussianPosterior):
         """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""
         if noise_std is None:
             return torch.ones_like(self.mean[0])
-        if self.likelihood.noise_std is None:
+        if self.likelihood.tunable_noise is None:
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
         vector("noise_std", noise_std, LikelihoodError)
         σ, new = (
             torch.as_tensor(s, dtype=self.mean.dtype, device=self.device)
-            for s in (self.likelihood.noise_std, noise_std)
+            for s in (self.likelihood.tunable_noise, noise_std)
         )
         self.likelihood.with_noise(new.detach())  # which refuses what is not positive
         comparable = new.shape == σ.shape or not (new.ndim and σ.ndim)

@@ -192,7 +192,7 @@ def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
     """`σ` of a Gaussian likelihood."""
-    σ = posterior.likelihood.noise_std
+    σ = posterior.likelihood.tunable_noise
     return None if σ is None else torch.as_tensor(σ, dtype=posterior.mean.dtype, device=posterior.device)
 
 

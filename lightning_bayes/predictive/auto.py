@@ -83,8 +83,8 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The prior, and a regression's noise, that the training data alone choose."""
-    if posterior.likelihood.noise_std is not None:
-        σ = torch.as_tensor(posterior.likelihood.noise_std).to(posterior.mean)
+    if posterior.likelihood.tunable_noise is not None:
+        σ = torch.as_tensor(posterior.likelihood.tunable_noise).to(posterior.mean)
         training_noise = σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ)
         return marglik(posterior.with_noise(training_noise), per_layer=False, noise=False)
     classes = posterior.likelihood.has_probs
@@ -197,7 +197,7 @@ class NoiseChoice(Choice):
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
         factor = float(self.ratio[examples].mean())
         if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
-            s, σ = max(factor, 1.0), torch.as_tensor(self.posterior.likelihood.noise_std)
+            s, σ = max(factor, 1.0), torch.as_tensor(self.posterior.likelihood.tunable_noise)
             return self.posterior.with_noise(σ * s**0.5).with_prior(self.posterior.prior_precision / s)
         if not self.calibrate:
             return self.posterior
@@ -209,7 +209,9 @@ class NoiseChoice(Choice):
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
     """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
-    scales = posterior.likelihood.noise_std is not None and posterior.noise_power == -2 and posterior.damping is None
+    scales = (
+        posterior.likelihood.tunable_noise is not None and posterior.noise_power == -2 and posterior.damping is None
+    )
     return scales and posterior.curvature.knows_likelihood
 
 

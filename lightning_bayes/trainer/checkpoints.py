@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,8 +51,22 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
     """
     finish_writing(trainer)
     current = module.state_dict()  # on all processes, because metrics may gather theirs
+    stored, error = [], None
+    try:
+        stored = _stored(trainer, current, key, name) if trainer.is_global_zero else []
+    except Exception as raised:  # whatever it is: the other processes wait to hear of it
+        error = raised
+    stored, problem = trainer.strategy.broadcast((stored, None if error is None else " ".join(str(error).split())))
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise CheckpointError(f"the checkpoints of this run cannot be read: {problem}")
+    return stored
+
+
+def _stored(trainer: Trainer, current: dict[str, Any], key: str, name: str) -> list[Stored]:
     stored: list[Stored] = []
-    for path, role in _roles(trainer).items() if trainer.is_global_zero else ():
+    for path, role in _roles(trainer).items():
         checkpoint = _read_or_warn(trainer, path)
         if checkpoint is None:
             continue
@@ -63,7 +76,7 @@ def survey(trainer: Trainer, module: LightningModule, key: str, name: str) -> li
         state = (checkpoint.get("callbacks") or {}).get(key) or {}
         has_posterior = state.get("posterior") is not None or exists(beside(path, name))
         stored.append(Stored(path, role, digest, in_memory, has_posterior))
-    return trainer.strategy.broadcast(stored)
+    return stored
 
 
 def _roles(trainer: Trainer) -> dict[str, str]:
@@ -160,7 +173,7 @@ def weights_of(trainer: Trainer, module: LightningModule, path: str) -> Iterator
                 error = raised
         problem = trainer.strategy.broadcast(None if error is None else " ".join(str(error).split()))
         if problem is not None:
-            if error is not None and not _is_unreadable(error):
+            if error is not None and is_out_of_memory(error):
                 raise error
             raise CheckpointError(f"the weights of {path} cannot be loaded, so it gets no posterior: {problem}")
         share(tensors)  # their file systems may not have the checkpoint
@@ -176,18 +189,12 @@ def _read_or_warn(trainer: Trainer, path: str) -> dict[str, Any] | None:
         return None
     try:
         return _read(trainer, path)
-    except Exception as error:
-        if not _is_unreadable(error):
+    except Exception as error:  # a damaged or foreign file may raise anything
+        if is_out_of_memory(error):
             raise
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         rank_zero_warn(f"the checkpoint {path} cannot be read and so gets no posterior: {problem}")
         return None
-
-
-def _is_unreadable(error: Exception) -> bool:
-    """Whether a file that is damaged, foreign or of other weights may raise it."""
-    kinds = (OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, ImportError, RuntimeError)
-    return isinstance(error, (*kinds, pickle.UnpicklingError)) and not is_out_of_memory(error)
 
 
 def _read(trainer: Trainer, path: str) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class PosteriorCallback(Callback):
     samples: int = _option("samples")
     network: str | None = _option("network")
     seed: int = _option("seed")
+    ood: bool = _option("ood")
+    plots: bool = _option("plots")
+    predict_step: str = _option("predict_step")
+    save: bool | str | None = _option("save")
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
 
@@ -260,6 +264,7 @@ class PosteriorCallback(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None:
             self._scores.log(trainer, "test" if trainer.testing else "val", self.use.plots)
+            self._scores = None  # it holds the loaders
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
@@ -307,7 +312,7 @@ class PosteriorCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what a checkpoint would hold of the posterior."""
-        return {**self.__dict__, "_posterior": None, "_stored": self.state_dict().get("posterior")}
+        return {**self.__dict__, "_posterior": None, "_scores": None, "_stored": self.state_dict().get("posterior")}
 
     def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
         """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""

@@ -1,13 +1,14 @@
 """What all callbacks share: how arguments are given, and one way to score."""
 
 import inspect
+import pickle
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from callback_cases import FEATURES, draw, fitted, held_out, laplace
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_bayes import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.predictive.evaluate import evaluate
@@ -35,8 +36,18 @@ def test_the_shared_options_are_one_frozen_object(callback: Any) -> None:
     assert (made.predictive, made.seed, made.name) == ("map", 3, "mine")
     with pytest.raises(FrozenInstanceError):
         made.use.seed = 4
-    with pytest.raises(AttributeError):
-        made.seed = 4
+    for name in (field.name for field in fields(UseOptions)):
+        with pytest.raises(AttributeError):
+            setattr(made, name, 4)
+
+
+def test_a_callback_does_not_keep_the_loaders_that_it_has_scored(tmp_path: Path) -> None:
+    callback = laplace()
+    model, trainer = fitted(tmp_path, callback)
+    data = held_out().dataset
+    trainer.test(model, DataLoader(data, 4, collate_fn=lambda batch: default_collate(batch)), verbose=False)
+    copy = pickle.loads(pickle.dumps(callback))
+    assert copy.name == callback.name
 
 
 @pytest.mark.parametrize("documented", CALLBACKS)

@@ -100,8 +100,8 @@ def test_the_scores_of_a_checkpoints_weights_are_said_and_not_logged(
     assert [line.partition(":")[0] for line in lines] == ["laplace", "laplace of first.ckpt"]
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     (value,) = [row["held_out_nll_laplace"] for row in rows if row.get("held_out_nll_laplace")]
-    assert f"laplace nll {float(value):.4g}" in lines[0]
-    assert f"laplace nll {float(value):.4g}" not in lines[1]
+    assert f"laplace nll {float(value):.4g}," in lines[0]
+    assert f"laplace nll {float(value):.4g}," not in lines[1]
 
 
 def test_halves_choose_for_each_other() -> None:

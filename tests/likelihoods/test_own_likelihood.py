@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_bayes.likelihoods import Likelihood, LikelihoodError, Predictive, resolve
+from lightning_bayes import fit_laplace
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.likelihoods import Gaussian, Likelihood, LikelihoodError, Predictive, resolve
 
 
 class Poisson(Likelihood):
@@ -86,3 +88,37 @@ def test_the_default_check_wants_one_target_per_example() -> None:
     for wrong in (Y[:2], Y[0, 0]):
         with pytest.raises(LikelihoodError, match="Poisson needs one target per example"):
             Poisson().check(F, wrong)
+
+
+class CorrelatedRoot:
+    """A root that a likelihood gets from a class beside it."""
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        root = torch.tensor([[1.0, 0.5], [0.0, 1.0]], dtype=f.dtype)  # [K, C]
+        return root.unsqueeze(1).expand(-1, len(f), -1)
+
+
+class Correlated(CorrelatedRoot, Gaussian):
+    pass
+
+
+def test_a_root_from_a_mixin_is_not_taken_for_a_diagonal_one() -> None:
+    assert Gaussian.has_diagonal_fisher
+    assert not Correlated.has_diagonal_fisher
+    network, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=torch.float64)
+    H = fit_curvature(network, [(x, torch.zeros(5, 2).double())], Correlated(), structure="full").structure.to_dense()
+    J = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(dict(network.named_parameters()))
+    J = torch.cat([j.flatten(2) for j in J.values()], dim=-1)  # [B, C, P]
+    Λ = torch.tensor([[1.0, 0.5], [0.5, 1.25]], dtype=torch.float64)
+    torch.testing.assert_close(H, torch.einsum("bcp,cd,bdq->pq", J, Λ, J).detach())
+
+
+def test_a_noise_that_cannot_be_changed_is_not_tuned() -> None:
+    class Noisy(Poisson):
+        noise_std = 0.5
+
+    torch.manual_seed(0)
+    network, x = nn.Linear(3, 2).double(), torch.randn(9, 3, dtype=torch.float64)
+    data = [(x, torch.randint(0, 4, (9, 2)).double())]
+    tuned = [fit_laplace(network, data, likelihood).tune_prior("marglik") for likelihood in (Poisson(), Noisy())]
+    torch.testing.assert_close(tuned[0].prior_precision, tuned[1].prior_precision)

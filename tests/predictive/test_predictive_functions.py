@@ -1,5 +1,6 @@
 """Functions drawn from the posterior: of the network itself (BNN), and of its linearisation, for many outputs."""
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -250,3 +251,18 @@ class TestManyOutputs:
         torch.testing.assert_close(sampled.mean, exact.mean, **TIGHT)
         error = 5 * (2 / n) ** 0.5 * exact.epistemic
         assert ((sampled.epistemic - exact.epistemic).abs() < error).all()
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.jit.script], ids=["data parallel", "scripted"])
+def test_a_wrapped_network_has_the_functions_of_the_plain_one(wrap: Any) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(0, 2, (7,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        wrapped = wrap(network)
+    draws = [
+        sample_functions(fit_laplace(f, [(x, y)], structure="diag"), x, 3, torch.Generator().manual_seed(1), False)
+        for f in (network, wrapped)
+    ]
+    torch.testing.assert_close(draws[0], draws[1])

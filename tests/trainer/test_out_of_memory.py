@@ -1,6 +1,7 @@
 """Out of memory is an error of its own: nobody takes it for a network or a checkpoint that cannot be used."""
 
 import pickle
+import struct
 from typing import Any
 
 import lightning as L
@@ -42,7 +43,10 @@ def test_in_its_own_mode_a_network_may_fail_but_for_memory() -> None:
         dry_run._in_own_mode(Raising(FULL), x, rng, quiet_trainer())
 
 
-@pytest.mark.parametrize("error", [OSError("gone"), KeyError("state_dict"), pickle.UnpicklingError("torn")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError("gone"), KeyError("state_dict"), pickle.UnpicklingError("torn"), struct.error("cut"), AssertionError()],
+)
 def test_a_checkpoint_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(checkpoints, "_read", raising(error))
     module = L.LightningModule()
@@ -51,10 +55,13 @@ def test_a_checkpoint_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatc
         checkpoints.weights_of(quiet_trainer(), module, "a.ckpt"),
     ):
         pass
+    monkeypatch.setattr(checkpoints, "exists", lambda path: True)
+    with pytest.warns(UserWarning, match="a.ckpt cannot be read and so gets no posterior"):
+        assert checkpoints._read_or_warn(quiet_trainer(), "a.ckpt") is None
 
 
-@pytest.mark.parametrize("error", [FULL, MemoryError(), ZeroDivisionError()])
-def test_any_other_error_is_not_taken_for_an_unreadable_checkpoint(
+@pytest.mark.parametrize("error", [FULL, MemoryError()])
+def test_out_of_memory_is_not_taken_for_an_unreadable_checkpoint(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(checkpoints, "_read", raising(error))
