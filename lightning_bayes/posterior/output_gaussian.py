@@ -38,7 +38,7 @@ def output_gaussian(
     if form != "joint" and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated([output_gaussian(network, plan, precisions, part, form) for part in parts])
-    forward = _ForwardPass(network, plan, x)
+    forward = ForwardPass(network, plan, x)
     if forward.matched.mixed and B > 1:
         return _one_by_one(network, plan, precisions, x, form, forward.f.detach())
     wanted = CovarianceForm(form)
@@ -67,7 +67,7 @@ def _one_by_one(
         return means, covariances
     jacobians = []
     for example in examples:
-        gradients = _ForwardPass(network, plan, example).gradients(0, f[0].numel())
+        gradients = ForwardPass(network, plan, example).gradients(0, f[0].numel())
         with torch.no_grad():
             jacobians.append(gradients.rows())
     rows = CovarianceForm(form).arrange(torch.cat(jacobians, dim=1))
@@ -80,7 +80,7 @@ def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, lis
     return torch.cat(means), [torch.cat(of_precision) for of_precision in zip(*covariances, strict=True)]
 
 
-class _ForwardPass:
+class ForwardPass:
     """The outputs at `x`, and what their gradients are taken from."""
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
@@ -94,13 +94,13 @@ class _ForwardPass:
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
         self._of_layers, self._of_parameters = LayerGradients(), ParameterGradients(network, parameters)
 
-    def gradients(self, start: int, stop: int) -> _Gradients:
+    def gradients(self, start: int, stop: int) -> OutputGradients:
         """Of some outputs of every example."""
         f, matched = self.f, self.matched
         picks = torch.eye(self.n_outputs, dtype=f.dtype, device=f.device)[start:stop]
         columns = picks.reshape(-1, 1, *f.shape[1:]).expand(-1, *f.shape)  # column k picks output start + k
         of_layers = self._of_layers(f, matched.used, columns, matched.plain) if matched.used else []
-        return _Gradients(self, len(columns), of_layers, self._leftovers(columns))
+        return OutputGradients(self, len(columns), of_layers, self._leftovers(columns))
 
     def _leftovers(self, columns: Tensor) -> dict[str, Tensor]:
         """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
@@ -114,10 +114,10 @@ class _ForwardPass:
         return {name: torch.cat(parts, dim=1) for name, parts in jacobians.items()}
 
 
-class _Gradients:
+class OutputGradients:
     """Of `K` outputs of every example. They are used once: a layer's are dropped as soon as they were."""
 
-    def __init__(self, forward: _ForwardPass, K: int, of_layers: list[Tensor], leftovers: dict[str, Tensor]) -> None:
+    def __init__(self, forward: ForwardPass, K: int, of_layers: list[Tensor], leftovers: dict[str, Tensor]) -> None:
         self._forward, self._plan, self._K = forward, forward.plan, K
         self._of_layers, self._leftovers = of_layers, leftovers
 
@@ -151,9 +151,9 @@ class _Gradients:
         f, dtype = self._forward.f, self._forward.dtype
         totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
         for site, calls in self._layers():
-            g = site.gradients(calls, self._taken(calls)).to(dtype)
+            a, g = self._factors(site, calls)
             blocks = _blocks(finders, site.layout)
-            terms = type(blocks[0]).output_covariances(blocks, _inputs(site, calls, g), g, form)
+            terms = type(blocks[0]).output_covariances(blocks, a, g, form)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
@@ -161,6 +161,19 @@ class _Gradients:
             for total, block in zip(totals, _blocks(finders, self._plan.leftover_layout(name)), strict=True):
                 total += form.quadratic(block, rows)
         return totals
+
+    def factors(self) -> dict[Layout, tuple[Tensor, Tensor]]:
+        """Of each layer the inputs `a` `[G, B, T, I]`, with a one for its bias, and the gradients `g`
+        `[K, G, B, T, O]`."""
+        return {site.layout: self._factors(site, calls) for site, calls in self._layers()}
+
+    def leftovers(self) -> dict[Layout, Tensor]:
+        """The Jacobians of parameters without a layer rule.  # [K, B, p]"""
+        return {self._plan.leftover_layout(name): J.to(self._forward.dtype) for name, J in self._leftovers.items()}
+
+    def _factors(self, site: Site, calls: list[Call]) -> tuple[Tensor, Tensor]:
+        g = site.gradients(calls, self._taken(calls)).to(self._forward.dtype)
+        return _inputs(site, calls, g), g
 
     def _layers(self) -> list[tuple[Site, list[Call]]]:
         """Those that were called."""
