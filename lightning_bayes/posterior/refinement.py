@@ -84,7 +84,7 @@ def refine(
             optimum.passes,
             optimum.residual,
         )
-    return refined
+    return refined if refined.points is None else _with_points(refined, before if rounds > 1 else None, samples, seed)
 
 
 def _check(posterior: LaplacePosterior) -> None:
@@ -162,6 +162,17 @@ def _around(
         curvature = total.finish()
     curvature = replace(curvature, log_likelihood=optimum.log_likelihood, squared_error=None, gradient=None)
     return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+
+
+def _with_points(
+    refined: LaplacePosterior, spread: LaplacePosterior | None, samples: int, seed: int
+) -> LaplacePosterior:
+    """With the Fisher of its training points at the refined outputs, averaged over their `spread` under a posterior."""
+    assert refined.points is not None
+    x, likelihood = refined.points.x, refined.likelihood
+    if spread is not None:
+        (likelihood,) = _expected(spread, [(x, torch.empty(0))], samples, seed)
+    return replace(refined, points=refined.points.at(refined.shifted(x), likelihood))
 
 
 def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:
