@@ -72,10 +72,11 @@ def save_picture(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> None:
     figure = Figure(figsize=(15, 3), layout="constrained", dpi=120)
     for ax, (name, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         limits = {"vmin": 0, "vmax": 1, "cmap": "RdBu_r"} if name in PREDICTIVES else {"cmap": "cividis"}
-        image = ax.pcolormesh(axis, axis, values.reshape(SIDE, SIDE), shading="nearest", rasterized=True, **limits)
+        image = ax.imshow(values.reshape(SIDE, SIDE).numpy(), origin="lower", extent=(-4, 4, -4, 4), **limits)
         for label, (marker, colour) in enumerate({"o": "white", "^": "black"}.items()):
-            ax.scatter(*x[y[:, 0] == label].T, s=7, marker=marker, color=colour, edgecolor="black", linewidth=0.4)
-        ax.set(title=name, xticks=[], yticks=[], aspect="equal")
+            points = x[y[:, 0] == label].T.numpy()
+            ax.scatter(*points, s=7, marker=marker, color=colour, edgecolor="black", linewidth=0.4)
+        ax.set(title=name, xticks=[], yticks=[])
         figure.colorbar(image, ax=ax, shrink=0.8)
     figure.savefig(OUTPUT / "banana.png")
 
