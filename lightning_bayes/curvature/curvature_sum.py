@@ -41,6 +41,7 @@ class Curvature:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
+    normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
 
     @property
     def knows_likelihood(self) -> bool:

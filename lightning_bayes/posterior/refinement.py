@@ -29,15 +29,13 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.curvature_sum import CurvatureSum
-from lightning_bayes.curvature.plan import make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.linear_curvature import check_refit, curvature_at
 from lightning_bayes.posterior.linear_model import LinearModel, Optimum
 
 logger = logging.getLogger("lightning_bayes")
@@ -74,7 +72,7 @@ def refine(
     for number in range(rounds):
         if rounds > 1:
             likelihoods = _expected(refined, batches, samples, seed)
-        optimum = LinearModel(posterior, batches, likelihoods).minimum(passes, tolerance, start=refined.mean)
+        optimum = LinearModel(batches, likelihoods).minimum(posterior, passes, tolerance, start=refined.mean)
         before, refined = refined, _around(posterior, batches, optimum, likelihoods)
         if number and _is_same(before, refined, tolerance**0.5):
             break
@@ -93,13 +91,7 @@ def _check(posterior: LaplacePosterior) -> None:
             f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
             "to refine to: use a likelihood with one parameter per output"
         )
-    if posterior.curvature.structure.word is None:
-        raise PosteriorError(
-            f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
-            "give the class a word"
-        )
-    if posterior.damping is not None or posterior.curvature.kind != "ggn":
-        raise PosteriorError("refinement needs curvature='ggn' and the exact sum with the prior, without damping")
+    check_refit(posterior, "refinement")
 
 
 def _expected(
@@ -134,34 +126,18 @@ def _around(
     likelihoods: list[Likelihood] | None,
 ) -> LaplacePosterior:
     """With curvature at the linearised outputs of these weights."""
-    from lightning_bayes.predictive.functions import linearised_outputs
-
-    mean = optimum.theta
-    shift = mean - posterior.mean
-    numbers = iter(range(len(batches)))
-
-    def likelihood_at(x: Any, f: Tensor) -> Likelihood:
-        if f.ndim > 2:
-            raise PosteriorError(
-                f"refinement is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: refine a "
-                "network with one label per example"
-            )
-        move = linearised_outputs(posterior, x, shift) - f
-        own = posterior.likelihood if likelihoods is None else likelihoods[next(numbers)]
-        if isinstance(own, ExpectedLikelihood):
-            return ExpectedLikelihood(own.of, own.spread + move)
-        return ExpectedLikelihood(own, move.unsqueeze(0))
-
-    word = posterior.curvature.structure.word
-    assert word is not None
-    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-        plan = make_plan(posterior.network, inputs.to_device(batches[0][0], posterior.device), posterior.subset)
-        total = CurvatureSum(posterior.network, plan, posterior.likelihood, word, likelihood_at=likelihood_at)
-        for x, y in batches:
-            total.add(inputs.to_device(x, posterior.device), y.to(posterior.device))
-        curvature = total.finish()
-    curvature = replace(curvature, log_likelihood=optimum.log_likelihood, squared_error=None, gradient=None)
-    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+    shift = optimum.theta - posterior.mean
+    curvature = curvature_at(posterior, shift, batches, likelihoods)
+    curvature = replace(
+        curvature,
+        log_likelihood=optimum.log_likelihood,
+        squared_error=None,
+        gradient=None,
+        normalised=posterior.curvature.normalised,
+    )
+    return replace(posterior, curvature=curvature, mean=optimum.theta, shift=shift).with_prior(
+        posterior.prior_precision
+    )
 
 
 def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:

@@ -72,7 +72,7 @@ class Dense:
 def test_the_optimum_is_that_of_the_dense_linear_model(kind: str, structure: str) -> None:
     network, x, y, likelihood = problem(kind)
     posterior = fit_laplace(network, batches(x, y), likelihood, structure=structure, prior_precision=δ)
-    optimum = LinearModel(posterior, batches(x, y)).minimum(passes=600, tolerance=1e-9)
+    optimum = LinearModel(batches(x, y)).minimum(posterior, passes=600, tolerance=1e-9)
     dense = Dense(network, x)
     expected = dense.optimum(likelihood, y)
     torch.testing.assert_close(optimum.theta, expected, rtol=1e-6, atol=1e-8)
@@ -83,8 +83,8 @@ def test_the_optimum_is_that_of_the_dense_linear_model(kind: str, structure: str
 def test_a_search_keeps_to_its_passes_and_says_how_near_it_came() -> None:
     network, x, y, likelihood = problem("classification")
     posterior = fit_laplace(network, batches(x, y), likelihood, prior_precision=δ)
-    model = LinearModel(posterior, batches(x, y))
-    optimum = model.minimum(passes=7, tolerance=1e-9)
+    model = LinearModel(batches(x, y))
+    optimum = model.minimum(posterior, passes=7, tolerance=1e-9)
     assert optimum.passes == model.passes <= 7
     assert 1e-9 < optimum.residual < 1
 
