@@ -254,9 +254,10 @@ class LaplacePosterior(GaussianPosterior):
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.
-            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound.
-            passes: over the data, at most, for each search of the mean.
-            tolerance: of the mean, by the gradient relative to that at the start.
+            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which is for
+                structure="full" and "diag".
+            passes: over the data, at most, in a search of the mean; "variational" has one in each of its rounds.
+            tolerance: of the mean, by the gradient relative to that at the start; "variational" takes its root.
             samples: quasi-random outputs that stand for their distribution, for "variational".
             seed: of those.
         """
