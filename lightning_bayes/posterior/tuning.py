@@ -141,6 +141,18 @@ def mackay(
     count("steps", steps)
     positive("tolerance", tolerance)
     tolerance = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
+    posterior, move = fixed_point(posterior, per_layer, noise, steps, tolerance)
+    if move < tolerance:
+        _say_bound(posterior, posterior.prior_precision)
+    else:
+        logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", move, steps)
+    return posterior
+
+
+def fixed_point(
+    posterior: LaplacePosterior, per_layer: bool, noise: bool, steps: int, tolerance: float
+) -> tuple[LaplacePosterior, float]:
+    """After at most `steps` updates, and by how much the last one would move the logarithms."""
     squares = per_layer_sums(posterior.mean.square(), posterior.subset)  # ‖θ_l‖²
     squares = squares if per_layer else squares.sum()
     α, σ = _start(posterior, per_layer), _noise_std(posterior) if noise else None
@@ -165,10 +177,8 @@ def mackay(
             posterior = posterior.with_noise(σ)
         posterior = posterior.with_prior(α)
         if step.abs().max() < tolerance:
-            _say_bound(posterior, α)
-            return posterior
-    logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
-    return posterior
+            break
+    return posterior, float(step.abs().max())
 
 
 def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
