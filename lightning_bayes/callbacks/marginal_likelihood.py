@@ -64,8 +64,9 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         steps: on the evidence after each pass, at most.
         lr: of these steps, in log δ and log σ.
         mode: "gradient" steps by Adam, or "mackay", his fixed point.
-        evidence: "marglik", at the weights of the moment, or "linear", at the optimum of the linearised network.
-        keep: at the end of training the weights and priors with the "best" evidence, or the "last" ones.
+        evidence: that chooses the priors: "marglik", at the weights of the moment, or "linear", at the optimum of the
+            linearised network.
+        keep: at the end of training the weights and priors with the "best" evidence (at the weights), or the "last".
 
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of the first
             batch.
@@ -142,9 +143,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self.mode, self.evidence = word("mode", mode, MODES), word("evidence", evidence, tuple(EVIDENCES))
         self.keep = word("keep", keep, ("best", "last"))
         if mode == "mackay" and evidence == "linear":
-            raise ValueError(
-                "mode='mackay' is the fixed point of evidence='marglik': use one of them with mode='gradient'"
-            )
+            raise ValueError("mode='mackay' is the fixed point of evidence='marglik': use mode='gradient' for 'linear'")
         self.loss_scale = None if loss_scale is None else positive("loss_scale", loss_scale)
         self.n_data = None if n_data is None else count("n_data", n_data)
         self._forget()
@@ -186,8 +185,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         posterior = self._pass(trainer, module, self._data.loader(trainer, module))
         if tune:
             posterior = self._climb(posterior)
-        evidence = float(posterior.log_marginal_likelihood(at=EVIDENCES[self.evidence]))
-        numbers = {**describe(posterior), "log_evidence": evidence}
+        numbers = describe(posterior)
+        evidence = numbers["log_evidence"]  # at the weights, with which the network itself predicts
+        if self.evidence == "linear":
+            numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
         if self.mode == "mackay" and "noise_std" in numbers:
             numbers["noise_precision"] = numbers["noise_std"] ** -2
         self._numbers = {f"{key}_{self.name}": value for key, value in numbers.items()}

@@ -5,6 +5,10 @@
 
 The curvature is that of one pass over the data and does not change. In its eigenbasis a prior is added to the
 eigenvalues alone, so that a step needs neither data nor a decomposition.
+
+Where the evidence is that of the linear model's optimum, which weights in training are far from, it chooses the priors
+only. The noise is that of the network's own residuals: with the approximate curvature of a structure, the linear
+model's would promise a fit without any.
 """
 
 from __future__ import annotations
@@ -34,9 +38,14 @@ def ascend(
     optimizer = torch.optim.Adam(variables, lr, maximize=True)
     for _ in range(steps):
         with torch.enable_grad():
-            σ_now = None if σ is None else σ * log_ρ.exp()
-            evidence = posterior.log_marginal_likelihood(log_δ.exp(), σ_now, at=at) / posterior.n_data
-        for variable, gradient in zip(variables, torch.autograd.grad(evidence, variables), strict=True):
+            δ, σ_now = log_δ.exp(), None if σ is None else σ * log_ρ.exp()
+            if at == "weights" or σ_now is None:
+                evidence = posterior.log_marginal_likelihood(δ, σ_now, at=at)
+            else:
+                evidence = posterior.log_marginal_likelihood(δ, σ_now.detach(), at=at)
+                evidence = evidence + posterior.log_marginal_likelihood(δ.detach(), σ_now)
+        gradients = torch.autograd.grad(evidence / posterior.n_data, variables)
+        for variable, gradient in zip(variables, gradients, strict=True):
             variable.grad = gradient
         optimizer.step()
         with torch.no_grad():
