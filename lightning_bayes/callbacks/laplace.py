@@ -162,12 +162,20 @@ class LaplaceCallback(PosteriorCallback):
     def _fitted(self, trainer: Trainer | None, module: LightningModule, loader: Any, of: str = "") -> LaplacePosterior:
         self._check_module(module)
         self._module = module
+        posterior = self._pass(trainer, module, loader)
+        with preserved_rng(), forward_context(trainer):
+            if self.tune not in (None, "auto", "grid"):
+                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
+
+    def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
+        """The posterior of the module's present weights, not yet tuned or calibrated."""
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
             quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-            posterior = fit_laplace(
+            return fit_laplace(
                 network_of(module, self.network),
                 data,
                 **self._words(),
@@ -175,9 +183,6 @@ class LaplaceCallback(PosteriorCallback):
                 processes=Processes.current(),
                 probe=data.probe(),
             )
-            if self.tune not in (None, "auto", "grid"):
-                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own."""
@@ -203,7 +208,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        refuse_sharded(trainer, "LaplaceCallback")
+        refuse_sharded(trainer, type(self).__name__)
         if stage == "fit":
             self._data.epoch = Epoch()  # what a checkpoint holds comes after this
 
@@ -267,7 +272,7 @@ class LaplaceCallback(PosteriorCallback):
             try:
                 with weights_of(trainer, module, group[0].path):
                     of = f" of {os.path.basename(group[0].path)}"
-                    posterior = self._fitted(trainer, module, self._data.loader(trainer, module), of)
+                    posterior = self._fitted_to(trainer, module, group[0].path, of)
                     self._report(None, posterior, of)
                     for checkpoint in group:
                         self._put(trainer, checkpoint, posterior)
@@ -278,6 +283,10 @@ class LaplaceCallback(PosteriorCallback):
                     raise
                 rank_zero_warn(str(error))
         self._best_path = best.path if elsewhere and best is not None else None
+
+    def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:
+        """While the module has the weights of the checkpoint at `path`."""
+        return self._fitted(trainer, module, self._data.loader(trainer, module), of)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
