@@ -8,7 +8,7 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     replace_activations,
 )
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_l2m, fit_laplace
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
 from lightning_bayes.predictive import DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -26,6 +26,7 @@ __all__ = [
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",
+    "Subnetwork",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
     "evaluate",
