@@ -1,6 +1,6 @@
 """Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
 
-from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
+from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
@@ -26,6 +26,7 @@ __all__ = [
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",
+    "SWAGCallback",
     "Subnetwork",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",

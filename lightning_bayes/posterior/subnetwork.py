@@ -1,7 +1,7 @@
 """`Subnetwork`: which single weights get a full covariance, while all others stay at their trained values.
 
-Daxberger et al. (2021) look for the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is nearest to
-that of all weights in the Wasserstein distance. If the latter is taken as factorised, with marginal variances `σ²`,
+Daxberger et al. (2021) look for the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is nearest
+to that of all weights in the Wasserstein distance. If the latter is taken as factorised, with marginal variances `σ²`,
 
     W₂² = Σ_{i ∉ S} σᵢ²,
 

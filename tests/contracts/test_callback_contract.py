@@ -23,6 +23,7 @@ from lightning_bayes import (
     LaplaceCallback,
     OnlineLaplaceCallback,
     Prediction,
+    SWAGCallback,
     evaluate,
 )
 from lightning_bayes.trainer import PosteriorCallback
@@ -54,6 +55,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "laplace": (plain, lambda task: LaplaceCallback(TASKS[task], progress=False)),
     "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
+    "swag": (plain, lambda task: SWAGCallback(TASKS[task], start=0)),
     "vl": (variational(VariationalLaplaceNet), None),
     "vi": (variational(VariationalInferenceNet), None),
 }

@@ -100,7 +100,9 @@ def test_a_posterior_of_the_module_around_the_network_or_of_its_copy_serves() ->
     of_copy = fit_laplace(copy.network, case.loader(), case.likelihood, "diag")
     for by in (around, of_copy):
         assert torch.equal(chosen(fitted(case, Subnetwork(5, by=by))), expected)
-    other = fit_laplace(mlp(2, 3).double(), [(torch.randn(4, 2).double(), torch.tensor([0, 1, 2, 0]))], structure="diag")
+    other = fit_laplace(
+        mlp(2, 3).double(), [(torch.randn(4, 2).double(), torch.tensor([0, 1, 2, 0]))], structure="diag"
+    )
     with pytest.raises(SubsetError, match="a posterior of another network"):
         fitted(case, Subnetwork(2, by=other))
 
