@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def fit_laplace(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
+    subset: str | Sequence[str] | Tensor | Subnetwork = "all",
     curvature: str = "ggn",
     prior_precision: float | Tensor | Sequence[float] = 1.0,
     progress: bool = False,
@@ -59,8 +61,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full".
-        subset: "all", "last_layer", a list of parameter names, or a mask over the weights (a subnetwork).
+        structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" or "empirical_fisher".
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
             `prior_precision = N·wd`.
@@ -73,11 +75,19 @@ def fit_laplace(
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
+    structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
     network = unwrap(network)
-    fitted = fit_curvature(
-        network, loader, likelihood, structure, subset, curvature, hessian=hessian, progress=progress, **options
-    )
+    fit = partial(fit_curvature, network, loader, likelihood, curvature=curvature, progress=progress, **options)
+    if isinstance(subset, Subnetwork):
+        subset, prior_precision = subset.in_network(
+            network,
+            loader,
+            prior_precision,
+            lambda: fit(structure="diag").structure.diagonal() / temperature,
+            options.get("processes"),
+        )
+    fitted = fit(structure=structure, subset=subset, hessian=hessian)
     return from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
 
 
