@@ -97,7 +97,11 @@ def _laplace(
             optimum.passes,
             optimum.residual,
         )
-    return _around(posterior, batches, optimum.theta, optimum.log_likelihood)
+    refined = _around(posterior, batches, optimum.theta, optimum.log_likelihood)
+    if refined.points is None:
+        return refined
+    columns = refined.likelihood.fisher_root(refined.shifted(refined.points.x))  # [R, M, ...]
+    return replace(refined, points=refined.points.with_root(columns.reshape(*columns.shape[:2], -1).permute(1, 2, 0)))
 
 
 def _around(
@@ -139,7 +143,7 @@ class _Variational:
         turn, residual = torch.zeros_like(W), 1.0 if first else 0.0
         for _ in range(_ROUNDS):
             if residual <= tolerance**0.5:
-                return q
+                return self._with_points(q)
             W = W + ρ * turn
             step = conjugate_gradients(self._hessian(q, W), g, q.precision, _FORCING, passes)
             q = self._moved(q, ρ * step, W, fit)
@@ -155,32 +159,38 @@ class _Variational:
             _ROUNDS,
             tolerance,
         )
-        return q
+        return self._with_points(q)
 
     def _expectations(self, q: LaplacePosterior) -> tuple[Tensor, Tensor, Tensor]:
         """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example.  # [], [N, ...], [N, C, C]"""
         likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
         residuals, fishers = [], []
         for x, y in self._batches:
-            h, covariance = q.functional(x)
-            draws = h + self._spread(covariance).reshape(-1, *h.shape)  # [S, B, ...]
+            draws = self._draws(q, x)
             S = len(draws)
             f, labels = draws.flatten(0, 1), y.to(q.device).repeat(S, *[1] * (y.ndim - 1))
             total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
             residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
-            columns = likelihood.fisher_root(f, labels)  # [K, S·B, ...]
-            columns = columns.reshape(len(columns), S, len(h), -1)
-            fishers.append(torch.einsum("ksbc,ksbd->bcd", columns, columns) / S)
+            fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
         return total, torch.cat(residuals), torch.cat(fishers)
+
+    def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
+        """Of the outputs, quasi-random, with the same noise in each round.  # [S, B, ...]"""
+        h, covariance = q.functional(x)
+        noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
+        return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
+
+    def _with_points(self, q: LaplacePosterior) -> LaplacePosterior:
+        """With `E[Λ]` at the training points that the posterior keeps."""
+        if q.points is None:
+            return q
+        draws = self._draws(q, q.points.x)
+        fisher = _mean_fisher(q.likelihood.fisher_root(draws.flatten(0, 1)), len(draws))
+        return replace(q, points=q.points.with_root(_root(fisher)))
 
     def _gradient(self, q: LaplacePosterior, r: Tensor) -> Tensor:
         """Of the lower bound in the mean.  # [P]"""
         return self._model.pulled(q, lambda batch: r[batch.examples]) / q.temperature - self._δ * q.mean
-
-    def _spread(self, covariance: Tensor) -> Tensor:
-        """Quasi-random draws of `N(0, covariance)`, the same in each round.  # [B, C, C] -> [S, B, C]"""
-        noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
-        return torch.einsum("bcd,sd->sbc", _root(covariance), noise)
 
     def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
         """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
@@ -206,6 +216,12 @@ class _Variational:
 def _norm(g: Tensor, q: LaplacePosterior) -> float:
     """In the norm of the covariance."""
     return float((g * q.precision.solve(g)).sum().clamp_min(0).sqrt())
+
+
+def _mean_fisher(columns: Tensor, S: int) -> Tensor:
+    """`E[Λ]` of `S` draws of each example, from columns of its root.  # [K, S·B, ...] -> [B, C, C]"""
+    columns = columns.reshape(len(columns), S, columns.shape[1] // S, -1)
+    return torch.einsum("ksbc,ksbd->bcd", columns, columns) / S
 
 
 def _root(M: Tensor) -> Tensor:
