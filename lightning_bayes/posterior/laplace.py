@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
 from lightning_bayes.structures import Structure
 
@@ -46,7 +47,7 @@ def fit_laplace(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
+    subset: str | Sequence[str] | Tensor | Subnetwork = "all",
     curvature: str = "ggn",
     prior_precision: float | Tensor | Sequence[float] = 1.0,
     progress: bool = False,
@@ -66,8 +67,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full".
-        subset: "all", "last_layer", a list of parameter names, or a mask over the weights (a subnetwork).
+        structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc" or "empirical_fisher".
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
             `prior_precision = N·wd`.
@@ -86,13 +87,20 @@ def fit_laplace(
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
+    structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
     network, points = unwrap(network), PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
     chosen = PointSelection(points, network, options.get("seed", 0), options.get("processes"))
-    data = chosen.watched(loader)
-    fitted = fit_curvature(
-        network, data, likelihood, structure, subset, curvature, hessian=hessian, progress=progress, **options
-    )
+    fit = partial(fit_curvature, network, likelihood=likelihood, curvature=curvature, progress=progress, **options)
+    if isinstance(subset, Subnetwork):
+        subset, prior_precision = subset.in_network(
+            network,
+            loader,
+            prior_precision,
+            lambda: fit(loader, structure="diag").structure.diagonal() / temperature,
+            options.get("processes"),
+        )
+    fitted = fit(chosen.watched(loader), structure=structure, subset=subset, hessian=hessian)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
     return chosen.put_into(posterior, loader, progress)
 
@@ -277,9 +285,10 @@ class LaplacePosterior(GaussianPosterior):
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.
-            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound.
-            passes: over the data, at most, for each search of the mean.
-            tolerance: of the mean, by the gradient relative to that at the start.
+            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which is for
+                structure="full" and "diag".
+            passes: over the data, at most, in a search of the mean; "variational" has one in each of its rounds.
+            tolerance: of the mean, by the gradient relative to that at the start; "variational" takes its root.
             samples: quasi-random outputs that stand for their distribution, for "variational".
             seed: of those.
         """

@@ -55,6 +55,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "log_likelihood": curvature.log_likelihood,
         "gradient": curvature.gradient,
         "squared_error": curvature.squared_error,
+        "normalised": None if curvature.normalised is None else list(curvature.normalised),
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
@@ -79,6 +80,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "gradient": None,
         "calibrations": [],
         "shift": None,
+        "normalised": None,
         "points": None,
     }  # than some files
     state = {**newer, **state}
@@ -112,6 +114,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         log_likelihood=log_likelihood,
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
+        normalised=None if state["normalised"] is None else tuple(state["normalised"]),
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)

@@ -76,10 +76,10 @@ class TrainingPoints:
         """With `Λ` multiplied by the factor's square."""
         return replace(self, root=self.root * torch.as_tensor(factor).to(self.root))
 
-    def at(self, f: Tensor, likelihood: Likelihood) -> TrainingPoints:
-        """With `Λ` at other outputs; where it is zero (no target) it stays so."""
+    def with_root(self, root: Tensor) -> TrainingPoints:
+        """With another `Λ`; where it is zero (no target) it stays so."""
         has_target = self.root.flatten(1).any(1).reshape(-1, 1, 1)
-        return replace(self, root=_root(likelihood, f, None).cpu() * has_target)
+        return replace(self, root=root.cpu() * has_target)
 
     def to_state(self) -> dict[str, Any]:
         names = ("x", "root", "index", "weighting", "outputs")

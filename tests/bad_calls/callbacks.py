@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from bad_calls.cases import Table
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
+from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, OnlineLaplaceCallback
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -15,7 +15,10 @@ FLAG = "must be True or False"
 laplace = Table("LaplaceCallback", lambda t, **given: LaplaceCallback(**given), LaplaceCallback)
 l2m = Table("L2MCallback", lambda t, **given: L2MCallback(**given), L2MCallback)
 online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback(**given), OnlineLaplaceCallback)
-CALLBACKS = [laplace, l2m, online]
+marginal = Table(
+    "MarginalLikelihoodCallback", lambda t, **given: MarginalLikelihoodCallback(**given), MarginalLikelihoodCallback
+)
+CALLBACKS = [laplace, l2m, online, marginal]
 
 
 def counts(table: Table, *arguments: str) -> None:
@@ -146,3 +149,17 @@ for _argument in ("memory_factor", "threshold"):
 for _bad in (-1.0, math.inf, "half"):
     online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
 online("threshold", -1, "must be between 0 and inf, got -1")
+
+common(marginal)
+words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
+marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+subsets(marginal)
+priors(marginal)
+positives(marginal, "lr", "loss_scale")
+counts(marginal, "samples", "mc_samples", "every_n_epochs", "steps", "n_data")
+flags(marginal, "noise", "progress")
+for _bad in (-1, 0.5, "two", True, None):
+    marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
+marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
+marginal("data", 3, "must be an iterable of batches", "got 3")
+marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")

@@ -111,3 +111,10 @@ def test_variational_laplace(run: Any) -> None:
     table, _ = run("variational_laplace", EPOCHS=12)
     assert list(table) == ["MAP", "VI, at the mean", "VI, 100 samples", "VL, at the mean", "VL"]
     assert all(row["accuracy"] > 0.8 for row in table.values())
+
+
+def test_banana(run: Any) -> None:
+    table, folder = run("banana", WIDTH=16, STEPS=600, SIDE=20)
+    assert list(table) == ["MAP", "BNN", "GLM"]
+    assert table["GLM"]["NLL"] < table["MAP"]["NLL"] + 0.05 < table["BNN"]["NLL"]
+    assert (folder / "banana.png").read_bytes().startswith(PNG)
