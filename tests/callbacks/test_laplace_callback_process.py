@@ -43,7 +43,7 @@ def test_a_checkpoint_holds_the_points(tmp_path: Path) -> None:
     callback, checkpoint = laplace(gp_points=9, predictive="gp"), ModelCheckpoint(tmp_path / "kept")
     fitted(tmp_path, callback, checkpoint, enable_checkpointing=True)
     again, model = LaplaceCallback(gp_points=9, predictive="gp", progress=False), Classifier()
-    other = trainer(tmp_path, again, ModelCheckpoint(), enable_checkpointing=True)
+    other = trainer(tmp_path, again, ModelCheckpoint(tmp_path / "kept"), enable_checkpointing=True)
     loaded = other.predict(model, held_out(), ckpt_path=checkpoint.best_model_path)
     probs = torch.cat([prediction.probs for prediction in loaded])
     torch.testing.assert_close(probs, callback.predict(X).probs, rtol=1e-5, atol=1e-7)
@@ -54,5 +54,5 @@ def test_a_checkpoint_holds_the_points(tmp_path: Path) -> None:
 
 def test_what_cannot_be_conditioned_on_is_an_error_before_training(tmp_path: Path) -> None:
     callback = laplace(gp_points=10_000, predictive="gp")
-    with pytest.raises(PosteriorError, match="between 10000 points with 3 outputs is too large.*pass gp_points=6688"):
+    with pytest.raises(PosteriorError, match=r"between 10000 points with 3 outputs is too large.*pass gp_points=6688"):
         fitted(tmp_path, callback)
