@@ -50,8 +50,8 @@ class Factors:
     def joined(parts: Sequence[Factors]) -> list[Factors]:
         """As one, if all parts have the same layers in the same form."""
         first = parts[0].layers
-        forms = {layout: type(layer) for layout, layer in first.items()}
-        if any({layout: type(layer) for layout, layer in part.layers.items()} != forms for part in parts):
+        forms = [{layout: layer.form for layout, layer in part.layers.items()} for part in parts]
+        if any(other != forms[0] for other in forms):
             return list(parts)
         layers = {layout: first[layout].join([part.layers[layout] for part in parts]) for layout in first}
         return [Factors(torch.cat([part.f for part in parts]), layers)]
@@ -131,6 +131,11 @@ class LayerFactors(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def form(self) -> Any:
+        """What parts must have in common to be joined."""
+        return type(self)
 
     @abstractmethod
     def join(self, parts: Sequence[Any]) -> LayerFactors:
@@ -222,6 +227,10 @@ class Shared(LayerFactors):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.a, self.g
+
+    @property
+    def form(self) -> Any:
+        return type(self), self.a.shape[2]
 
     def join(self, parts: Sequence[Shared]) -> Shared:
         return Shared(torch.cat([part.a for part in parts], 1), torch.cat([part.g for part in parts], 2), self.scale)
