@@ -264,3 +264,23 @@ def test_no_jacobian_is_ever_built(outputs: str) -> None:
     with Largest() as largest:
         covariance(posterior, x[:20])
     assert largest.numel <= M * C * 200 < 0.02 * M * C * posterior.subset.size  # the gradients at the widest layer
+
+
+def test_one_output_without_a_dimension_of_its_own() -> None:
+    network = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)))
+    x, _ = data("classification", (3,))
+    posterior = fit_laplace(network, batches(x, (x[:, 0] > 0).double()), "binary", structure="full", gp_points=None)
+    by_process, by_weights = (posterior.predict(2 * x, predictive) for predictive in ("gp", "glm"))
+    assert by_process.probs.shape == (N,)
+    torch.testing.assert_close(by_process.probs, by_weights.probs, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(by_process.epistemic, by_weights.epistemic, rtol=1e-8, atol=1e-10)
+
+
+def test_frozen_layers_are_known() -> None:
+    network = NETWORKS["mlp"][0]().double()
+    network[0].requires_grad_(False)
+    network[3].bias.requires_grad_(False)
+    posterior = fit_laplace(network, batches(*data("classification", (3,))), structure="full", gp_points=None)
+    torch.testing.assert_close(
+        covariance(posterior, unseen()), posterior.functional(unseen())[1], rtol=1e-8, atol=1e-10
+    )
