@@ -1,4 +1,4 @@
-"""What the DDP tests of the marginal likelihood compare: training on any number of processes with the same global batches.
+"""What the DDP tests of the marginal likelihood compare: training on one or several processes, with the same batches.
 
     python ddp_marginal_worker.py FOLDER WORLD
 
