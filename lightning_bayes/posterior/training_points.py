@@ -42,14 +42,14 @@ _PLACE = -1  # the draw of `uniforms` that belongs to the choice of points, besi
 class PointOptions:
     """Which points, how many, and how they stand for the rest; it checks itself."""
 
-    number: int | None = 0  # None: all
+    points: int | None = 0  # how many; None: all
     selection: str = "random"
     weighting: str = "prior"
     outputs: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.number is not None:
-            count("gp_points", self.number, 0)
+        if self.points is not None:
+            count("gp_points", self.points, 0)
         word("gp_selection", self.selection, SELECTIONS)
         word("gp_weighting", self.weighting, WEIGHTINGS)
         word("gp_outputs", self.outputs, OUTPUTS)
@@ -104,18 +104,18 @@ class PointSelection:
     def __init__(self, options: PointOptions, network: nn.Module, seed: int, processes: Processes | None) -> None:
         self._options, self._network, self._seed = options, network, seed
         self._processes = processes or Processes()
-        self._best = _Smallest(network, options.number)
+        self._best = _Smallest(network, options.points)
         self._seen = 0
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The loader, of whose batches random points are kept."""
-        if self._options.number == 0 or self._options.selection != "random":
+        if self._options.points == 0 or self._options.selection != "random":
             return loader
         return _Watched(loader, self._keep_random)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
-        if self._options.number == 0:
+        if self._options.points == 0:
             return posterior
         if self._options.selection == "leverage":
             with preserved_rng():
@@ -151,7 +151,7 @@ class PointSelection:
         B = inputs.batch_size(x)
         index = self._processes.examples(self._seen, B, torch.device("cpu"))
         self._seen += B
-        if self._options.number is None:
+        if self._options.points is None:
             self._check_size(self._seen)
         return index
 
@@ -162,8 +162,8 @@ class PointSelection:
                 f"gp_points= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
             )
         self._C = f.numel()
-        if self._options.number is not None:
-            self._check_size(self._options.number)
+        if self._options.points is not None:
+            self._check_size(self._options.points)
 
     def _check_size(self, M: int) -> None:
         C, outputs = self._C, self._options.outputs
@@ -171,7 +171,7 @@ class PointSelection:
         if (C * M**2 if independent else (C * M) ** 2) <= _LARGEST:
             return
         most = int((_LARGEST / C) ** 0.5 if independent else _LARGEST**0.5 / C)
-        what = "all training points" if self._options.number is None else f"{M} points"
+        what = "all training points" if self._options.points is None else f"{M} points"
         advice = "" if independent else ", or gp_outputs='independent'"
         raise PosteriorError(
             f"the kernel between {what} with {C} outputs is too large to condition on: pass gp_points={most} or "

@@ -65,6 +65,7 @@ def common(table: Table) -> None:
     table("likelihood", Gaussian, "use one of 'classification'")
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm'")
+    table("predictive", "gp", "needs training points: use LaplaceCallback with gp_points=M, or None for all")
     table("link", "logit", "'logit'", "choose one of", "'probit'")
     table("link", 3, "link=3", "choose one of", "'probit'")
     table("link", "bridge", "Bernoulli", "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary")
@@ -117,6 +118,9 @@ def loaders(table: Table) -> None:
 common(laplace)
 words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
 laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
+for _bad in (-1, 2.5, "all"):
+    laplace("gp_points", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")

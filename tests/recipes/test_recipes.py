@@ -121,6 +121,16 @@ def test_variational_laplace(run: Any) -> None:
     assert all(row["accuracy"] > 0.8 for row in table.values())
 
 
+def test_regression_1d(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_BAYES_DATA", raising=False)
+    table, folder = run("regression_1d", STEPS=800)
+    methods = ("full", "Kronecker", "diagonal", "last layer", "60 weights", "GP, 40 points")
+    assert list(table) == [f"sine, {method}" for method in methods]
+    for method in ("full", "Kronecker", "GP, 40 points"):
+        assert table[f"sine, {method}"]["σ of f, gap"] > 2 * table[f"sine, {method}"]["σ of f, data"]
+    assert (folder / "posteriors.png").read_bytes().startswith(PNG)
+
+
 def test_banana(run: Any) -> None:
     table, folder = run("banana", WIDTH=16, STEPS=600, SIDE=20)
     assert list(table) == ["MAP", "BNN", "GLM"]
