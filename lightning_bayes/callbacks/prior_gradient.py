@@ -160,11 +160,5 @@ def add_prior_gradient(
         lr = float(group.get("lr", 0.0))
         most = 1 / lr if lr > 0 else math.inf
         for p in group["params"]:
-            if p.grad is None or p not in names:
-                continue
-            if p.grad.is_sparse:
-                raise RuntimeError(
-                    f"{names[p]} has sparse gradients, to which no prior can be added: use sparse=False, or leave it "
-                    "out of the subset="
-                )
-            p.grad.add_(p, alpha=scale * min(strengths[names[p]], most))
+            if p.grad is not None and p in names:
+                p.grad.add_(p, alpha=scale * min(strengths[names[p]], most))
