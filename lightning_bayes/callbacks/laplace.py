@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
+from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options
@@ -27,8 +29,9 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.posterior import LaplacePosterior, fit_laplace
+from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.posterior.subnetwork import structure_for
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
@@ -59,8 +62,8 @@ class LaplaceCallback(PosteriorCallback):
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
 
-        structure: "kron", "diag" or "full".
-        subset: "all", "last_layer", or a list of parameter or module names.
+        structure: "kron", "diag" or "full"; for a `Subnetwork`, "kron" is "full".
+        subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
             checkpoint. The posterior goes into the checkpoints that hold its weights.
@@ -105,7 +108,7 @@ class LaplaceCallback(PosteriorCallback):
         *,
         network: str | None = None,
         structure: str = "kron",
-        subset: str | list[str] = "all",
+        subset: str | list[str] | Subnetwork = "all",
         weights: str = "both",
         prior_precision: float | list[float] = 1.0,
         tune: str | None = "auto",
@@ -135,16 +138,19 @@ class LaplaceCallback(PosteriorCallback):
             network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
         )  # fmt: skip
         super().__init__(use)
+        structure = structure_for(subset, structure)
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
         self.hessian = hessian
-        check_options(structure, self.subset, curvature, weight_sharing, progress, hessian)
+        names = "all" if isinstance(subset, Subnetwork) else self.subset
+        check_options(structure, names, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
         check_tuning(tune, per_layer, calibrate, damping)
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
+        self.turn = 2 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
 
@@ -162,26 +168,32 @@ class LaplaceCallback(PosteriorCallback):
     def _fitted(self, trainer: Trainer | None, module: LightningModule, loader: Any, of: str = "") -> LaplacePosterior:
         self._check_module(module)
         self._module = module
+        posterior = self._pass(trainer, module, loader)
+        with preserved_rng(), forward_context(trainer):
+            if self.tune not in (None, "auto", "grid"):
+                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
+
+    def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
+        """The posterior of the module's present weights, not yet tuned or calibrated."""
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
             quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-            posterior = fit_laplace(
+            return fit_laplace(
                 network_of(module, self.network),
                 data,
                 **self._words(),
+                subset=with_posterior(self.subset, trainer),
                 progress=self.progress and not quiet,
                 processes=Processes.current(),
                 probe=data.probe(),
             )
-            if self.tune not in (None, "auto", "grid"):
-                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
-            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _words(self) -> dict[str, Any]:
-        """The arguments of `fit_laplace` that are this callback's own."""
-        of_model = ("likelihood", "structure", "subset", "curvature", "prior_precision", "temperature", "damping")
+        """The arguments of `fit_laplace` that are this callback's own, but its subset."""
+        of_model = ("likelihood", "structure", "curvature", "prior_precision", "temperature", "damping")
         names = (*of_model, "seed", "weight_sharing", "hessian")
         return {"samples": self.mc_samples, **{name: getattr(self, name) for name in names}}
 
@@ -203,13 +215,13 @@ class LaplaceCallback(PosteriorCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        refuse_sharded(trainer, "LaplaceCallback")
+        refuse_sharded(trainer, type(self).__name__)
         if stage == "fit":
             self._data.epoch = Epoch()  # what a checkpoint holds comes after this
 
     def _check_module(self, module: LightningModule) -> None:
         # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
-        if self.network is None and self.subset == "all":
+        if self.network is None and (self.subset == "all" or isinstance(self.subset, Subnetwork)):
             around = "for a Laplace posterior around the means name its network= or its subset= of weights"
             refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
 
@@ -217,6 +229,8 @@ class LaplaceCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         # What cannot work is better known before training than after it.
         self._data.check_name(trainer, pl_module)
+        if asks_trainer(self.subset):
+            source_of(self.subset, trainer)
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
         if self.weights == "best" and not has_best and not is_dev_run(trainer):
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
@@ -228,13 +242,17 @@ class LaplaceCallback(PosteriorCallback):
             check_validation(trainer)
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
-        words, weights = self._words(), choose_subset(network, x, self.subset)
+        subset, words = self.subset, self._words()
+        if isinstance(subset, Subnetwork):  # any weights will do
+            trial, prior = replace(subset, by="random"), self.prior_precision
+            subset, words["prior_precision"] = trial.in_network(network, (), prior, torch.Tensor)
+        weights = choose_subset(network, x, subset)
         if self.structure == "full":
             first = next(iter(weights.parameters(network).values()))
             check_memory(weights.size, first.dtype, first.device)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None)
-        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
+        fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -267,7 +285,7 @@ class LaplaceCallback(PosteriorCallback):
             try:
                 with weights_of(trainer, module, group[0].path):
                     of = f" of {os.path.basename(group[0].path)}"
-                    posterior = self._fitted(trainer, module, self._data.loader(trainer, module), of)
+                    posterior = self._fitted_to(trainer, module, group[0].path, of)
                     self._report(None, posterior, of)
                     for checkpoint in group:
                         self._put(trainer, checkpoint, posterior)
@@ -278,6 +296,10 @@ class LaplaceCallback(PosteriorCallback):
                     raise
                 rank_zero_warn(str(error))
         self._best_path = best.path if elsewhere and best is not None else None
+
+    def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:
+        """While the module has the weights of the checkpoint at `path`."""
+        return self._fitted(trainer, module, self._data.loader(trainer, module), of)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

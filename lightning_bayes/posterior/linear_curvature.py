@@ -3,42 +3,38 @@ with the Fisher of the linear model's outputs `h(θ, x) = f(x) + J(x)(θ − θ�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature import Curvature
-from lightning_bayes.curvature.curvature_sum import CurvatureSum
-from lightning_bayes.curvature.plan import make_plan
-from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, inputs
+from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
+from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
 
 def curvature_at(
-    posterior: LaplacePosterior, shift: Tensor, loader: Iterable[Any], likelihoods: Sequence[Likelihood] | None = None
+    posterior: LaplacePosterior,
+    shift: Tensor,
+    loader: Iterable[Any],
+    root_at: RootAt | None = None,
+    processes: Processes | None = None,
 ) -> Curvature:
-    """At `θ̃ + shift`, in one pass over the data `(x, y)`; `likelihoods` has another one for each batch."""
+    """At `θ̃ + shift`, in one pass over the data `(x, y)`; `root_at` gives another root of the output Fisher."""
     from lightning_bayes.predictive.functions import linearised_outputs
 
-    own_likelihoods = iter(likelihoods or ())
-
-    def likelihood_at(x: Any, f: Tensor) -> Likelihood:
-        if f.ndim > 2:
+    def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        h = linearised_outputs(posterior, x, shift)
+        if h.ndim > 2:
             raise PosteriorError(
                 f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have "
-                f"shape {list(f.shape)}: use a network with one label per example"
+                f"shape {list(h.shape)}: use a network with one label per example"
             )
-        move = linearised_outputs(posterior, x, shift) - f
-        own = next(own_likelihoods, posterior.likelihood)
-        if isinstance(own, ExpectedLikelihood):
-            return ExpectedLikelihood(own.of, own.spread + move)
-        return ExpectedLikelihood(own, move.unsqueeze(0))
+        return posterior.likelihood.fisher_root(h, y)
 
     word = posterior.curvature.structure.word
     assert word is not None
@@ -47,8 +43,15 @@ def curvature_at(
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
             if total is None:
-                plan = make_plan(posterior.network, x, posterior.subset)
-                total = CurvatureSum(posterior.network, plan, posterior.likelihood, word, likelihood_at=likelihood_at)
+                with posterior.linearised(x) as (plan, _):
+                    total = CurvatureSum(
+                        posterior.network,
+                        plan,
+                        posterior.likelihood,
+                        word,
+                        processes=processes,
+                        root_at=root_at or own_root_at,
+                    )
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: a curvature needs the training data")

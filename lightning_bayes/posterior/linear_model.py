@@ -13,7 +13,7 @@ fitted precision. A Jacobian is never formed: every product is one pass over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,6 @@ class LinearModel:
 
     Args:
         loader: the training data `(x, y)`, the same in each pass.
-        likelihoods: another likelihood for each batch, of a loader that always has the same ones.
         processes: those that share the data.
         on_pass: called after each pass.
     """
@@ -60,11 +59,10 @@ class LinearModel:
     def __init__(
         self,
         loader: Iterable[Any],
-        likelihoods: Sequence[Likelihood] | None = None,
         processes: Processes | None = None,
         on_pass: Callable[[], object] = lambda: None,
     ) -> None:
-        self._loader, self._likelihoods, self._processes = loader, likelihoods, processes or Processes()
+        self._loader, self._processes = loader, processes or Processes()
         self._on_pass = on_pass
         self.passes = 0
 
@@ -74,10 +72,10 @@ class LinearModel:
         totals = torch.zeros(3, dtype=torch.float64, device=posterior.device)  # examples, log-likelihood, squared error
         for batch in self._batches(posterior):
             h = batch.outputs(shift)
-            error = batch.likelihood.squared_error(h, batch.y)
-            fit = batch.likelihood.log_likelihood_per_example(h, batch.y).double().sum().item()
+            error = posterior.likelihood.squared_error(h, batch.y)
+            fit = posterior.likelihood.log_likelihood_per_example(h, batch.y).double().sum().item()
             totals += totals.new_tensor([len(h), fit, math.nan if error is None else error.item()])
-            sums += batch.pull(batch.likelihood.residual(h, batch.y))
+            sums += batch.pull(posterior.likelihood.residual(h, batch.y))
         self._processes.sum_([sums, totals])
         n, fit, error = totals.cpu()
         if n != posterior.n_data:
@@ -92,10 +90,18 @@ class LinearModel:
 
     def product(self, posterior: LaplacePosterior, v: Tensor) -> Tensor:
         """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the posterior's outputs.  # [P] -> [P]"""
+
+        def cotangent(batch: Batch) -> Tensor:
+            h = batch.f.detach() if posterior.shift is None else batch.outputs(posterior.shift)
+            return _hessian_product(posterior.likelihood, h, batch.y, batch.push(v))
+
+        return self.pulled(posterior, cotangent)
+
+    def pulled(self, posterior: LaplacePosterior, cotangent: Callable[[Batch], Tensor]) -> Tensor:
+        """`Σₙ Jₙᵀuₙ` with the `uₙ` of each batch.  # [B, ...] -> [P]"""
         sums = torch.zeros_like(posterior.mean)
         for batch in self._batches(posterior):
-            h = batch.f.detach() if posterior.shift is None else batch.outputs(posterior.shift)
-            sums += batch.pull(_hessian_product(batch.likelihood, h, batch.y, batch.push(v)))
+            sums += batch.pull(cotangent(batch))
         self._processes.sum_([sums])
         return sums
 
@@ -124,7 +130,7 @@ class LinearModel:
         self.passes += 1
         assert posterior.shift is not None
         known = posterior.curvature
-        H = curvature_at(posterior, posterior.shift, self._loader, self._likelihoods).structure
+        H = curvature_at(posterior, posterior.shift, self._loader, processes=self._processes).structure
         self._on_pass()
         return replace(posterior, curvature=replace(known, structure=H)).with_prior(posterior.prior_precision)
 
@@ -146,15 +152,16 @@ class LinearModel:
         assert fit is not None
         return Optimum(at.mean, fit, residual, self.passes - first)
 
-    def _batches(self, posterior: LaplacePosterior) -> Iterator[_Batch]:
+    def _batches(self, posterior: LaplacePosterior) -> Iterator[Batch]:
         """One pass over the data."""
         self.passes += 1
         posterior.check_weights()
-        for number, batch in enumerate(self._loader):
-            likelihood = posterior.likelihood if self._likelihoods is None else self._likelihoods[number]
-            x, y = inputs.split_targets(batch)
+        start = 0
+        for batch in self._loader:
+            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-                yield _Batch(posterior, likelihood, inputs.to_device(x, posterior.device), y.to(posterior.device))
+                yield Batch(posterior, x, y, start)
+            start += len(y)
         self._on_pass()
 
 
@@ -202,13 +209,13 @@ def _prior(posterior: LaplacePosterior) -> Tensor:
     return per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
 
 
-class _Batch:
+class Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
-    def __init__(self, posterior: LaplacePosterior, likelihood: Likelihood, x: Any, y: Tensor) -> None:
+    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
         from lightning_bayes.predictive.functions import Linearised
 
-        self._posterior, self.likelihood, self.y = posterior, likelihood, y
+        self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
         self._parameters = posterior.subset.parameters(posterior.network)
         self.f = inputs.call(posterior.network, x)
         self._linearised = Linearised(posterior.network, self._parameters, x)

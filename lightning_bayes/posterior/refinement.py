@@ -11,8 +11,7 @@ generalised linear model, so its posterior is well defined from any `θ̃`:
 
       Σₙ JₙᵀE[r(yₙ; fₙ)] = δm,        Σ⁻¹ = Σₙ JₙᵀE[Λ(fₙ)]Jₙ + diag(δ).
 
-  Given `Σ` the mean solves a convex problem; given the mean `Σ` is a fixed point. The two alternate. For a diagonal
-  `Σ` only the diagonal of its inverse is matched.
+  It is found by damped natural gradients. For a diagonal `Σ` only the diagonal of its inverse is matched.
 
 The network keeps its weights `θ̃`: predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
 """
@@ -20,7 +19,7 @@ The network keeps its weights `θ̃`: predictions are those of `h`, with the mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,19 +28,21 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.curvature.curvature_sum import RootAt
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_curvature import check_refit, curvature_at
-from lightning_bayes.posterior.linear_model import LinearModel, Optimum
+from lightning_bayes.posterior.linear_model import Batch, LinearModel, conjugate_gradients, weights_of
+from lightning_bayes.posterior.prior_precision import per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
-_ROUNDS = 30  # of mean and covariance, at most
+VARIATIONAL = ("full", "diag")
+_ROUNDS = 100  # of mean and covariance, at most
+_FORCING = 0.1  # how well to solve for the mean's step
 
 
 def refine(
@@ -60,54 +61,173 @@ def refine(
     check_seed("seed", seed)
     positive("tolerance", tolerance)
     check_loader(loader)
-    _check(posterior)
+    _check(posterior, method)
     if posterior.shift is not None:  # one that was refined before
-        posterior = replace(posterior, mean=posterior.mean - posterior.shift, shift=None)
+        posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     batches = [inputs.split_targets(batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
-    refined, likelihoods = posterior, None
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
-    rounds = 1 if method == "laplace" or posterior.likelihood.noise_std is not None else _ROUNDS
-    for number in range(rounds):
-        if rounds > 1:
-            likelihoods = _expected(refined, batches, samples, seed)
-        optimum = LinearModel(batches, likelihoods).minimum(posterior, passes, tolerance, start=refined.mean)
-        before, refined = refined, _around(posterior, batches, optimum, likelihoods)
-        if number and _is_same(before, refined, tolerance**0.5):
-            break
-    if optimum.residual > tolerance:
-        logger.warning(
-            "refinement stopped after %d passes at a relative gradient of %.1g: raise `passes`",
-            optimum.passes,
-            optimum.residual,
-        )
-    return refined
+    if method == "laplace" or posterior.likelihood.noise_std is not None:
+        return _laplace(posterior, batches, passes, tolerance)
+    return _Variational(posterior, batches, samples, seed).maximum(passes, tolerance)
 
 
-def _check(posterior: LaplacePosterior) -> None:
+def _check(posterior: LaplacePosterior, method: str) -> None:
     if not posterior.likelihood.is_convex:
         raise PosteriorError(
             f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
             "to refine to: use a likelihood with one parameter per output"
         )
     check_refit(posterior, "refinement")
+    if method == "variational" and posterior.curvature.structure.word not in VARIATIONAL:
+        raise PosteriorError(
+            f"variational refinement is for structure='full' or 'diag', and this posterior's is "
+            f"{posterior.curvature.structure.word!r}: fit one of them, or use method='laplace'"
+        )
 
 
-def _expected(
-    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int
-) -> list[Likelihood]:
-    """Each batch's likelihood, averaged over its outputs' spread under the posterior."""
-    likelihoods: list[Likelihood] = []
-    for x, _ in batches:
-        mean, covariance = posterior.functional(x)
-        C = covariance.shape[-1]
-        noise = _normal_points(samples, C, seed).to(covariance)  # [S, C]
-        values, vectors = torch.linalg.eigh(covariance)
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric [B, C, C]
-        spread = torch.einsum("bcd,sd->sbc", root, noise)
-        likelihoods.append(ExpectedLikelihood(posterior.likelihood, spread.reshape(-1, *mean.shape)))
-    return likelihoods
+def _laplace(
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], passes: int, tolerance: float
+) -> LaplacePosterior:
+    optimum = LinearModel(batches).minimum(posterior, passes, tolerance)
+    if optimum.residual > tolerance:
+        logger.warning(
+            "refinement stopped after %d passes at a relative gradient of %.1g: raise `passes`",
+            optimum.passes,
+            optimum.residual,
+        )
+    refined = _around(posterior, batches, optimum.theta, optimum.log_likelihood)
+    if refined.points is None:
+        return refined
+    columns = refined.likelihood.fisher_root(refined.shifted(refined.points.x))  # [R, M, ...]
+    return replace(refined, points=refined.points.with_root(columns.reshape(*columns.shape[:2], -1).permute(1, 2, 0)))
+
+
+def _around(
+    posterior: LaplacePosterior,
+    batches: list[tuple[Any, Tensor]],
+    mean: Tensor,
+    log_likelihood: Tensor,
+    root_at: RootAt | None = None,
+) -> LaplacePosterior:
+    """With curvature at the linearised outputs of these weights."""
+    shift = mean - posterior.mean
+    curvature = replace(
+        curvature_at(posterior, shift, batches, root_at),
+        log_likelihood=log_likelihood,
+        squared_error=None,
+        gradient=None,
+        normalised=posterior.curvature.normalised,
+    )
+    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+
+
+class _Variational:
+    """`q = N(m, Σ)` with `Σ⁻¹ = Σₙ JₙᵀWₙJₙ + diag(δ)`, by natural gradients: in each round a step of length `ρ` towards
+    `W = E[Λ]`, and of `m` along the Newton direction of the expected loss. Where two rounds oppose each other, `ρ` is
+    halved."""
+
+    def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
+        self._posterior, self._batches, self._samples, self._seed = posterior, batches, samples, seed
+        self._model = LinearModel(batches)
+        self._δ = per_parameter(posterior.prior_precision, posterior.subset)
+
+    def maximum(self, passes: int, tolerance: float) -> LaplacePosterior:
+        """From the Laplace posterior, until the gradient of the mean, relative to that at the start, and the relative
+        change of `W` are within the root of `tolerance`: a step that small gains less than `tolerance`."""
+        q, ρ = self._posterior, 1.0
+        fit, r, W = self._expectations(q)
+        g = self._gradient(q, r)
+        first = _norm(g, q)
+        turn, residual = torch.zeros_like(W), 1.0 if first else 0.0
+        for _ in range(_ROUNDS):
+            if residual <= tolerance**0.5:
+                return self._with_points(q)
+            W = W + ρ * turn
+            step = conjugate_gradients(self._hessian(q, W), g, q.precision, _FORCING, passes)
+            q = self._moved(q, ρ * step, W, fit)
+            fit, r, target = self._expectations(q)
+            g, last_turn, turn = self._gradient(q, r), turn, target - W
+            residual = max(_norm(g, q) / first, float(turn.norm() / W.norm()))
+            opposed = (g * step).sum() < 0 or (turn * last_turn).sum() < 0
+            ρ = ρ / 2 if opposed else min(1.2 * ρ, 1.0)
+        logger.warning(
+            "variational refinement still moves by %.1g after %d rounds, more than the root of tolerance=%g: a larger "
+            "prior precision makes it easier",
+            residual,
+            _ROUNDS,
+            tolerance,
+        )
+        return self._with_points(q)
+
+    def _expectations(self, q: LaplacePosterior) -> tuple[Tensor, Tensor, Tensor]:
+        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example.  # [], [N, ...], [N, C, C]"""
+        likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
+        residuals, fishers = [], []
+        for x, y in self._batches:
+            draws = self._draws(q, x)
+            S = len(draws)
+            f, labels = draws.flatten(0, 1), y.to(q.device).repeat(S, *[1] * (y.ndim - 1))
+            total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
+            residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
+            fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
+        return total, torch.cat(residuals), torch.cat(fishers)
+
+    def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
+        """Of the outputs, quasi-random, with the same noise in each round.  # [S, B, ...]"""
+        h, covariance = q.functional(x)
+        noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
+        return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
+
+    def _with_points(self, q: LaplacePosterior) -> LaplacePosterior:
+        """With `E[Λ]` at the training points that the posterior keeps."""
+        if q.points is None:
+            return q
+        draws = self._draws(q, q.points.x)
+        fisher = _mean_fisher(q.likelihood.fisher_root(draws.flatten(0, 1)), len(draws))
+        return replace(q, points=q.points.with_root(_root(fisher)))
+
+    def _gradient(self, q: LaplacePosterior, r: Tensor) -> Tensor:
+        """Of the lower bound in the mean.  # [P]"""
+        return self._model.pulled(q, lambda batch: r[batch.examples]) / q.temperature - self._δ * q.mean
+
+    def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
+        """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
+
+        def product(v: Tensor) -> Tensor:
+            def cotangent(batch: Batch) -> Tensor:
+                u = batch.push(v)
+                return torch.einsum("bcd,bd->bc", W[batch.examples], u.reshape(len(u), -1)).reshape(u.shape)
+
+            return self._model.pulled(q, cotangent) / q.temperature + self._δ * v
+
+        return product
+
+    def _moved(self, q: LaplacePosterior, step: Tensor, W: Tensor, fit: Tensor) -> LaplacePosterior:
+        root = _root(W)
+
+        def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+            return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), -1)
+
+        return _around(self._posterior, self._batches, q.mean + step, fit, root_at)
+
+
+def _norm(g: Tensor, q: LaplacePosterior) -> float:
+    """In the norm of the covariance."""
+    return float((g * q.precision.solve(g)).sum().clamp_min(0).sqrt())
+
+
+def _mean_fisher(columns: Tensor, S: int) -> Tensor:
+    """`E[Λ]` of `S` draws of each example, from columns of its root.  # [K, S·B, ...] -> [B, C, C]"""
+    columns = columns.reshape(len(columns), S, columns.shape[1] // S, -1)
+    return torch.einsum("ksbc,ksbd->bcd", columns, columns) / S
+
+
+def _root(M: Tensor) -> Tensor:
+    """The symmetric one.  # [..., C, C]"""
+    values, vectors = torch.linalg.eigh(M)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
 
 
 def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
@@ -117,30 +237,3 @@ def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
     half = torch.special.ndtri(uniform)
     points = torch.cat((half, -half))
     return points / points.square().mean(0).sqrt()
-
-
-def _around(
-    posterior: LaplacePosterior,
-    batches: list[tuple[Any, Tensor]],
-    optimum: Optimum,
-    likelihoods: list[Likelihood] | None,
-) -> LaplacePosterior:
-    """With curvature at the linearised outputs of these weights."""
-    shift = optimum.theta - posterior.mean
-    curvature = curvature_at(posterior, shift, batches, likelihoods)
-    curvature = replace(
-        curvature,
-        log_likelihood=optimum.log_likelihood,
-        squared_error=None,
-        gradient=None,
-        normalised=posterior.curvature.normalised,
-    )
-    return replace(posterior, curvature=curvature, mean=optimum.theta, shift=shift).with_prior(
-        posterior.prior_precision
-    )
-
-
-def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:
-    moved = (after.mean - before.mean).norm() <= tolerance * after.mean.norm()
-    variances = (after.precision.inverse_diagonal() / before.precision.inverse_diagonal()).log().abs().max()
-    return bool(moved and variances <= tolerance)

@@ -20,6 +20,7 @@ from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import Structure
 
 FORMAT = 2
@@ -58,6 +59,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
+        "points": None if posterior.points is None else posterior.points.to_state(),
     }
 
 
@@ -79,6 +81,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "calibrations": [],
         "shift": None,
         "normalised": None,
+        "points": None,
     }  # than some files
     state = {**newer, **state}
     matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
@@ -116,7 +119,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
     shift = None if state["shift"] is None else state["shift"].to(device)
-    return replace(posterior, calibrations=calibrations, shift=shift)
+    points = TrainingPoints.from_state(state["points"])
+    return replace(posterior, calibrations=calibrations, shift=shift, points=points)
 
 
 def _read_structure(state: Any) -> Structure:

@@ -53,7 +53,7 @@ def grid(
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     priors = torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
-    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ).precision for δ in priors], loader, scoring):
+    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)

@@ -6,7 +6,15 @@ import torch
 from torch.utils.data import TensorDataset
 
 from bad_calls.cases import Table
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
+from lightning_bayes import (
+    Gaussian,
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+)
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -15,7 +23,12 @@ FLAG = "must be True or False"
 laplace = Table("LaplaceCallback", lambda t, **given: LaplaceCallback(**given), LaplaceCallback)
 l2m = Table("L2MCallback", lambda t, **given: L2MCallback(**given), L2MCallback)
 online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback(**given), OnlineLaplaceCallback)
-CALLBACKS = [laplace, l2m, online]
+marginal = Table(
+    "MarginalLikelihoodCallback", lambda t, **given: MarginalLikelihoodCallback(**given), MarginalLikelihoodCallback
+)
+swag = Table("SWAGCallback", lambda t, **given: SWAGCallback(**given), SWAGCallback)
+subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
+CALLBACKS = [laplace, l2m, online, marginal, swag, subnetwork]
 
 
 def counts(table: Table, *arguments: str) -> None:
@@ -94,6 +107,13 @@ def priors(table: Table) -> None:
     table("prior_precision", {"net": 1.0}, "must be a number or a vector of numbers, got {'net': 1.0}")
 
 
+def loaders(table: Table) -> None:
+    table("data", "", "must be a loader, or the name of a method that returns one, got ''")
+    table("data", 3, "must be an iterable of batches", "got 3")
+    table("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
+    table("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
+
+
 common(laplace)
 words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
 laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
@@ -107,10 +127,9 @@ for _tune in ("auto", "grid"):
     laplace("per_layer", True, f"tune='{_tune}' tunes one prior for all layers: use tune='marglik' with", tune=_tune)
 laplace("weights", None, "unknown weights None: use one of 'both', 'last', 'best'")
 laplace("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
-laplace("data", "", "must be a loader, or the name of a method that returns one, got ''")
-laplace("data", 3, "must be an iterable of batches", "got 3")
-laplace("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
-laplace("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
+loaders(laplace)
+laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
+laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
@@ -142,3 +161,31 @@ for _argument in ("memory_factor", "threshold"):
 for _bad in (-1.0, math.inf, "half"):
     online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
 online("threshold", -1, "must be between 0 and inf, got -1")
+
+common(marginal)
+words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
+marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+subsets(marginal)
+priors(marginal)
+positives(marginal, "lr", "loss_scale")
+counts(marginal, "samples", "mc_samples", "every_n_epochs", "steps", "n_data")
+flags(marginal, "noise", "progress")
+for _bad in (-1, 0.5, "two", True, None):
+    marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
+marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
+marginal("data", 3, "must be an iterable of batches", "got 3")
+marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
+common(swag)
+words(swag, "calibrate")
+loaders(swag)
+counts(swag, "samples", "every_n_epochs", "every_n_steps", "max_batches")
+flags(swag, "progress")
+for _bad in (-1, -0.5, 1.0, 2.5, math.nan, math.inf, "late", None, True):
+    swag("start", _bad, f"must be an epoch, or a share of the training below 1, got {_bad!r}")
+
+counts(subnetwork, "n")
+for _bad in ("variance", "laplace", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):
+    subnetwork("by", _bad, "unknown by ", "'laplace_diag'", "'swag'", "or a fitted posterior")
+for _bad in (-1, 1.5, None):
+    subnetwork("seed", _bad, f"must be a whole number of at least 0, got {_bad}")
+subnetwork("seed", 2**64, "must be less than 2**63")

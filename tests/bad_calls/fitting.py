@@ -14,6 +14,7 @@ from lightning_bayes import (
     Categorical,
     Gaussian,
     LaplaceCallback,
+    Subnetwork,
     fit_laplace,
 )
 from lightning_bayes.curvature import fit_curvature
@@ -67,6 +68,11 @@ laplace("subset", ["zzz"], "no parameter 'zzz'; did you mean one of ", **SUBSET)
 laplace("subset", torch.tensor([1, 2]), "no Kronecker form: use structure='full' or 'diag'", **SUBSET)
 laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the trainable weights", **SUBSET)
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
+
+laplace("subset", Subnetwork(32), "Subnetwork(n=32) asks for more weights than there are", "31", **SUBSET)
+laplace("subset", Subnetwork(3, by="swag"), "by='swag' means the callback of a Trainer", **SUBSET)
+laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
+laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 
 curvature = Table(
     "fit_curvature",

@@ -15,6 +15,8 @@ from lightning_bayes import (
     GaussianPosterior,
     LaplacePosterior,
     OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     fit_l2m,
@@ -62,6 +64,16 @@ def online(task: str) -> GaussianPosterior:
     return callback.posterior
 
 
+def swag(task: str) -> GaussianPosterior:
+    callback = SWAGCallback(TASKS[task], network="net", start=0, every_n_steps=1)
+    _train(LitNet(task), callback)
+    return callback.posterior
+
+
+def subnetwork(task: str) -> GaussianPosterior:
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], subset=Subnetwork(7), prior_precision=2.0)
+
+
 def variational(kind: Any, task: str) -> GaussianPosterior:
     module = kind(task, variational={"likelihood": TASKS[task], "network": "net"})
     _train(module)
@@ -87,13 +99,15 @@ MAKERS: dict[str, Callable[[str], Any]] = {
     "l2m": l2m,
     "sharded": sharded,
     "online": online,
+    "laplace, subnetwork": subnetwork,
+    "swag": swag,
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
     "ensemble": ensemble,
 }
 GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]
 LINEARISED = [kind for kind in GAUSSIANS if kind != "sharded"]  # which needs the whole network for that
-OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith("variational")]
+OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith(("variational", "swag"))]
 
 
 @cache
