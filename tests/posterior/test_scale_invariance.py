@@ -1,5 +1,5 @@
-"""Proposition 3 (tutorial, section 6): weights before a normalisation have no scale, and with a prior of their own, which
-is tuned, predictions do not have one either."""
+"""Proposition 3 (tutorial, section 6): weights before a normalisation have no scale, and with a tuned prior of their
+own predictions do not have one either."""
 
 from __future__ import annotations
 
