@@ -213,7 +213,7 @@ iterating = Table(
 iterating("loader", None, "makes passes over the training data: pass them as loader=")
 iterating("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 iterating("loader", [], "a pass over the loader has 0 examples, but the posterior is that of")
-iterating("loader", Of(lambda t: t.real_batches[:1], "some"), "examples, but the posterior is that of")
+iterating("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "some"), "has 3 examples, but the posterior is that of")
 iterating("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
 flags(iterating, "per_layer", "noise", "progress")
 words(iterating, "prior_groups", "fisher")
@@ -221,7 +221,7 @@ positives(iterating, "tolerance")
 for _bad in (1, 0, 2.5, "ten", True):
     iterating("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
 iterating("processes", 2, "must be Processes(rank, size), got 2")
-iterating("fisher", "optimum", "is for one process, but several share the data", processes=Processes(0, 2))
+iterating("fisher", "optimum", "is for one process: use fisher='weights'", processes=Processes(0, 2))
 iterating("steps", 3, "tune_prior('linear', iterate=True) has no argument 'steps'", error=TypeError)
 _damped = Table(
     "tune_prior of damping",
