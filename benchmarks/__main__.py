@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, diagonal, distributed, l2m, online_step, peers, predictive, variational
+from benchmarks import curvature, diagonal, distributed, l2m, online_step, peers, predictive, subnetwork, variational
 from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
 from benchmarks.report import memory, number
 
@@ -24,6 +24,7 @@ TOPICS = {
     "l2m": l2m,
     "online_step": online_step,
     "diagonal": diagonal,
+    "subnetwork": subnetwork,
 }
 
 
