@@ -266,6 +266,11 @@ def test_line_searches_averages_and_second_callbacks_are_errors(tmp_path: Path) 
     refused(tmp_path, Net(), averaged, marginal(), match="StochasticWeightAveraging has averaged .* use keep='last'")
 
 
+def test_a_prior_is_one_number_or_one_for_each_layer(tmp_path: Path) -> None:
+    for wrong in ([1.0] * 3, [1.0] * 43):  # not even one for each weight
+        refused(tmp_path, Net(), marginal(prior_precision=wrong), match="one for each of the 2 layers")
+
+
 def test_data_that_cannot_be_counted_need_n_data(tmp_path: Path) -> None:
     class Stream:
         def __iter__(self) -> Any:

@@ -86,6 +86,15 @@ def test_laplace(run: Any) -> None:
     assert float(loaded.prior_precision) == pytest.approx(table["full"]["prior"], rel=1e-6)
 
 
+def test_subnetwork(run: Any) -> None:
+    table, folder = run("subnetwork", EPOCHS=100, WIDTH=16, CHOSEN=60)
+    assert list(table)[:3] == ["all weights", "all weights, diagonal", "60 by variance (SWAG)"]
+    for name in ("all weights", "60 by variance (SWAG)"):
+        assert table[name]["σ of f, gap"] > 2 * table[name]["σ of f, data"]
+    assert table["all weights, diagonal"]["σ of f, gap"] < 2 * table["all weights, diagonal"]["σ of f, data"]
+    assert (folder / "gap.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]
