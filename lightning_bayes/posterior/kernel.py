@@ -64,8 +64,9 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
     _check_forms(one, other)
     B, M, K = len(one.f), len(other.f), one.n_outputs
     total = one.f.new_zeros((K, B, M) if independent else (B, K, M, K), dtype=wide(one.f).dtype)
-    for layout in one.layers.keys() & other.layers.keys():  # a layer that one of them does not use adds nothing
-        one.layers[layout].add_kernel(total, other.layers[layout], independent)
+    for layout, layer in one.layers.items():
+        if layout in other.layers:  # a layer that one of them does not use adds nothing
+            layer.add_kernel(total, other.layers[layout], independent)
     return total
 
 
