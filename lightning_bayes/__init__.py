@@ -1,6 +1,12 @@
 """Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
 
-from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, OnlineLaplaceCallback
+from lightning_bayes.callbacks import (
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    SWAGCallback,
+)
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
@@ -8,7 +14,7 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     replace_activations,
 )
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, fit_l2m, fit_laplace
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
 from lightning_bayes.predictive import DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -27,6 +33,8 @@ __all__ = [
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",
+    "SWAGCallback",
+    "Subnetwork",
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
     "evaluate",

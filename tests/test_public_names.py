@@ -25,6 +25,8 @@ from lightning_bayes import (
     MarginalLikelihoodCallback,
     OnlineLaplaceCallback,
     Prediction,
+    Subnetwork,
+    SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     evaluate,
@@ -44,7 +46,10 @@ FIXED = {
     *("LaplaceCallback", "L2MCallback", "OnlineLaplaceCallback", "MarginalLikelihoodCallback"),
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
-BESIDES = {"DeepEnsemble", "Reconstruction", "evaluate", "fit_l2m", "replace_activations"}
+BESIDES = {
+    *("DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
+    *("evaluate", "fit_l2m", "replace_activations"),
+}
 
 FIXED_METRICS = {
     *("NegativeLogLikelihood", "BrierScore", "CalibrationError", "GaussianNLL", "GaussianCRPS", "IntervalCoverage"),
@@ -131,6 +136,8 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     VariationalLaplaceMixin.vl_loss: {"self": REQUIRED, "f": REQUIRED, "y": REQUIRED, "y_sampled": None},
     LaplaceCallback: {"likelihood": "classification"},
     L2MCallback: {"likelihood": "classification"},
+    SWAGCallback: {"likelihood": "classification"},
+    Subnetwork: {"n": REQUIRED, "by": "laplace_diag", "seed": 0},
     OnlineLaplaceCallback: {"likelihood": "regression"},
     MarginalLikelihoodCallback: {"likelihood": "classification"},
     metrics.CalibrationError: {"n_bins": 15, "norm": "l1", "binning": "width"},
@@ -216,6 +223,16 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         "name": "marglik",
         "progress": True,
     },
+    SWAGCallback: {
+        **USING,
+        "start": 0.75,
+        "every_n_epochs": 1,
+        "every_n_steps": None,
+        "predictive": "bnn",
+        "samples": 100,
+        "predict_step": "replace",
+        "name": "swag",
+    },
     VariationalLaplaceMixin.__init__: {"variational": None},
     VariationalInferenceMixin.__init__: {"variational": None},
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
@@ -246,7 +263,7 @@ def test_keywords_have_the_promised_defaults(function: Any) -> None:
     assert {name: p.default for name, p in parameters.items() if name in promised} == promised
 
 
-CALLBACKS = [LaplaceCallback, L2MCallback, OnlineLaplaceCallback, MarginalLikelihoodCallback]
+CALLBACKS = [LaplaceCallback, L2MCallback, OnlineLaplaceCallback, MarginalLikelihoodCallback, SWAGCallback]
 
 
 @pytest.mark.parametrize("callback", CALLBACKS, ids=named)
@@ -327,7 +344,12 @@ def fit(**arguments: Any) -> LaplacePosterior:
 # The call, what it takes, and what it is to take one day.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
     "structure": (lambda word: fit(structure=word), ["kron", "full", "diag"], ["ekfac", "lowrank"]),
-    "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"]], []),
+    "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)], []),
+    "by of Subnetwork": (
+        lambda word: Subnetwork(3, word),
+        ["laplace_diag", "magnitude", "random", "swag", "l2m"],
+        [],
+    ),
     "curvature": (lambda word: fit(curvature=word), ["ggn", "fisher_mc", "empirical_fisher"], []),
     "hessian of fit_laplace": (lambda word: fit(hessian=word), ["exact", "approx", "mixed", "auto"], []),
     "prior_precision": (lambda word: fit(prior_precision=word), [2.0, [3.0], torch.ones(12)], []),
@@ -337,7 +359,11 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         ["auto", "marglik", "mackay", "linear", "grid"],
         [],
     ),
-    "predictive": (lambda word: fit().predict(X, predictive=word, samples=2), ["glm", "bnn", "map"], ["gp"]),
+    "predictive": (lambda word: fit(gp_points=4).predict(X, word, samples=2), ["glm", "bnn", "map", "gp"], []),
+    "gp_points": (lambda word: fit(gp_points=word), [0, 4, None], []),
+    "gp_selection": (lambda word: fit(gp_points=4, gp_selection=word), ["random", "leverage"], []),
+    "gp_weighting": (lambda word: fit(gp_points=4, gp_weighting=word), ["prior", "data"], []),
+    "gp_outputs": (lambda word: fit(gp_points=4, gp_outputs=word), ["auto", "joint", "independent"], []),
     "link": (lambda word: fit().predict(X, link=word, samples=2), ["pairwise", "probit", "bridge", "mc"], []),
     "scaling of L2M": (lambda word: L2MCallback(scaling=word), ["dataset", "paper"], []),
     "hessian of online Laplace": (

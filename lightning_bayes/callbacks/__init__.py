@@ -4,6 +4,7 @@ from lightning_bayes.callbacks.l2m import L2MCallback
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.marginal_likelihood import MarginalLikelihoodCallback
 from lightning_bayes.callbacks.online import OnlineLaplaceCallback
+from lightning_bayes.callbacks.swag import SWAGCallback
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 
@@ -14,4 +15,5 @@ __all__ = [
     "ModuleError",
     "OnlineLaplaceCallback",
     "PosteriorCallback",
+    "SWAGCallback",
 ]

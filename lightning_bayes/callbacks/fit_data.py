@@ -70,16 +70,19 @@ class FitData:
         loader = getattr(owner_of(trainer, module, self._data), self._data)
         return loader() if callable(loader) else loader
 
-    def exact_pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> ExactPass:
-        """As far as `max_batches`, or what training has seen, goes."""
+    def exact_pass(
+        self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
+    ) -> ExactPass:
+        """As far as `max_batches`, or what training has seen, goes: this process's share, or, `alone`, all of it."""
         limit = None
         if trainer is not None and self._data is None:
             limit = trainer.limit_train_batches
             if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
                 limit = self.epoch.batches
                 rank_zero_warn(_OPEN.format(limit))
-        data = exact_pass(loader, module, trainer, limit, Processes.current(), self._max_batches)
-        if not self._warned and data.is_random():
+        processes = Processes() if alone else Processes.current()
+        data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
+        if not alone and not self._warned and data.is_random():
             self._warned = True
             rank_zero_warn(_RANDOM)
         return data

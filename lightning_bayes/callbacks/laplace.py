@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
+from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options
@@ -27,8 +29,10 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.posterior import LaplacePosterior, fit_laplace
+from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.posterior.subnetwork import structure_for
+from lightning_bayes.posterior.training_points import PointOptions
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
@@ -39,7 +43,7 @@ from lightning_bayes.trainer.checkpoints import (
 )
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
-from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
 from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -59,8 +63,8 @@ class LaplaceCallback(PosteriorCallback):
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
 
-        structure: "kron", "diag" or "full".
-        subset: "all", "last_layer", or a list of parameter or module names.
+        structure: "kron", "diag" or "full"; for a `Subnetwork`, "kron" is "full".
+        subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
             checkpoint. The posterior goes into the checkpoints that hold its weights.
@@ -70,11 +74,16 @@ class LaplaceCallback(PosteriorCallback):
             dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
             (validation data), or None to keep what was given.
         per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
+        prior_groups: for the same, "normalised" tunes one prior for each layer directly before a normalisation and one
+            for the rest; "layers" is `per_layer=True`.
+        iterate: for "linear", find prior and optimum of the linearised network together, by further passes over the
+            training data; see `tune_prior`.
+        passes: of those, at most.
         calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
             corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
             temperature of the network's outputs instead; None finds none.
 
-        predictive: "glm", "bnn" or "map".
+        predictive: "glm", "bnn", "map", or "gp" with training points.
         link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         samples: drawn where a prediction draws.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
@@ -95,6 +104,10 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
+        gp_points: training points to keep for predictive="gp", in checkpoints, too: a number, or None for all.
+        gp_selection: "random" or "leverage"; see `fit_laplace`.
+        gp_weighting: "prior" or "data"; see `fit_laplace`.
+        gp_outputs: "auto", "joint" or "independent"; see `fit_laplace`.
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
     """
@@ -105,11 +118,14 @@ class LaplaceCallback(PosteriorCallback):
         *,
         network: str | None = None,
         structure: str = "kron",
-        subset: str | list[str] = "all",
+        subset: str | list[str] | Subnetwork = "all",
         weights: str = "both",
         prior_precision: float | list[float] = 1.0,
         tune: str | None = "auto",
         per_layer: bool = False,
+        prior_groups: str | None = None,
+        iterate: bool = False,
+        passes: int = 10,
         calibrate: str | None = "auto",
         predictive: str = "glm",
         link: str | None = None,
@@ -127,24 +143,34 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: str = "expand",
         temperature: float = 1.0,
         damping: str | None = None,
+        gp_points: int | None = 0,
+        gp_selection: str = "random",
+        gp_weighting: str = "prior",
+        gp_outputs: str = "auto",
         seed: int = 0,
         progress: bool = True,
     ) -> None:
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
             network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            has_points=gp_points != 0,
         )  # fmt: skip
         super().__init__(use)
+        structure = structure_for(subset, structure)
         self.structure, self.subset, self.curvature = structure, plain_values(subset), curvature
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
-        self.hessian = hessian
-        check_options(structure, self.subset, curvature, weight_sharing, progress, hessian)
+        self.hessian, self.points = hessian, PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
+        names = "all" if isinstance(subset, Subnetwork) else self.subset
+        check_options(structure, names, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
-        check_tuning(tune, per_layer, calibrate, damping)
+        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups)
+        check_iteration(tune, iterate, passes, self.likelihood)
+        self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
+        self.turn = 2 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
 
@@ -165,7 +191,12 @@ class LaplaceCallback(PosteriorCallback):
         posterior = self._pass(trainer, module, loader)
         with preserved_rng(), forward_context(trainer):
             if self.tune not in (None, "auto", "grid"):
-                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+                options: dict[str, Any] = {"per_layer": self.per_layer, "prior_groups": self.prior_groups}
+                if self.iterate:
+                    data = self._data.exact_pass(trainer, module, loader)
+                    options.update(loader=data, iterate=True, passes=self.passes, processes=Processes.current())
+                    options.update(progress=self._shows_progress(trainer))
+                posterior = posterior.tune_prior(self.tune, **options)
             return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
@@ -174,21 +205,26 @@ class LaplaceCallback(PosteriorCallback):
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
-            quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
             return fit_laplace(
                 network_of(module, self.network),
                 data,
                 **self._words(),
-                progress=self.progress and not quiet,
+                subset=with_posterior(self.subset, trainer),
+                progress=self._shows_progress(trainer),
                 processes=Processes.current(),
                 probe=data.probe(),
             )
 
+    def _shows_progress(self, trainer: Trainer | None) -> bool:
+        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
+        return self.progress and not quiet
+
     def _words(self) -> dict[str, Any]:
-        """The arguments of `fit_laplace` that are this callback's own."""
-        of_model = ("likelihood", "structure", "subset", "curvature", "prior_precision", "temperature", "damping")
+        """The arguments of `fit_laplace` that are this callback's own, but its subset."""
+        of_model = ("likelihood", "structure", "curvature", "prior_precision", "temperature", "damping")
         names = (*of_model, "seed", "weight_sharing", "hessian")
-        return {"samples": self.mc_samples, **{name: getattr(self, name) for name in names}}
+        points = {f"gp_{name}": value for name, value in asdict(self.points).items()}
+        return {"samples": self.mc_samples, **points, **{name: getattr(self, name) for name in names}}
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
@@ -214,7 +250,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _check_module(self, module: LightningModule) -> None:
         # A Laplace posterior around the means is something to compare with, where the weights are said to be weights.
-        if self.network is None and self.subset == "all":
+        if self.network is None and (self.subset == "all" or isinstance(self.subset, Subnetwork)):
             around = "for a Laplace posterior around the means name its network= or its subset= of weights"
             refuse_variational(module, "LaplaceCallback would take its log σ for weights", around)
 
@@ -222,6 +258,8 @@ class LaplaceCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         # What cannot work is better known before training than after it.
         self._data.check_name(trainer, pl_module)
+        if asks_trainer(self.subset):
+            source_of(self.subset, trainer)
         has_best = any(hasattr(callback, "best_model_path") for callback in trainer.checkpoint_callbacks)
         if self.weights == "best" and not has_best and not is_dev_run(trainer):
             raise RuntimeError("weights='best' needs a best checkpoint: give the Trainer a ModelCheckpoint(monitor=…)")
@@ -233,13 +271,17 @@ class LaplaceCallback(PosteriorCallback):
             check_validation(trainer)
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
-        words, weights = self._words(), choose_subset(network, x, self.subset)
+        subset, words = self.subset, self._words()
+        if isinstance(subset, Subnetwork):  # any weights will do
+            trial, prior = replace(subset, by="random"), self.prior_precision
+            subset, words["prior_precision"] = trial.in_network(network, (), prior, torch.Tensor)
+        weights = choose_subset(network, x, subset)
         if self.structure == "full":
             first = next(iter(weights.parameters(network).values()))
             check_memory(weights.size, first.dtype, first.device)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None)
-        fit_laplace(network, [(x, y)], **words, processes=Undecomposed())
+        fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

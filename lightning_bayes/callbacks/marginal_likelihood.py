@@ -29,6 +29,7 @@ from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.evidence_ascent import ascend
+from lightning_bayes.posterior.prior_groups import PriorGroups
 from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
 from lightning_bayes.trainer.data import count_examples
@@ -199,7 +200,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if self.mode == "gradient":
             tuned = ascend(posterior, self.steps, self.lr, EVIDENCES[self.evidence], self.noise)
         else:
-            tuned, _ = fixed_point(posterior, True, self.noise, self.steps, tolerance=1e-4)
+            groups = PriorGroups.of(posterior, per_layer=True, prior_groups=None)
+            tuned, _ = fixed_point(posterior, groups, self.noise, self.steps, tolerance=1e-4)
         δ, before = tuned.prior_precision.reshape(-1).tolist(), self._hyperparameters
         δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # the same to the last bit
         learned = dict(zip(posterior.subset.layers, δ, strict=True))

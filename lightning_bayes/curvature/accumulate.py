@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
 from lightning_bayes.curvature.grouping import all_rows
+from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.layers import RowIndex
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
@@ -78,45 +79,6 @@ class Accumulator(ABC):
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:
         """Which parameter is in which kind of block, for the log."""
-
-
-class JacobianRows:
-    """The whole Jacobian of a chunk of columns, for the entries of the subset.  # rows [K, B, P]"""
-
-    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
-        self._plan, self._dtype, self._device = plan, dtype, device
-        self._places = None
-        if plan.subset.mask is not None:
-            # Where each weight of the concatenation stands in the subnetwork, -1 for those outside it.
-            self._places = torch.full((plan.subset.full_size,), -1, device=device)
-            self._places[plan.subset.mask.to(device)] = torch.arange(plan.subset.size, device=device)
-
-    def begin_chunk(self, columns: int, examples: int) -> None:
-        self.rows = torch.zeros(columns, examples, self._plan.subset.size, dtype=self._dtype, device=self._device)
-
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site = self._plan.sites[index]
-        g = site.gradients(calls, grads).to(self._dtype)
-        a = site.inputs(calls)
-        B = g.shape[2]
-        # For a subnetwork of a large layer it is enough to hold one example's whole gradient at a time.
-        step = B if self._places is None else 1
-        for start in range(0, B, step):
-            part = slice(start, start + step)
-            a_part = None if a is None else a[:, part].to(self._dtype)
-            self._put(site.jacobian(a_part, g[:, :, part]), site.layout, part)
-
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        self._put(J.to(self._dtype), self._plan.leftover_layout(name), examples)
-
-    def _put(self, J: Tensor, layout: Layout, examples: slice) -> None:
-        rows = self.rows[:, examples]
-        if self._places is None:
-            layout.scatter(J, rows)
-            return
-        places = layout.gather(self._places)
-        inside = places >= 0
-        rows[..., places[inside]] = J[..., inside]
 
 
 class JacobianAccumulator(JacobianRows, Accumulator):

@@ -48,6 +48,10 @@ class Layer(ABC):
         """# [G, b, T, I]"""
         return self.inputs(axis)[:, examples]
 
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        """Some features.  # [G, B, T, columns]"""
+        return self.inputs(axis).index_select(-1, columns)
+
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
         g = axis.split(g, lead=1)
@@ -114,6 +118,14 @@ class Convolution(_Patched):
         a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
         return _grouped_inputs(a, self.groups, axis)
 
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        if self.groups > 1:
+            return super().inputs_at(columns, axis)
+        size = prod(self.weight_shape[2:])
+        channels, index = (columns // size).unique(return_inverse=True)
+        few = replace(self, x=self.x.index_select(1, channels))
+        return few.inputs(axis).index_select(-1, index * size + columns % size)
+
     @property
     def weight(self) -> Piece:
         return Piece(0, (self.groups, self.weight_shape[0] // self.groups, prod(self.weight_shape[1:])))
@@ -159,6 +171,10 @@ class Embedding(Layer):
         if self.padding_idx is not None:
             one_hot[..., self.padding_idx] = 0
         return one_hot
+
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        one_hot = (self.token_grid(axis).unsqueeze(-1) == columns).to(self.dtype)  # [B, T, columns]
+        return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
 
     def token_grid(self, axis: Rows) -> Tensor:
         """# [B, T]"""

@@ -51,6 +51,14 @@ class Site(Role):
         parts = [call.layer.inputs_of(examples, call.rows) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
+    def inputs_at(self, calls: list[Call], columns: Tensor, g: Tensor) -> Tensor:
+        """Some columns of `[a 1]`, where `g` are the gradients of the same calls.  # [G, B, T, columns]"""
+        width = 0 if self.weight is None else self.layout.shape[2] - (self.bias is not None)
+        of_weight = columns[columns < width]
+        parts = [call.layer.inputs_at(of_weight, call.rows).to(g.dtype) for call in calls if len(of_weight)]
+        ones = [g.new_ones(*g.shape[1:4], 1)] if len(of_weight) < len(columns) else []
+        return torch.cat([*([torch.cat(parts, dim=2)] if parts else []), *ones], dim=-1)
+
     def gradients(self, calls: list[Call], grads: list[Tensor]) -> Tensor:
         """# [K, G, B, T, O]"""
         parts = [call.layer.gradients(g, call.rows) for call, g in zip(calls, grads, strict=True)]

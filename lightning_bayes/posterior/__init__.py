@@ -6,6 +6,7 @@ from lightning_bayes.posterior.laplace import LaplacePosterior, fit_laplace, fro
 from lightning_bayes.posterior.prior_precision import PriorError
 from lightning_bayes.posterior.second_moment import OptimizerError
 from lightning_bayes.posterior.sharded import ShardedPosterior
+from lightning_bayes.posterior.subnetwork import Subnetwork
 
 __all__ = [
     "GaussianPosterior",
@@ -14,6 +15,7 @@ __all__ = [
     "PosteriorError",
     "PriorError",
     "ShardedPosterior",
+    "Subnetwork",
     "fit_l2m",
     "fit_laplace",
     "from_curvature",

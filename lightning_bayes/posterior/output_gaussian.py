@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.accumulate import JacobianRows
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
+from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call, Recorder

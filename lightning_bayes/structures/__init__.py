@@ -6,7 +6,7 @@ from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
-from lightning_bayes.structures.output_covariance import CovarianceForm
+from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "ShardedDiagonal",
     "Structure",
     "StructureError",
+    "layer_jacobian",
 ]

@@ -108,17 +108,29 @@ def needing_a_pass(checkpoints: list[Stored], weights: str) -> list[list[Stored]
 
 
 def put_posterior(
-    trainer: Trainer, path: str, key: str, name: str, state: dict[str, Any], posterior: GaussianPosterior
+    trainer: Trainer,
+    path: str,
+    key: str,
+    name: str,
+    state: dict[str, Any],
+    posterior: GaussianPosterior,
+    weights: dict[str, Any] | None = None,
 ) -> None:
-    """Make `posterior` part of the callback's `state` in a checkpoint; on all processes."""
+    """Make `posterior` part of the callback's `state` in a checkpoint; on all processes. Where the callback has changed
+    the module's `weights` since, the checkpoint gets them, and all of the callback's state."""
     if trainer.is_global_zero:
         checkpoint = _read(trainer, path)
+        if weights is not None:
+            own = checkpoint["state_dict"]
+            own.update({name: weights[name] for name in own if name in weights})
         if "callbacks" in checkpoint:
             states = checkpoint["callbacks"]
-            states[key] = {**state, **(states.get(key) or {}), "posterior": posterior.state_dict()}
-            replace_file(path, checkpoint)
+            stored = {} if weights is not None else states.get(key) or {}
+            states[key] = {**state, **stored, "posterior": posterior.state_dict()}
         else:
             save_posterior(posterior, beside(path, name))
+        if "callbacks" in checkpoint or weights is not None:
+            replace_file(path, checkpoint)
     trainer.strategy.barrier("posterior in checkpoint")
 
 

@@ -51,6 +51,7 @@ class PosteriorCallback(Callback):
     save: bool | str | None = _option("save")
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
+    turn: int = 1  # when it comes among several callbacks, whatever their order on the Trainer
 
     def __init__(self, use: UseOptions) -> None:
         super().__init__()
@@ -341,4 +342,6 @@ class PosteriorCallback(Callback):
 
 
 def posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, PosteriorCallback)]
+    """In the order in which they come."""
+    callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, PosteriorCallback)]
+    return sorted(callbacks, key=lambda callback: callback.turn)

@@ -6,7 +6,16 @@ import torch
 from torch.utils.data import TensorDataset
 
 from bad_calls.cases import Table
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, OnlineLaplaceCallback
+from lightning_bayes import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+)
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -18,7 +27,9 @@ online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback
 marginal = Table(
     "MarginalLikelihoodCallback", lambda t, **given: MarginalLikelihoodCallback(**given), MarginalLikelihoodCallback
 )
-CALLBACKS = [laplace, l2m, online, marginal]
+swag = Table("SWAGCallback", lambda t, **given: SWAGCallback(**given), SWAGCallback)
+subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
+CALLBACKS = [laplace, l2m, online, marginal, swag, subnetwork]
 
 
 def counts(table: Table, *arguments: str) -> None:
@@ -55,6 +66,7 @@ def common(table: Table) -> None:
     table("likelihood", Gaussian, "use one of 'classification'")
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm'")
+    table("predictive", "gp", "needs training points: use LaplaceCallback with gp_points=M, or None for all")
     table("link", "logit", "'logit'", "choose one of", "'probit'")
     table("link", 3, "link=3", "choose one of", "'probit'")
     table("link", "bridge", "Bernoulli", "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary")
@@ -97,23 +109,47 @@ def priors(table: Table) -> None:
     table("prior_precision", {"net": 1.0}, "must be a number or a vector of numbers, got {'net': 1.0}")
 
 
+def loaders(table: Table) -> None:
+    table("data", "", "must be a loader, or the name of a method that returns one, got ''")
+    table("data", 3, "must be an iterable of batches", "got 3")
+    table("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
+    table("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
+
+
 common(laplace)
 words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
 laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
+for _bad in (-1, 2.5, "all"):
+    laplace("gp_points", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")
 counts(laplace, "samples", "mc_samples", "max_batches")
-flags(laplace, "per_layer", "progress")
+flags(laplace, "per_layer", "iterate", "progress")
+words(laplace, "prior_groups")
+laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
+laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
+laplace("prior_groups", "layers", "takes one prior precision for all layers", damping="glm", tune="marglik")
+laplace("iterate", True, "belongs to tune='linear', got tune='auto'")
+laplace(
+    "iterate",
+    True,
+    "HeteroscedasticGaussian",
+    "use tune='marglik'",
+    tune="linear",
+    likelihood=HeteroscedasticGaussian(),
+)
+for _bad in (1, 0, 2.5, "ten", True):
+    laplace("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
 for _tune in ("auto", "grid"):
     laplace("per_layer", True, f"tune='{_tune}' tunes one prior for all layers: use tune='marglik' with", tune=_tune)
 laplace("weights", None, "unknown weights None: use one of 'both', 'last', 'best'")
 laplace("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
-laplace("data", "", "must be a loader, or the name of a method that returns one, got ''")
-laplace("data", 3, "must be an iterable of batches", "got 3")
-laplace("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
-laplace("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
+loaders(laplace)
+laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
+laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
@@ -159,3 +195,17 @@ for _bad in (-1, 0.5, "two", True, None):
 marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
 marginal("data", 3, "must be an iterable of batches", "got 3")
 marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
+common(swag)
+words(swag, "calibrate")
+loaders(swag)
+counts(swag, "samples", "every_n_epochs", "every_n_steps", "max_batches")
+flags(swag, "progress")
+for _bad in (-1, -0.5, 1.0, 2.5, math.nan, math.inf, "late", None, True):
+    swag("start", _bad, f"must be an epoch, or a share of the training below 1, got {_bad!r}")
+
+counts(subnetwork, "n")
+for _bad in ("variance", "laplace", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):
+    subnetwork("by", _bad, "unknown by ", "'laplace_diag'", "'swag'", "or a fitted posterior")
+for _bad in (-1, 1.5, None):
+    subnetwork("seed", _bad, f"must be a whole number of at least 0, got {_bad}")
+subnetwork("seed", 2**64, "must be less than 2**63")

@@ -14,6 +14,7 @@ from lightning_bayes import (
     Categorical,
     Gaussian,
     LaplaceCallback,
+    Subnetwork,
     fit_laplace,
 )
 from lightning_bayes.curvature import fit_curvature
@@ -49,6 +50,14 @@ laplace("seed", -1, "must be a whole number of at least 0, got -1")
 laplace("seed", "zero", "must be a whole number of at least 0, got 'zero'")
 laplace("processes", 2, "must be Processes(rank, size), got 2")
 
+for _bad in (-1, 2.5, "all", True):
+    laplace("gp_points", _bad, "must be a whole number of at least 0", f"got {_bad!r}")
+laplace(
+    "gp_points", 10**5, "the kernel between 100000 points with 3 outputs is too large", "pass gp_points=6688 or fewer"
+)
+laplace("gp_points", 10**4, "pass gp_points=3861 or fewer, or gp_outputs='independent'", gp_outputs="joint")
+words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
+laplace("gp_outputs", None, "unknown gp_outputs None: use one of 'auto', 'joint', 'independent'")
 for _argument in ("network", "loader", "probe"):
     laplace.anything_goes(_argument, "a table of its own: networks")
 
@@ -67,6 +76,11 @@ laplace("subset", ["zzz"], "no parameter 'zzz'; did you mean one of ", **SUBSET)
 laplace("subset", torch.tensor([1, 2]), "no Kronecker form: use structure='full' or 'diag'", **SUBSET)
 laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the trainable weights", **SUBSET)
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
+
+laplace("subset", Subnetwork(32), "Subnetwork(n=32) asks for more weights than there are", "31", **SUBSET)
+laplace("subset", Subnetwork(3, by="swag"), "by='swag' means the callback of a Trainer", **SUBSET)
+laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
+laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 
 curvature = Table(
     "fit_curvature",

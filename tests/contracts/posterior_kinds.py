@@ -15,6 +15,8 @@ from lightning_bayes import (
     GaussianPosterior,
     LaplacePosterior,
     OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     fit_l2m,
@@ -37,6 +39,11 @@ class VariationalInferenceNet(VariationalInferenceMixin, LitNet):
 def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int = 0) -> GaussianPosterior:
     net = LitNet(task, seed).net
     return fit_laplace(net, loader(task), TASKS[task], structure, subset, prior_precision=2.0)
+
+
+def process(task: str) -> GaussianPosterior:
+    """With training points, for predictions in function space."""
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp_points=5)
 
 
 def l2m(task: str) -> LaplacePosterior:
@@ -62,6 +69,16 @@ def online(task: str) -> GaussianPosterior:
     return callback.posterior
 
 
+def swag(task: str) -> GaussianPosterior:
+    callback = SWAGCallback(TASKS[task], network="net", start=0, every_n_steps=1)
+    _train(LitNet(task), callback)
+    return callback.posterior
+
+
+def subnetwork(task: str) -> GaussianPosterior:
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], subset=Subnetwork(7), prior_precision=2.0)
+
+
 def variational(kind: Any, task: str) -> GaussianPosterior:
     module = kind(task, variational={"likelihood": TASKS[task], "network": "net"})
     _train(module)
@@ -84,16 +101,19 @@ MAKERS: dict[str, Callable[[str], Any]] = {
         f"laplace, {structure}, {subset}": lambda task, a=structure, b=subset: laplace(task, a, b)
         for structure, subset in product(STRUCTURES, SUBSETS)
     },
+    "with training points": process,
     "l2m": l2m,
     "sharded": sharded,
     "online": online,
+    "laplace, subnetwork": subnetwork,
+    "swag": swag,
     "variational laplace": lambda task: variational(VariationalLaplaceNet, task),
     "variational inference": lambda task: variational(VariationalInferenceNet, task),
     "ensemble": ensemble,
 }
 GAUSSIANS = [kind for kind in MAKERS if kind != "ensemble"]
 LINEARISED = [kind for kind in GAUSSIANS if kind != "sharded"]  # which needs the whole network for that
-OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith("variational")]
+OF_LAPLACE = [kind for kind in GAUSSIANS if not kind.startswith(("variational", "swag"))]
 
 
 @cache

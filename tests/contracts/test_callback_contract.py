@@ -24,6 +24,7 @@ from lightning_bayes import (
     MarginalLikelihoodCallback,
     OnlineLaplaceCallback,
     Prediction,
+    SWAGCallback,
     evaluate,
 )
 from lightning_bayes.trainer import PosteriorCallback
@@ -60,6 +61,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
     "marglik": (Undecayed, lambda task: MarginalLikelihoodCallback(TASKS[task], progress=False)),
+    "swag": (plain, lambda task: SWAGCallback(TASKS[task], start=0)),
     "vl": (variational(VariationalLaplaceNet), None),
     "vi": (variational(VariationalInferenceNet), None),
 }

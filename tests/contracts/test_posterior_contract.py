@@ -34,6 +34,8 @@ both_kinds_of_targets = pytest.mark.parametrize("task", ["classification", "regr
 
 
 def predictives(kind: str) -> tuple[str, ...]:
+    if kind == "with training points":
+        return ("glm", "bnn", "map", "gp")
     return ("bnn", "map") if kind == "sharded" else ("glm", "bnn", "map")
 
 
@@ -42,8 +44,24 @@ def covariance(posterior: GaussianPosterior) -> Tensor:
 
 
 def flat_weights(posterior: GaussianPosterior) -> Tensor:
+    return posterior.subset.narrow(whole_weights(posterior))
+
+
+def whole_weights(posterior: GaussianPosterior) -> Tensor:
+    """Of the parameters in the subset; a subnetwork has some of them."""
     chosen = [p for name, p in posterior.network.named_parameters() if name in posterior.subset.names]
     return torch.cat([p.detach().flatten() for p in chosen])
+
+
+def own_jacobian(posterior: GaussianPosterior) -> Tensor:
+    return posterior.subset.narrow(jacobian(posterior.network, X, posterior.subset.names))
+
+
+def outputs_at(posterior: GaussianPosterior, θ: Tensor) -> Tensor:
+    """Of a copy of the network, with θ in the places of its weights."""
+    subset, weights = posterior.subset, whole_weights(posterior)
+    weights[slice(None) if subset.mask is None else subset.mask] = θ
+    return at_weights(posterior.network, weights, subset.names, X)
 
 
 def tensors(prediction: Prediction) -> dict[str, Tensor]:
@@ -60,7 +78,7 @@ def test_the_mean_is_the_networks_weights_and_the_data_are_counted(kind: str, ta
     posterior = made(kind, task)
     assert isinstance(posterior, GaussianPosterior)
     assert isinstance(posterior.network, nn.Sequential)
-    P = 15 if kind.endswith("last_layer") else 31
+    P = {"last_layer": 15, "subnetwork": 7}.get(kind.rpartition(", ")[2], 31)
     assert posterior.mean.shape == (P,)
     assert posterior.mean.dtype == torch.float64
     assert torch.equal(posterior.mean, flat_weights(posterior))
@@ -109,7 +127,7 @@ def test_the_generator_decides_what_is_drawn(kind: str) -> None:
 def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> None:
     """`f(x; θ*)` and `J P⁻¹ Jᵀ`."""
     posterior = made(kind, "classification")
-    J, Σ = jacobian(posterior.network, X, posterior.subset.names), covariance(posterior)
+    J, Σ = own_jacobian(posterior), covariance(posterior)
     mean, of_outputs = posterior.functional(X)
     torch.testing.assert_close(mean, posterior.network(X).detach(), **TIGHT)
     torch.testing.assert_close(of_outputs, J @ Σ @ J.mT, **TIGHT)
@@ -121,7 +139,7 @@ def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> Non
 @every_task
 def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
     posterior = made(kind, task)
-    for link in (None, *TASKS[task].links) if predictive == "glm" else (None,):
+    for link in (None, *TASKS[task].links) if predictive in ("glm", "gp") else (None,):
         prediction, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
         assert type(prediction) is Prediction
         assert len(prediction) == B
@@ -160,7 +178,7 @@ def test_predictions_are_those_of_the_network_at_its_weights_and_at_draws(kind: 
 
     generator = seeded(2)
     weights = [posterior.sample(1, generator)[0] for _ in range(9)]
-    moments = [likelihood.conditional(at_weights(posterior.network, θ, posterior.subset.names, X)) for θ in weights]
+    moments = [likelihood.conditional(outputs_at(posterior, θ)) for θ in weights]
     mean = torch.stack([mean for mean, _ in moments])
     variance = torch.stack([variance.expand(B, OUTPUTS) for _, variance in moments])
     sampled = posterior.predict(X, "bnn", samples=9, generator=seeded(2))
@@ -173,7 +191,7 @@ def test_predictions_are_those_of_the_network_at_its_weights_and_at_draws(kind: 
 def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
     """`f(x; θ*)`, `diag(J P⁻¹ Jᵀ)`, and the noise."""
     posterior = made(kind, "regression")
-    J = jacobian(posterior.network, X, posterior.subset.names)
+    J = own_jacobian(posterior)
     prediction = posterior.predict(X)
     torch.testing.assert_close(prediction.mean, posterior.network(X).detach(), **TIGHT)
     torch.testing.assert_close(

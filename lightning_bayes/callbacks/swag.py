@@ -1,0 +1,284 @@
+"""`SWAGCallback`: a Gaussian from the path of the optimizer (Maddox et al. 2019), with a diagonal covariance,
+
+    θ ~ N(θ_SWA, diag(Σ_s θ_s²/S − θ_SWA²)),    θ_SWA = Σ_s θ_s / S,
+
+of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.weight_moments`. The method expects
+a learning rate that stays constant and rather large over these epochs, which is the user's to set. When training ends,
+the module gets the averaged weights, and batch norms their statistics in a pass over the training data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from lightning_bayes.arguments import count, flag, is_number, shown, word
+from lightning_bayes.callbacks.fit_data import Epoch, FitData
+from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.network.batch_norm import update_statistics, with_statistics
+from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.weight_moments import WeightMoments
+from lightning_bayes.trainer.checkpoints import Stored, is_of_weights, put_posterior
+from lightning_bayes.trainer.data import as_list, count_examples, is_countable
+from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
+from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.module import network_of
+from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
+from lightning_bayes.trainer.private import forward_context, is_dev_run
+from lightning_bayes.trainer.report import report
+from lightning_bayes.trainer.strategy import refuse_sharded, share
+
+FEWEST = 2  # snapshots that have a variance
+_AVERAGE_ONLY = (
+    "SWAG's posterior is that of the averaged weights, which the module has when training ends: test those, or the "
+    "last checkpoint"
+)
+
+
+class SWAGCallback(PosteriorCallback):
+    """A diagonal Gaussian from the weights of the last epochs, and its predictions in `test` and `predict`.
+
+    Training itself is not touched, but the module ends it with the averaged weights. The checkpoints of the last
+    weights get them too; the weights that the optimizer ended with are kept beside them, and training resumes from
+    those.
+
+    Args:
+        likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
+        network: the submodule that maps x to f; by default the module's own `forward`.
+
+        start: from when on weights are taken in: an epoch, counted from 0, or a share of the training.
+        every_n_epochs: weights are taken in at the end of every so many epochs.
+        every_n_steps: if given, after every so many steps of the optimizer instead.
+        data: what the pass for batch norms goes over instead of the training data: a DataLoader, or the name of a
+            method or attribute of the data module or module.
+        max_batches: that pass ends after so many batches.
+        progress: show a progress bar during that pass.
+
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected, "outputs" a temperature of the network's outputs; None finds none.
+        predictive: "bnn", "glm" or "map".
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
+        samples: drawn where a prediction draws.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        seed: of everything that is drawn.
+
+        name: suffix of the logged numbers, and key among several callbacks.
+        ood: dataloaders after the first hold out-of-distribution data.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
+    """
+
+    turn = 0  # the other callbacks' posteriors are those of the averaged weights
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood = "classification",
+        *,
+        network: str | None = None,
+        start: int | float = 0.75,
+        every_n_epochs: int = 1,
+        every_n_steps: int | None = None,
+        data: Any = None,
+        max_batches: int | None = None,
+        progress: bool = True,
+        calibrate: str | None = "auto",
+        predictive: str = "bnn",
+        link: str | None = None,
+        samples: int = 100,
+        predict_step: str = "replace",
+        seed: int = 0,
+        name: str = "swag",
+        ood: bool = False,
+        plots: bool = False,
+        save: bool | str | None = None,
+    ) -> None:
+        use = UseOptions(
+            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
+            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+        )  # fmt: skip
+        super().__init__(use)
+        if not is_number(start) or start < 0 or (not isinstance(start, int) and start >= 1):
+            raise ValueError(f"start must be an epoch, or a share of the training below 1, got {shown(start)}")
+        count("every_n_epochs", every_n_epochs)
+        if every_n_steps is not None:
+            count("every_n_steps", every_n_steps)
+        self.start, self.every_n_epochs, self.every_n_steps = start, every_n_epochs, every_n_steps
+        self.progress, self.calibrate = flag("progress", progress), word("calibrate", calibrate, CALIBRATIONS)
+        self._data = FitData(data, max_batches)
+        self._moments, self._step, self._resumed = WeightMoments(), 0, False
+        self._trained: dict[str, Tensor] | None = None  # what the optimizer ended with, once the average is in place
+
+    # -- the posterior -----------------------------------------------------------------------------------------------
+
+    def fit_now(self, trainer: Trainer, module: LightningModule) -> GaussianPosterior:
+        """The posterior of the weights that were taken in. The module has their average then; or, after an exception,
+        the weights that it had."""
+        self._module = module
+        if not self._moments.snapshots:
+            raise RuntimeError(self._missing())
+        network, moments = self._network_of(module), self._moments
+        trained = {name: t.detach().clone() for name, t in _tensors(network).items()}
+        try:
+            moments.put_mean(network)
+            with preserved_rng(), forward_context(trainer):
+                if with_statistics(network):
+                    update_statistics(network, self._batches(trainer, module))
+                share(list(module.buffers()))
+                posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
+                posterior = choose_on_validation(trainer, module, posterior, self.use, None, self.calibrate)
+        except BaseException:
+            _put(network, trained)
+            raise
+        self._posterior, self._trained = posterior, self._trained or trained
+        return posterior
+
+    def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
+        """All data on all processes: each ends with the statistics that one alone would have."""
+        self._data.check_training_data(trainer)
+        quiet = not (self.progress and trainer.is_global_zero and trainer.progress_bar_callback is not None)
+        batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
+        return (x for x, _ in tqdm(batches, desc="batch norm statistics", disable=quiet, unit="batch"))
+
+    def _network_of(self, module: LightningModule) -> nn.Module:
+        return unwrap(network_of(module, self.network))
+
+    def _missing(self) -> str:
+        return f"{super()._missing()}; {_AVERAGE_ONLY}"
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        refuse_sharded(trainer, "SWAGCallback")
+        if sum(isinstance(callback, SWAGCallback) for callback in posterior_callbacks(trainer)) > 1:
+            raise ValueError("training ends with the weights of one average: give the Trainer one SWAGCallback")
+        self._resumed, self._data.epoch = False, Epoch()  # what a checkpoint holds comes after this
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._data.check_name(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if not self._resumed:
+            self._moments, self._step = WeightMoments(), trainer.global_step
+        elif self._trained is not None:
+            _put(self._network_of(pl_module), self._trained)
+        self._resumed, self._trained = False, None
+        if not is_dev_run(trainer):
+            self._check_length(trainer)
+
+    def _check_length(self, trainer: Trainer) -> None:
+        epochs = trainer.max_epochs or 0
+        if not isinstance(self.start, int) and epochs <= 0 and trainer.max_steps <= 0:
+            raise ValueError(
+                f"start={self.start} is a share of the training, but the Trainer does not know how long it is: give "
+                "start= as an epoch, or max_epochs="
+            )
+        if self.every_n_steps is None and epochs > 0 and trainer.max_steps <= 0:
+            first = self.start if isinstance(self.start, int) else math.ceil(self.start * epochs)
+            taken = sum((epoch + 1) % self.every_n_epochs == 0 for epoch in range(first, epochs))
+            if taken + self._moments.snapshots < FEWEST:
+                raise ValueError(
+                    f"start={self.start} and every_n_epochs={self.every_n_epochs} take in {taken} of {epochs} epochs, "
+                    f"but a variance needs {FEWEST}: start earlier, or use every_n_steps="
+                )
+
+    @property
+    def needs_targets(self) -> bool:
+        return False
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        """The path of an optimizer is one for any loss."""
+
+    # -- during and after training -----------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._data.epoch.count(batch_idx, trainer.is_last_batch)
+        step, self._trained = trainer.global_step, None
+        # With the last batch, not with the end of the epoch: a checkpoint after validation has it then.
+        due = (
+            step % self.every_n_steps == 0
+            if self.every_n_steps is not None
+            else trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        )
+        if due and step > self._step and self._has_begun(trainer):
+            self._step = step
+            self._moments.add(self._network_of(pl_module))
+
+    def _has_begun(self, trainer: Trainer) -> bool:
+        if isinstance(self.start, int):
+            return trainer.current_epoch >= self.start
+        epochs, steps = trainer.max_epochs or 0, trainer.max_steps
+        of_epochs = trainer.current_epoch / epochs if epochs > 0 else 0.0
+        return max(of_epochs, trainer.global_step / steps if steps > 0 else 0.0) >= self.start
+
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        if only_missing and (self._find_posterior() is not None or not self._resumed):
+            return
+        taken, dev = self._moments.snapshots, is_dev_run(trainer)
+        if taken < (1 if dev else FEWEST):
+            if not dev:
+                rank_zero_warn(
+                    f"{self.name}: training ended with {taken} snapshots of the weights, and a variance needs "
+                    f"{FEWEST}: there is no posterior; start earlier, or use every_n_steps="
+                )
+            return
+        of_last_weights = [] if dev else [stored for stored in self._survey(trainer) if stored.in_memory]
+        posterior = self.fit_now(trainer, module)
+        what = f"SWAG posterior over {posterior.subset.size} weights"
+        report(trainer, self.name, what, {"n_data": posterior.n_data, "snapshots": taken})
+        self.store(trainer, of_last_weights)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _put(self, trainer: Trainer, checkpoint: Stored, posterior: GaussianPosterior) -> None:
+        weights = trainer.lightning_module.state_dict()
+        put_posterior(trainer, checkpoint.path, self.state_key, self.name, self.state_dict(), posterior, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"moments": self._moments.state(), "step": self._step, "trained": self._trained}
+        return {**super().state_dict(), **own, "epoch": asdict(self._data.epoch)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._moments = WeightMoments(**state_dict["moments"])
+        self._step, self._trained, self._resumed = state_dict["step"], state_dict["trained"], True
+        self._data.epoch = Epoch(**state_dict["epoch"])
+
+    def _load_beside(self, trainer: Trainer) -> None:
+        super()._load_beside(trainer)
+        posterior = self._find_posterior()
+        if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
+            raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_AVERAGE_ONLY}")
+
+
+def _count_data(trainer: Trainer) -> int:
+    """Of the training data; 0 where they cannot be counted, for nothing depends on it."""
+    loaders = as_list(getattr(trainer.train_dataloader, "flattened", trainer.train_dataloader))
+    return count_examples(trainer) if len(loaders) == 1 and is_countable(loaders[0]) else 0
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+@torch.no_grad()
+def _put(network: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, t in _tensors(network).items():
+        t.copy_(values[name])

@@ -1,0 +1,152 @@
+"""`Subnetwork`: which single weights get a full covariance, while all others stay at their trained values.
+
+Daxberger et al. (2021) look for the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is nearest
+to that of all weights in the Wasserstein distance. If the latter is taken as factorised, with marginal variances `σ²`,
+
+    W₂² = Σ_{i ∉ S} σᵢ²,
+
+which the weights with the largest marginal variances make smallest. The assumption is for the choice alone: the
+subnetwork's own posterior has all its correlations.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.arguments import count, shown, some
+from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.curvature.fit import check_processes
+from lightning_bayes.network import DataError, Processes, SubsetError
+from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.subset import resolve_subset, trainable
+from lightning_bayes.posterior.gaussian import GaussianPosterior
+from lightning_bayes.posterior.prior_precision import as_precision, per_parameter
+
+logger = logging.getLogger("lightning_bayes")
+
+OF_TRAINER = ("swag", "l2m")  # the callback of a Trainer that has the variances
+CRITERIA = ("laplace_diag", "magnitude", "random", *OF_TRAINER)
+
+
+@dataclass(frozen=True)
+class Subnetwork:
+    """`n` single weights, for `subset=` of `fit_laplace` and `LaplaceCallback`.
+
+    Args:
+        n: how many weights.
+        by: what chooses them: the largest marginal variance of a diagonal Laplace posterior ("laplace_diag", one more
+            pass over the data), of the `SWAGCallback` ("swag") or `L2MCallback` ("l2m") on the same Trainer, or of a
+            fitted posterior; the largest "magnitude"; or chance ("random").
+        seed: of "random".
+    """
+
+    n: int
+    by: str | GaussianPosterior = "laplace_diag"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        count("n", self.n)
+        check_seed("seed", self.seed)
+        if not isinstance(self.by, GaussianPosterior) and (not isinstance(self.by, str) or self.by not in CRITERIA):
+            known = ", ".join(map(repr, CRITERIA))
+            raise ValueError(f"unknown by {shown(self.by)}: use one of {known}, or a fitted posterior")
+        if isinstance(self.by, GaussianPosterior) and self.by.is_sharded:
+            raise ValueError("by is a posterior whose weights are spread over processes: use one that is whole")
+
+    def in_network(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any],
+        prior_precision: float | Tensor | Sequence[float],
+        diagonal: Callable[[], Tensor],
+        processes: Processes | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The chosen weights' positions among all that train, the same on all processes, and their prior precision.
+        `diagonal` is that of the curvature, in a pass over `loader`, which "laplace_diag" needs.  # [n]"""
+        check_processes(processes)
+        whole = resolve_subset(check_network(network), "all", ())
+        with torch.inference_mode(False), torch.no_grad():
+            δ = as_precision(prior_precision, whole, whole.flatten(network))
+            if self.by == "laplace_diag":
+                if iter(loader) is loader:
+                    raise DataError(
+                        "Subnetwork(by='laplace_diag') passes over the data twice, but the loader is an iterator: pass "
+                        "a list or a DataLoader"
+                    )
+                H = diagonal()
+                positions = self._largest(1 / (H + per_parameter(δ, whole)), processes or Processes())
+                self._warn_of_dead_weights(H[positions])
+            else:
+                positions = self._largest(self._scores(network), processes or Processes())
+            if δ.ndim:
+                chosen = resolve_subset(network, positions, ())
+                layers = [whole.layers.index(layer) for layer in chosen.layers]
+                δ = δ[positions] if len(δ) == whole.size else δ[layers]
+        return positions, δ
+
+    def _largest(self, scores: Tensor, processes: Processes) -> Tensor:
+        most = int((scores > -torch.inf).sum())
+        if self.n > most:
+            raise SubsetError(f"Subnetwork(n={self.n}) asks for more weights than there are to choose from: {most}")
+        positions = scores.argsort(descending=True, stable=True)[: self.n]
+        if processes.rank > 0:
+            positions.zero_()  # rounding may differ between devices: all take those of the first
+        processes.sum_([positions])
+        return positions.sort().values
+
+    def _warn_of_dead_weights(self, H: Tensor) -> None:
+        dead = int((H == 0).sum())
+        if 2 * dead > self.n:
+            logger.warning(
+                "%d of the %d chosen weights have no curvature, because the output for no training example depends on "
+                "them (dead units, or inputs that are always zero); their variance is the prior's and the largest: "
+                "choose by='swag' or by='magnitude'",
+                dead,
+                self.n,
+            )
+
+    def _scores(self, network: nn.Module) -> Tensor:
+        """Of all trainable weights, −∞ for those that cannot be chosen.  # [P]"""
+        parameters = trainable(network)
+        if isinstance(self.by, GaussianPosterior):
+            return _marginal_variances(self.by, parameters)
+        weights = torch.cat([p.detach().reshape(-1).abs() for p in parameters.values()])
+        if self.by == "magnitude":
+            return weights
+        if self.by == "random":
+            generator = torch.Generator().manual_seed(self.seed)
+            return torch.rand(len(weights), generator=generator, dtype=torch.float64).to(weights.device)
+        raise SubsetError(
+            f"by={self.by!r} means the callback of a Trainer, for LaplaceCallback(subset=…): pass its posterior here, "
+            f"Subnetwork({self.n}, by=callback.posterior)"
+        )
+
+
+def structure_for(subset: Any, structure: str) -> str:
+    """Single weights have no Kronecker form: for a `Subnetwork` the default structure is the full matrix."""
+    return "full" if isinstance(subset, Subnetwork) and structure == "kron" else structure
+
+
+def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Of a posterior over some of the parameters; names differ where its network has this one as a part.  # [P]"""
+    subset, variances = posterior.subset, posterior.precision.inverse_diagonal()
+    if subset.mask is not None:
+        flat = variances.new_full((subset.full_size,), -torch.inf)
+        flat[subset.mask.to(flat.device)] = variances
+        variances = flat
+    parts = variances.split([shape.numel() for shape in subset.shapes])
+    of_object = {id(p): part for p, part in zip(subset.parameters(posterior.network).values(), parts, strict=True)}
+    of_name = dict(zip(subset.names, parts, strict=True))
+    if not any(id(p) in of_object for p in parameters.values()):  # a copy of its network
+        of_object = {id(p): of_name[name] for name, p in parameters.items() if name in of_name}
+    outside = [variances.new_full((p.numel(),), -torch.inf) for p in parameters.values()]
+    scores = [of_object.get(id(p), other) for p, other in zip(parameters.values(), outside, strict=True)]
+    if not of_object or any(len(score) != p.numel() for p, score in zip(parameters.values(), scores, strict=True)):
+        raise SubsetError(f"by is a posterior of another network, over {some(subset.names)}: pass one of this network")
+    return torch.cat(scores).to(next(iter(parameters.values())).device)

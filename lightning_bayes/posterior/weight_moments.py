@@ -1,0 +1,72 @@
+"""`WeightMoments`: running mean and variance of weights along the path of an optimizer, the diagonal of SWAG.
+
+For `S` snapshots `θ_s` (Maddox et al. 2019, section 3.3)
+
+    θ ~ N(θ_SWA, diag(Σ)),    θ_SWA = Σ_s θ_s / S,    Σ = Σ_s θ_s² / S − θ_SWA²,
+
+added up by Welford's rule, which loses no digits where weights hardly move. A weight that has not moved at all has no
+variance: it gets that of its rounding, `(ε·max(|θ|, rms θ))²`, so that every precision is finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.subset import resolve_subset
+from lightning_bayes.posterior.fingerprint import fingerprint
+from lightning_bayes.posterior.gaussian import GaussianPosterior
+from lightning_bayes.structures import Diagonal
+
+
+@dataclass
+class WeightMoments:
+    """Of all real parameters of a network, by name."""
+
+    snapshots: int = 0
+    mean: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[str, Tensor] = field(default_factory=dict)  # Σ_s (θ_s − mean)²
+
+    @torch.no_grad()
+    def add(self, network: nn.Module) -> None:
+        """Take the present weights in."""
+        self.snapshots += 1
+        for name, p in network.named_parameters():
+            if not p.is_floating_point():
+                continue
+            θ = p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            if name not in self.mean:
+                self.mean[name], self.squares[name] = torch.zeros_like(θ), torch.zeros_like(θ)
+            mean, squares = self.mean[name].to(θ.device), self.squares[name].to(θ.device)
+            Δ = θ - mean
+            self.mean[name] = mean.add_(Δ, alpha=1 / self.snapshots)
+            self.squares[name] = squares.addcmul_(Δ, θ - mean)
+
+    @torch.no_grad()
+    def put_mean(self, network: nn.Module) -> None:
+        """Give the network the averaged weights."""
+        for name, p in network.named_parameters():
+            if name in self.mean:
+                p.copy_(self.mean[name])
+
+    def posterior(self, network: nn.Module, likelihood: Likelihood, n_data: int) -> GaussianPosterior:
+        """Around the network's weights, which must be the mean."""
+        subset = resolve_subset(network, "all", ())
+        with torch.inference_mode(False), torch.no_grad():
+            mean = subset.flatten(network)
+            mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
+            squares = torch.cat([self.squares[name].reshape(-1) for name in subset.names]).to(mean)
+            typical = mean.square().mean().sqrt()
+            least = torch.finfo(mean.dtype).eps * mean.abs().clamp(min=float(typical) or 1.0)
+            precision = 1 / (squares / self.snapshots).clamp(min=least.square())
+            weights = fingerprint(network)
+        return GaussianPosterior(network, subset, likelihood, mean, Diagonal(precision), n_data, weights)
+
+    def state(self) -> dict[str, Any]:
+        """Copies: training goes on while a checkpoint is written."""
+        copies = ({name: t.clone() for name, t in part.items()} for part in (self.mean, self.squares))
+        return dict(zip(("snapshots", "mean", "squares"), (self.snapshots, *copies), strict=True))

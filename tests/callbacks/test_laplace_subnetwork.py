@@ -1,0 +1,114 @@
+"""`LaplaceCallback(subset=Subnetwork(…))`: the weights that `fit_laplace` or another callback chooses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from callback_cases import Classifier, laplace, plain_loader, trainer
+from helpers.training import LitNet, loader
+
+from lightning_bayes import (
+    L2MCallback,
+    LaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+    VariationalLaplaceMixin,
+    fit_laplace,
+)
+from lightning_bayes.callbacks import ModuleError
+from lightning_bayes.network import CurvatureError, SubsetError
+from lightning_bayes.posterior import PriorError
+
+DOUBLE: dict[str, Any] = {"precision": "64-true"}
+
+
+def plain(**words: Any) -> LaplaceCallback:
+    return laplace(tune=None, calibrate=None, **words)
+
+
+@pytest.mark.parametrize("by", ["laplace_diag", "magnitude", "random"])
+def test_it_is_the_posterior_of_fit_laplace(by: str, tmp_path: Path) -> None:
+    module, subset = LitNet(), Subnetwork(9, by, seed=4)
+    callback = plain(subset=subset, prior_precision=[1.0, 3.0])
+    trainer(tmp_path, callback, **DOUBLE).fit(module, loader())
+    expected = fit_laplace(module, loader(), subset=subset, prior_precision=[1.0, 3.0])
+    assert callback.structure == "full"
+    assert torch.equal(callback.posterior.subset.mask, expected.subset.mask)  # type: ignore[arg-type]
+    torch.testing.assert_close(callback.posterior.precision.to_dense(), expected.precision.to_dense())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("word", "kind"), [("swag", SWAGCallback), ("l2m", L2MCallback)])
+def test_another_callback_chooses_whatever_their_order(word: str, kind: Any, first: bool, tmp_path: Path) -> None:
+    words = {"start": 0} if word == "swag" else {"prior_precision": 1.0}
+    module, source = LitNet(), kind(network="net", **words)
+    callback = plain(subset=Subnetwork(5, by=word), name="subnetwork")
+    callbacks = [callback, source] if first else [source, callback]
+    trainer(tmp_path, *callbacks, **DOUBLE).fit(module, loader())
+    expected = fit_laplace(module, loader(), subset=Subnetwork(5, by=source.posterior))
+    assert torch.equal(callback.posterior.mean, expected.mean)
+    variances = source.posterior.precision.inverse_diagonal()
+    assert variances[variances.argsort(descending=True)[4]] > variances.median()
+    callback.posterior.check_weights()
+
+
+@pytest.mark.parametrize(("word", "kind"), [("swag", "SWAGCallback"), ("l2m", "L2MCallback")])
+def test_without_that_callback_it_says_so_before_training(word: str, kind: str, tmp_path: Path) -> None:
+    module, callback = LitNet(), plain(subset=Subnetwork(5, by=word))
+    before = module.net[0].weight.clone()
+    with pytest.raises(SubsetError, match=f"needs the posterior of a {kind}, but the Trainer has no {kind}: give"):
+        trainer(tmp_path, callback, **DOUBLE).fit(module, loader())
+    assert torch.equal(module.net[0].weight, before)
+    with pytest.raises(SubsetError, match="but there is no Trainer"):
+        callback.fit_now(None, module, loader())
+
+
+def test_two_of_that_callback_are_told_apart_by_the_user(tmp_path: Path) -> None:
+    callbacks = [L2MCallback(), L2MCallback(name="other"), plain(subset=Subnetwork(5, by="l2m"))]
+    with pytest.raises(SubsetError, match="the Trainer has 2 L2MCallback"):
+        trainer(tmp_path, *callbacks, **DOUBLE).fit(LitNet(), loader())
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ({"subset": Subnetwork(32)}, SubsetError, r"n=32\) asks for more weights than there are to choose from: 31"),
+        ({"subset": Subnetwork(3), "prior_precision": [1.0, 2.0, 3.0]}, PriorError, "one for each of the 2 layers"),
+    ],
+)
+def test_what_cannot_work_is_known_before_the_first_step(words: Any, error: Any, message: str, tmp_path: Path) -> None:
+    module = LitNet()
+    before = module.net[0].weight.clone()
+    with pytest.raises(error, match=message):
+        trainer(tmp_path, plain(**words), **DOUBLE).fit(module, loader())
+    assert torch.equal(module.net[0].weight, before)
+
+
+def test_a_subnetwork_that_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_bayes.trainer.dry_run._memory", lambda device: 100.0)
+    with pytest.raises(CurvatureError, match="structure='full' over 20 weights needs"):
+        trainer(tmp_path, plain(subset=Subnetwork(20)), **DOUBLE).fit(LitNet(), loader())
+
+
+class VariationalNet(VariationalLaplaceMixin, LitNet):
+    pass
+
+
+def test_log_sigmas_are_not_taken_for_weights(tmp_path: Path) -> None:
+    module = VariationalNet("classification", variational={"likelihood": "classification"})
+    with pytest.raises(ModuleError, match="would take its log σ for weights"):
+        trainer(tmp_path, plain(subset=Subnetwork(5)), **DOUBLE).fit(module, loader())
+
+
+def test_a_checkpoint_holds_the_subnetwork(tmp_path: Path) -> None:
+    callback, module = plain(subset=Subnetwork(7)), Classifier()
+    fit = trainer(tmp_path, callback, enable_checkpointing=True)
+    fit.fit(module, plain_loader())
+    path = fit.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    again = plain(subset=Subnetwork(7))
+    (logged,) = trainer(tmp_path, again, enable_checkpointing=True).test(
+        module, plain_loader(), ckpt_path=path, verbose=False
+    )
+    assert "test_nll_laplace" in logged
+    assert torch.equal(again.posterior.precision.to_dense(), callback.posterior.precision.to_dense())
