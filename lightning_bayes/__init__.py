@@ -1,6 +1,12 @@
 """Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
 
-from lightning_bayes.callbacks import L2MCallback, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
+from lightning_bayes.callbacks import (
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    SWAGCallback,
+)
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
@@ -23,6 +29,7 @@ __all__ = [
     "LaplaceCallback",
     "LaplacePosterior",
     "LogSigmaMultiplierMixin",
+    "MarginalLikelihoodCallback",
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",

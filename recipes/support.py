@@ -72,12 +72,17 @@ def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
     x, y = digits.test.tensors
     known = predict(x)
     assert known.probs is not None
-    scores = {
-        "NLL": float(metrics.functional.negative_log_likelihood(known.probs, y)),
-        "accuracy": float((known.probs.argmax(1) == y).float().mean()),
-        "ECE": float(metrics.functional.calibration_error(known.probs, y)),
+    return score(known.probs, y) | {
+        f"AUROC {name}": auroc(known.entropy, predict(x).entropy) for name, x in digits.unknown.items()
     }
-    return scores | {f"AUROC {name}": auroc(known.entropy, predict(x).entropy) for name, x in digits.unknown.items()}
+
+
+def score(probs: Tensor, y: Tensor) -> dict[str, float]:
+    return {
+        "NLL": float(metrics.functional.negative_log_likelihood(probs, y)),
+        "accuracy": float((probs.argmax(1) == y).float().mean()),
+        "ECE": float(metrics.functional.calibration_error(probs, y)),
+    }
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:

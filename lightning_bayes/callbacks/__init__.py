@@ -2,6 +2,7 @@
 
 from lightning_bayes.callbacks.l2m import L2MCallback
 from lightning_bayes.callbacks.laplace import LaplaceCallback
+from lightning_bayes.callbacks.marginal_likelihood import MarginalLikelihoodCallback
 from lightning_bayes.callbacks.online import OnlineLaplaceCallback
 from lightning_bayes.callbacks.swag import SWAGCallback
 from lightning_bayes.trainer.module import ModuleError
@@ -10,6 +11,7 @@ from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 __all__ = [
     "L2MCallback",
     "LaplaceCallback",
+    "MarginalLikelihoodCallback",
     "ModuleError",
     "OnlineLaplaceCallback",
     "PosteriorCallback",

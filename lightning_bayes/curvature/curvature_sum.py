@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
-from lightning_bayes.curvature.output_columns import output_columns
+from lightning_bayes.curvature.output_columns import output_columns, root_columns
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.curvature.recorder import Recorder
 from lightning_bayes.likelihoods import Likelihood
@@ -24,7 +24,9 @@ from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
 
-LikelihoodAt = Callable[[Any, Tensor], Likelihood]  # that of a batch, from x and f
+RootAt = Callable[
+    [Any, Tensor, Tensor], Tensor
+]  # a Fisher root, as a likelihood's, from x, y and the examples' numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,7 @@ class Curvature:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
+    normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
 
     @property
     def knows_likelihood(self) -> bool:
@@ -61,10 +64,10 @@ class CurvatureSum:
         samples: int = 1,
         seed: int = 0,
         processes: Processes | None = None,
-        likelihood_at: LikelihoodAt | None = None,
+        root_at: RootAt | None = None,
     ) -> None:
         self._network, self._plan = network, plan
-        self._likelihood_at = likelihood_at or (lambda x, f: likelihood)
+        self._root_at = root_at  # instead of the likelihood's own at the network's outputs
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
         self._processes = processes or Processes()
         self._parameters = plan.subset.parameters(network)
@@ -113,8 +116,11 @@ class CurvatureSum:
             self._accumulator.add_inputs(matched.calls)
         size = LayerGradients.chunk_size(used, f)
         drawn = (examples.to(f.device), self._samples, self._seed)
-        likelihood = self._likelihood_at(x, outputs)
-        for chunk in output_columns(likelihood, self._curvature, outputs, y, size, *drawn):
+        if self._root_at is None:
+            columns = output_columns(self._likelihood, self._curvature, outputs, y, size, *drawn)
+        else:
+            columns = root_columns(self._root_at(x, y, examples), size)
+        for chunk in columns:
             self._accumulator.begin_chunk(len(chunk), B)
             grads = self._layer_gradients(f, used, chunk, matched.plain) if used else []
             with torch.no_grad():
@@ -125,7 +131,7 @@ class CurvatureSum:
             if matched.leftovers:
                 self._leftover_gradients(x, chunk, matched.leftovers, self._accumulator.add_leftover)
             self._accumulator.end_chunk()
-        self._add_gradient(f, -likelihood.residual(outputs, y))
+        self._add_gradient(f, -self._likelihood.residual(outputs, y))
         return outputs
 
     def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.normalised import normalised_layers
 from lightning_bayes.curvature.output_columns import CURVATURES
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -71,12 +73,14 @@ def fit_curvature(
     network = check_network(unwrap(network))
     check_loader(loader)
     total: CurvatureSum | None = None
+    normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
         def begin(x: Any) -> CurvatureSum:
+            nonlocal normalised
             chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
@@ -86,6 +90,7 @@ def fit_curvature(
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
             describe(begun.blocks())
+            normalised = normalised_layers(network, x, chosen)
             return begun
 
         if probe is not None:
@@ -96,7 +101,7 @@ def fit_curvature(
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        return total.finish()
+        return replace(total.finish(), normalised=normalised)
 
 
 def check_options(

@@ -7,6 +7,7 @@ example's place in that order, are the same for any number of processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,3 +36,10 @@ class Processes:
         if self.size > 1:
             for t in tensors:
                 dist.all_reduce(t)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process has, in their order; tensors on the CPU."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values

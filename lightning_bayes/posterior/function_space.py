@@ -6,73 +6,159 @@ training points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and co
     Σ* = K** − K*M S (I + SᵀK_MM S)⁻¹ SᵀK_M*,
 
 which is eq. (15), also where `Λ` is singular, as that of a softmax is. With all training points and the full GGN this
-is the covariance of the GLM predictive. `M < N` points know less: their `Λ` counts `N/M` times (`weighting="data"`), or
-the prior's precision is `N/M` times a tuned factor (`weighting="prior"`, the paper's).
+is the covariance of the GLM predictive. `M < N` points know less: the prior's precision counts `N/M` times
+(`weighting="prior"`, the paper's, which tunes a factor on it), or their `Λ` does (`weighting="data"`).
+
+Outputs are joint, or independent of each other, with the diagonal of `Λ` (the paper's table 2), which costs `C·M³`
+instead of `(C·M)³`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.network import inputs
-from lightning_bayes.posterior.kernel import kernel
-from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.kernel import Factors, factors, kernel, own_kernel
 from lightning_bayes.posterior.prior_precision import per_parameter
 
-WEIGHTINGS = ("data", "prior")
-_JOINT = 4096  # outputs of all points whose joint covariance is kept by default
+if TYPE_CHECKING:
+    from lightning_bayes.posterior.laplace import LaplacePosterior
+
+_HELD = 2**30  # bytes of the points' factors that are kept between predictions; more are computed again
+_CROSS = 2**22  # numbers of the kernel between points and inputs that are worked on at a time
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingPoints:
-    """Inputs of `M` training points and what the likelihood says of their outputs."""
+def process_gaussian(posteriors: Sequence[GaussianPosterior], x: Any) -> tuple[Tensor, list[Tensor]]:
+    """The mean of the outputs `[B, ...]`, and the covariance of each example's `[B, C, C]`, for several posteriors that
+    differ by their priors; where these differ by one factor, in one backward pass."""
+    conditioned = [_with_points(posterior) for posterior in posteriors]
+    first = conditioned[0]
+    ratios = [(posterior.prior_precision / first.prior_precision).flatten() for posterior in conditioned]
+    if all(torch.allclose(ratio, ratio[0], rtol=8 * torch.finfo(ratio.dtype).eps, atol=0) for ratio in ratios):
+        f, covariances = first.process.gaussian(first, x, [float(ratio[0]) for ratio in ratios])
+    else:
+        gaussians = [posterior.process.gaussian(posterior, x) for posterior in conditioned]
+        f, covariances = gaussians[0][0], [covariances[0] for _, covariances in gaussians]
+    return f if first.shift is None else first.shifted(x), covariances
 
-    x: Any
-    root: Tensor  # S [M, C, R]
-    weighting: str = "data"
-    factor: float = 1.0  # on the prior precision
+
+def _with_points(posterior: GaussianPosterior) -> LaplacePosterior:
+    from lightning_bayes.posterior.laplace import LaplacePosterior
+
+    if not isinstance(posterior, LaplacePosterior) or posterior.points is None:
+        raise PosteriorError(
+            "predictive='gp' needs training points, which this posterior was made without: fit it with "
+            "fit_laplace(..., gp_points=M), or LaplaceCallback(gp_points=M)"
+        )
+    return posterior
 
 
 class GaussianProcess:
-    """The process of a posterior and its training points; conditioning costs `(M·C)³` once."""
+    """The process of a posterior and its training points. It belongs to the weights and the prior of that posterior,
+    which is passed again with every call, so that the two do not keep each other alive."""
 
-    def __init__(self, posterior: LaplacePosterior, points: TrainingPoints, independent: bool | None = None) -> None:
-        self._posterior, self._points = posterior, points
-        M, C, _ = points.root.shape
-        self._independent = M * C > _JOINT if independent is None else independent
-        ratio = posterior.n_data / M
-        δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
-        self._δ = δ * points.factor * (ratio if points.weighting == "prior" else 1.0)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, posterior: LaplacePosterior) -> None:
+        points = posterior.points
+        assert points is not None
+        self._x, self._independent = points.x, points.is_independent
+        ratio = posterior.n_data / len(points)
+        δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size).double()
+        self._δ = δ * ratio if points.weighting == "prior" else δ
         scale = (ratio if points.weighting == "data" else 1.0) / posterior.temperature
-        S = points.root.to(posterior.mean) * scale**0.5
-        K = kernel(posterior, self._δ, points.x, points.x, self._independent)
-        if self._independent:
-            root = S.square().sum(-1).sqrt().mT  # [C, M]: the diagonal of Λ
-            inner = root.unsqueeze(-1) * K * root.unsqueeze(-2)
-        else:
-            root = S
-            inner = torch.einsum("mcr,mcnd,nds->mrns", S, K, S).flatten(2).flatten(0, 1)
-        self._root = root
-        self._cholesky = torch.linalg.cholesky(inner + torch.eye(inner.shape[-1], dtype=inner.dtype))
+        S = points.root.to(posterior.device).double() * scale**0.5  # [M, C, R]
+        self._S = S.square().sum(-1).sqrt().mT.unsqueeze(-1) if self._independent else S  # [C, M, 1] or [M, C, R]
+        self._held = self._factors(posterior)
+        self._inner = self._conditioned(posterior)  # SᵀK_MM S [C, M, M] or [M·R, M·R]
 
-    def covariance(self, x: Any) -> Tensor:
-        """Of each example's outputs `[B, C, C]`; where outputs are independent, diagonal."""
-        B = inputs.batch_size(x)
-        cross = kernel(self._posterior, self._δ, self._points.x, x, self._independent)
-        own = torch.stack(
-            [
-                kernel(self._posterior, self._δ, x_n, x_n, self._independent)
-                for x_n in (inputs.take(self._posterior.network, x, slice(n, n + 1)) for n in range(B))
-            ]
-        )
+    def gaussian(
+        self, posterior: LaplacePosterior, x: Any, scales: Sequence[float] = (1.0,)
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The network's outputs `[B, ...]`, and their covariances `[B, C, C]` for the prior precisions times each of
+        `scales`; where outputs are independent, these are diagonal."""
+        per_input = self._S.shape[:2].numel() * (1 if self._independent else self._S.shape[1])
+        few = max(1, _CROSS // per_input)
+        outputs, parts = [], []
+        for part in factors(posterior, self._δ, x, few):
+            outputs.append(part.f)
+            parts.append(self._covariances(posterior, part, scales))
+        like = posterior.mean
+        return torch.cat(outputs).to(like), [torch.cat(of_scale).to(like) for of_scale in zip(*parts, strict=True)]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _covariances(self, posterior: LaplacePosterior, part: Factors, scales: Sequence[float]) -> list[Tensor]:
+        own = own_kernel(part, self._independent)
+        V = torch.cat([self._weighted(S, kernel(M, part, self._independent)) for S, M in self._points(posterior)], -2)
+        if tuple(scales) == (1.0,):
+            V = torch.linalg.solve_triangular(self._cholesky, V, upper=False)
+            return [self._difference(own, V)]
+        e, Q = self._spectrum
+        V = Q.mT @ V
+        # δ times c: K/c, so that Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
+        return [self._difference(own, V * (c + e).rsqrt().unsqueeze(-1)) / c for c in scales]
+
+    def _difference(self, own: Tensor, V: Tensor) -> Tensor:
+        """`K** − VᵀV` of each example; variances stay positive where rounding would not let them."""
         if self._independent:
-            V = torch.linalg.solve_triangular(self._cholesky, self._root.unsqueeze(-1) * cross, upper=False)
-            return torch.diag_embed(own.reshape(B, -1) - V.square().sum(-2).mT)
-        C = cross.shape[1]
-        weighted = torch.einsum("mcr,mcbk->mrbk", self._root, cross).flatten(2).flatten(0, 1)
-        V = torch.linalg.solve_triangular(self._cholesky, weighted, upper=False).reshape(-1, B, C)
-        return own.reshape(B, C, C) - torch.einsum("rbk,rbl->bkl", V, V)
+            return torch.diag_embed((own - V.square().sum(-2).mT).clamp_min(0))
+        V = V.unflatten(-1, own.shape[:2]).movedim(0, -1)  # [B, C, M·R]
+        Σ = own - V @ V.mT
+        Σ.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+        return Σ
+
+    def _weighted(self, S: Tensor, K: Tensor) -> Tensor:
+        """`SᵀK`, of some points.  # [C, m, n] -> the same, or [m, C, n, C] -> [m·R, n·C]"""
+        if self._independent:
+            return S * K
+        return (S.mT @ K.flatten(2)).flatten(0, 1)
+
+    def _factors(self, posterior: LaplacePosterior) -> list[Factors] | None:
+        """The points', unless they are too large to keep."""
+        held: list[Factors] = []
+        for part in factors(posterior, self._δ, self._x):
+            held.append(part)
+            if sum(part.bytes for part in held) > _HELD:
+                return None
+        return Factors.joined(held)
+
+    def _points(self, posterior: LaplacePosterior) -> Iterable[tuple[Tensor, Factors]]:
+        """Some points at a time, with their root."""
+        parts = factors(posterior, self._δ, self._x) if self._held is None else self._held
+        start = 0
+        for part in parts:
+            rows = slice(start, start := start + len(part.f))
+            yield (self._S[:, rows] if self._independent else self._S[rows]), part
+
+    def _conditioned(self, posterior: LaplacePosterior) -> Tensor:
+        n = self._S.shape[1] if self._independent else self._S.shape[0] * self._S.shape[2]
+        inner = self._S.new_zeros((len(self._S), n, n) if self._independent else (n, n))
+        row = 0
+        for S, one in self._points(posterior):
+            rows, column = slice(row, row := row + len(one.f) * (1 if self._independent else S.shape[-1])), 0
+            for T, other in self._points(posterior):
+                columns = slice(column, column := column + len(other.f) * (1 if self._independent else T.shape[-1]))
+                if columns.start > rows.start:  # the other half is the same
+                    break
+                K = self._weighted(S, kernel(one, other, self._independent))
+                block = K * T.mT if self._independent else (T.mT @ K.mT.unflatten(0, T.shape[:2])).flatten(0, 1).mT
+                inner[..., rows, columns] = block
+                inner[..., columns, rows] = block.mT
+        return inner
+
+    @cached_property
+    def _cholesky(self) -> Tensor:
+        """Of `I + SᵀK_MM S`."""
+        identity = torch.eye(self._inner.shape[-1], dtype=self._inner.dtype, device=self._inner.device)
+        return torch.linalg.cholesky(self._inner + identity)
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        e, Q = torch.linalg.eigh(self._inner)
+        return e.clamp_min(0), Q

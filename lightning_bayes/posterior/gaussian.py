@@ -93,10 +93,10 @@ class GaussianPosterior:
         covariances in one of the forms of `output_gaussian`."""
         with self.linearised(x) as (plan, x):
             mean, covariances = output_gaussian(self.network, plan, precisions, x, form)
-        return mean if self.shift is None else self._shifted(x), covariances
+        return mean if self.shift is None else self.shifted(x), covariances
 
-    def _shifted(self, x: Any) -> Tensor:
-        """`f(x) + J(x) (mean − θ̃)`."""
+    def shifted(self, x: Any) -> Tensor:
+        """`f(x) + J(x) (mean − θ̃)`, of a refined posterior."""
         from lightning_bayes.predictive.functions import linearised_outputs
 
         assert self.shift is not None
@@ -126,9 +126,10 @@ class GaussianPosterior:
 
         Args:
             x: an input of the network.
-            predictive: "glm" (the linearised network), "bnn" (weight samples through the network itself) or "map".
-            link: how "glm" integrates a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by default the
-                one that the posterior was calibrated with, or else the likelihood's first.
+            predictive: "glm" (the linearised network), "gp" (the same in function space, for a posterior with
+                `gp_points`), "bnn" (weight samples through the network itself) or "map".
+            link: how "glm" and "gp" integrate a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by
+                default the one that the posterior was calibrated with, or else the likelihood's first.
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
@@ -169,7 +170,7 @@ class GaussianPosterior:
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
         """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""
         of_predictive = [c for c in self.calibrations if c.predictive == predictive]
-        if predictive == "glm" and link is not None:
+        if predictive in ("glm", "gp") and link is not None:
             of_predictive = [c for c in of_predictive if c.link == link]
         return of_predictive[-1] if of_predictive else None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,11 +25,13 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior.fingerprint import fingerprint
+from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
+from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ def fit_laplace(
     temperature: float = 1.0,
     damping: str | None = None,
     hessian: str = "exact",
+    gp_points: int | None = 0,
+    gp_selection: str = "random",
+    gp_weighting: str = "prior",
+    gp_outputs: str = "auto",
     **options: Unpack[FitOptions],
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`.
@@ -72,23 +78,31 @@ def fit_laplace(
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
         hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
             number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
+        gp_points: how many training points to keep, for `predict(predictive="gp")`; None keeps all. They become part of
+            the posterior's state and file.
+        gp_selection: which: "random", or those with the largest "leverage", in a second pass; see `training_points`.
+        gp_weighting: how they stand for all data: the "prior" precision counts N/M times, or the "data" do.
+        gp_outputs: whether a network's outputs are "joint" or "independent" of each other; "auto" is joint while points
+            times outputs are few.
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
-    network = unwrap(network)
-    fit = partial(fit_curvature, network, loader, likelihood, curvature=curvature, progress=progress, **options)
+    network, points = unwrap(network), PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
+    chosen = PointSelection(points, network, options.get("seed", 0), options.get("processes"))
+    fit = partial(fit_curvature, network, likelihood=likelihood, curvature=curvature, progress=progress, **options)
     if isinstance(subset, Subnetwork):
         subset, prior_precision = subset.in_network(
             network,
             loader,
             prior_precision,
-            lambda: fit(structure="diag").structure.diagonal() / temperature,
+            lambda: fit(loader, structure="diag").structure.diagonal() / temperature,
             options.get("processes"),
         )
-    fitted = fit(structure=structure, subset=subset, hessian=hessian)
-    return from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
+    fitted = fit(chosen.watched(loader), structure=structure, subset=subset, hessian=hessian)
+    posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
+    return chosen.put_into(posterior, loader, progress)
 
 
 def from_curvature(
@@ -114,6 +128,7 @@ class LaplacePosterior(GaussianPosterior):
     prior_precision: Tensor = field(kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
+    points: TrainingPoints | None = field(default=None, repr=False)  # of its Gaussian process
 
     @classmethod
     def around(
@@ -145,6 +160,11 @@ class LaplacePosterior(GaussianPosterior):
     def noise_power(self) -> int:
         """`H ∝ σ^power`: Fisher and GGN have `1/σ²`, the outer product of gradients has `1/σ⁴`."""
         return -4 if self.curvature.kind in ("empirical_fisher", "second_moment") else -2
+
+    @cached_property
+    def process(self) -> GaussianProcess:
+        """The posterior in function space, of one with training points."""
+        return GaussianProcess(self)
 
     @property
     def effective_parameters(self) -> Tensor:
@@ -214,7 +234,8 @@ class LaplacePosterior(GaussianPosterior):
                 gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
                 squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
-        moved = replace(self, curvature=curvature, likelihood=likelihood)
+            points = None if self.points is None else self.points.times(1 / ρ)
+        moved = replace(self, curvature=curvature, likelihood=likelihood, points=points)
         return moved.with_prior(self.prior_precision)
 
     def with_log_likelihood(self, loader: Iterable[Any], processes: Processes | None = None) -> LaplacePosterior:
@@ -256,7 +277,7 @@ class LaplacePosterior(GaussianPosterior):
         method: str = "laplace",
         passes: int = 200,
         tolerance: float = 1e-6,
-        samples: int = 64,
+        samples: int = 256,
         seed: int = 0,
     ) -> LaplacePosterior:
         """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
@@ -264,9 +285,11 @@ class LaplacePosterior(GaussianPosterior):
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.
-            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound.
-            passes: over the data, at most, for each search of the mean.
-            tolerance: of the mean, by the gradient relative to that at the start.
+            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which is for
+                structure="full" and "diag".
+            passes: over the data, at most, in a search of the mean; "variational" has one in each of its rounds.
+            tolerance: where it ends: the gradient relative to that at the start; for "variational", a round's gain
+                relative to the lower bound.
             samples: quasi-random outputs that stand for their distribution, for "variational".
             seed: of those.
         """

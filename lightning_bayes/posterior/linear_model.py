@@ -12,8 +12,9 @@ fitted precision. A Jacobian is never formed: every product is one pass over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch import Tensor
 from torch.func import jvp
 
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import inputs
+from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.linear_curvature import curvature_at
 from lightning_bayes.posterior.prior_precision import per_parameter
 from lightning_bayes.structures import Structure
 
@@ -37,121 +40,191 @@ class Optimum:
 
     theta: Tensor  # [P]
     log_likelihood: Tensor  # of the data at θ⋆, untempered
-    residual: float  # ‖∇L(θ⋆)‖ relative to ‖∇L(θ̃)‖, in the norm of the preconditioner
+    residual: float  # ‖∇L(θ⋆)‖ relative to ‖∇L‖ at the start, in the norm of the preconditioner
     passes: int
 
 
 class LinearModel:
-    """The linearised network of `posterior` on the training data in `loader`; `likelihoods` has another likelihood for
-    each batch, of a loader that always has the same ones."""
+    """The linearised network of a posterior on the training data in `loader`.
+
+    Weights `θ` of the linear model are a posterior with the mean `θ` and the `shift` `θ − θ̃`, whose curvature knows
+    the log-likelihood, its gradient and the squared error at `h(θ, ·)`.
+
+    Args:
+        loader: the training data `(x, y)`, the same in each pass.
+        processes: those that share the data.
+        on_pass: called after each pass.
+    """
 
     def __init__(
-        self, posterior: LaplacePosterior, loader: Iterable[Any], likelihoods: Sequence[Likelihood] | None = None
+        self,
+        loader: Iterable[Any],
+        processes: Processes | None = None,
+        on_pass: Callable[[], object] = lambda: None,
     ) -> None:
-        self._posterior, self._loader, self._likelihoods = posterior, loader, likelihoods
+        self._loader, self._processes = loader, processes or Processes()
+        self._on_pass = on_pass
         self.passes = 0
 
-    def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        """`log p(D | h)` at `θ̃ + d`, and its gradient.  # [P] -> [], [P]"""
-        total = torch.zeros((), dtype=torch.float64)
-        sums = torch.zeros_like(self._posterior.mean)
-        for batch in self._batches():
-            h = batch.outputs(d)
-            total += batch.likelihood.log_likelihood_per_example(h, batch.y).double().sum().cpu()
-            sums += batch.pull(batch.likelihood.residual(h, batch.y))
-        return total, sums
+    def at(self, posterior: LaplacePosterior, shift: Tensor) -> LaplacePosterior:
+        """The posterior moved to the weights `θ̃ + shift` of the linear model."""
+        sums = torch.zeros_like(posterior.mean)
+        totals = torch.zeros(3, dtype=torch.float64, device=posterior.device)  # examples, log-likelihood, squared error
+        for batch in self._batches(posterior):
+            h = batch.outputs(shift)
+            error = posterior.likelihood.squared_error(h, batch.y)
+            fit = posterior.likelihood.log_likelihood_per_example(h, batch.y).double().sum().item()
+            totals += totals.new_tensor([len(h), fit, math.nan if error is None else error.item()])
+            sums += batch.pull(posterior.likelihood.residual(h, batch.y))
+        self._processes.sum_([sums, totals])
+        n, fit, error = totals.cpu()
+        if n != posterior.n_data:
+            raise PosteriorError(
+                f"a pass over the loader has {int(n)} examples, but the posterior is that of {posterior.n_data}: pass "
+                "the training data, each example once in each pass"
+            )
+        squared_error = None if error.isnan() else error
+        known = {"log_likelihood": fit, "gradient": -sums, "squared_error": squared_error}
+        mean = weights_of(posterior) + shift
+        return replace(posterior, mean=mean, shift=shift, curvature=replace(posterior.curvature, **known))
 
-    def product(self, v: Tensor, d: Tensor) -> Tensor:
-        """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the outputs of `θ̃ + d`.  # [P] -> [P]"""
-        sums = torch.zeros_like(self._posterior.mean)
-        for batch in self._batches():
-            sums += batch.pull(_hessian_product(batch.likelihood, batch.outputs(d), batch.y, batch.push(v)))
+    def product(self, posterior: LaplacePosterior, v: Tensor) -> Tensor:
+        """`Σₙ JₙᵀΛₙJₙ v` with `Λₙ` at the posterior's outputs.  # [P] -> [P]"""
+
+        def cotangent(batch: Batch) -> Tensor:
+            h = batch.f.detach() if posterior.shift is None else batch.outputs(posterior.shift)
+            return _hessian_product(posterior.likelihood, h, batch.y, batch.push(v))
+
+        return self.pulled(posterior, cotangent)
+
+    def pulled(self, posterior: LaplacePosterior, cotangent: Callable[[Batch], Tensor]) -> Tensor:
+        """`Σₙ Jₙᵀuₙ` with the `uₙ` of each batch.  # [B, ...] -> [P]"""
+        sums = torch.zeros_like(posterior.mean)
+        for batch in self._batches(posterior):
+            sums += batch.pull(cotangent(batch))
+        self._processes.sum_([sums])
         return sums
 
-    def minimum(
-        self, passes: int, tolerance: float, start: Tensor | None = None, fixed_fisher: bool = False
-    ) -> Optimum:
-        """`θ⋆` by Newton's method from `start`, or from `θ̃`, within a number of passes.
+    def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
+        """One step of Newton's method to a smaller loss, its equation solved to `tolerance`; within `passes`, of which
+        it needs at least two. None where it finds none."""
+        Λ, T, last = _prior(posterior), posterior.temperature, self.passes + passes
 
-        With `fixed_fisher` the output Hessian stays that of `θ̃`, as in the evidence of the paper; the gradient is that
-        of the true likelihood in any case.
-        """
-        P = self._posterior
-        Λ = per_parameter(P.prior_precision, P.subset).expand(P.subset.size)
-        T, budget, first = P.temperature, self.passes + passes, self.passes
-        nowhere = torch.zeros_like(P.mean)
-        d = nowhere if start is None else start - P.mean
+        def hessian(v: Tensor) -> Tensor:
+            return self.product(posterior, v) / T + Λ * v
 
-        def evaluate(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            fit, g = self.gradient(d)
-            θ = P.mean + d
-            return -fit / T + 0.5 * (Λ * θ.square()).sum().double(), Λ * θ - g / T, fit
+        loss, g = loss_of(posterior), loss_gradient(posterior)
+        s = conjugate_gradients(hessian, -g, posterior.precision, tolerance, passes - 1)
+        slope, length = float((g * s).sum()), 1.0
+        shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
+        while self.passes < last and length >= _SHORTEST:
+            moved = self.at(posterior, shift + length * s)
+            if float(loss_of(moved) - loss) <= _ENOUGH * length * slope + 1e-12 * abs(float(loss)):
+                return moved
+            length /= 2
+        return None
 
-        loss, g, fit = evaluate(d)
-        scale = 1.0
-        initial = _norm(g, P.precision)
-        residual = 1.0 if float(initial) > 0 else 0.0
-        while residual > tolerance and self.passes + 2 <= budget:
-            at = nowhere if fixed_fisher else d
-
-            def hessian(v: Tensor, at: Tensor = at) -> Tensor:
-                return self.product(v, at) / T + Λ * v
-
-            enough = max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
-            s = conjugate_gradients(hessian, -g, P.precision, enough, budget - 1 - self.passes)
-            slope, scale = float((g * s).sum()), 1.0
-            while True:
-                new_loss, new_g, new_fit = evaluate(d + scale * s)
-                if float(new_loss - loss) <= _ENOUGH * scale * slope + 1e-12 * abs(float(loss)):
-                    break
-                scale /= 2
-                if scale < _SHORTEST or self.passes >= budget:
-                    return self._optimum(d, fit, residual, first)
-            d, loss, g, fit = d + scale * s, new_loss, new_g, new_fit
-            residual = float(_norm(g, P.precision) / initial)
-        return self._optimum(d, fit, residual, first)
-
-    def _optimum(self, d: Tensor, fit: Tensor, residual: float, first: int) -> Optimum:
-        return Optimum(self._posterior.mean + d, fit, residual, self.passes - first)
-
-    def _batches(self) -> Iterator[_Batch]:
-        """One pass over the data."""
-        P = self._posterior
+    def refitted(self, posterior: LaplacePosterior) -> LaplacePosterior:
+        """With the curvature at these weights of the linear model: one pass, with a column for each output."""
         self.passes += 1
-        P.check_weights()
-        for number, batch in enumerate(self._loader):
-            likelihood = P.likelihood if self._likelihoods is None else self._likelihoods[number]
-            x, y = inputs.split_targets(batch)
-            with torch.inference_mode(False), borrowed(P.network, P.subset.names):
-                yield _Batch(P, likelihood, inputs.to_device(x, P.device), y.to(P.device))
+        assert posterior.shift is not None
+        known = posterior.curvature
+        H = curvature_at(posterior, posterior.shift, self._loader, processes=self._processes).structure
+        self._on_pass()
+        return replace(posterior, curvature=replace(known, structure=H)).with_prior(posterior.prior_precision)
+
+    def minimum(
+        self, posterior: LaplacePosterior, passes: int, tolerance: float, start: Tensor | None = None
+    ) -> Optimum:
+        """`θ⋆` by Newton's method from the weights `start`, or from `θ̃`, within a number of passes."""
+        first, last = self.passes, self.passes + passes
+        origin = torch.zeros_like(posterior.mean) if start is None else start - weights_of(posterior)
+        at = self.at(posterior, origin)
+        initial = gradient_norm(at)
+        residual = 1.0 if initial > 0 else 0.0
+        while residual > tolerance and last - self.passes >= 2:
+            moved = self.step(at, forcing(residual, tolerance), last - self.passes)
+            if moved is None:
+                break
+            at, residual = moved, gradient_norm(moved) / initial
+        fit = at.curvature.log_likelihood
+        assert fit is not None
+        return Optimum(at.mean, fit, residual, self.passes - first)
+
+    def _batches(self, posterior: LaplacePosterior) -> Iterator[Batch]:
+        """One pass over the data."""
+        self.passes += 1
+        posterior.check_weights()
+        start = 0
+        for batch in self._loader:
+            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+                yield Batch(posterior, x, y, start)
+            start += len(y)
+        self._on_pass()
 
 
-class _Batch:
+def weights_of(posterior: LaplacePosterior) -> Tensor:
+    """`θ̃`, the network's own weights.  # [P]"""
+    return posterior.mean if posterior.shift is None else posterior.mean - posterior.shift
+
+
+def loss_of(posterior: LaplacePosterior) -> Tensor:
+    """`L(θ)`, in float64."""
+    fit = posterior.curvature.log_likelihood
+    assert fit is not None
+    penalty = (_prior(posterior) * posterior.mean.square()).double().sum().cpu()
+    return 0.5 * penalty - fit / posterior.temperature
+
+
+def loss_gradient(posterior: LaplacePosterior) -> Tensor:
+    """`∇L(θ)`.  # [P]"""
+    g = posterior.curvature.gradient
+    assert g is not None
+    return _prior(posterior) * posterior.mean + g / posterior.temperature
+
+
+def gradient_norm(posterior: LaplacePosterior, M: Structure | None = None) -> float:
+    """`‖∇L(θ)‖` in the norm of `M⁻¹`, by default that of the posterior's own precision."""
+    g = loss_gradient(posterior)
+    return float((g * (M or posterior.precision).solve(g)).sum().clamp_min(0).sqrt())
+
+
+def forcing(residual: float, tolerance: float) -> float:
+    """How well to solve a Newton equation: loosely far from the optimum, and never better than is asked for."""
+    return max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
+
+
+def _prior(posterior: LaplacePosterior) -> Tensor:
+    return per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
+
+
+class Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
-    def __init__(self, posterior: LaplacePosterior, likelihood: Likelihood, x: Any, y: Tensor) -> None:
+    def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
         from lightning_bayes.predictive.functions import Linearised
 
-        self._posterior, self.likelihood, self.y = posterior, likelihood, y
+        self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
         self._parameters = posterior.subset.parameters(posterior.network)
-        self._f = inputs.call(posterior.network, x)
+        self.f = inputs.call(posterior.network, x)
         self._linearised = Linearised(posterior.network, self._parameters, x)
 
-    @torch.no_grad()
     def outputs(self, d: Tensor) -> Tensor:
         """`f + Jd`.  # [P] -> [B, ...]"""
-        from lightning_bayes.predictive.functions import unflatten
+        return self.f.detach() + self.push(d)
 
-        return self._linearised(unflatten(self._posterior, d))
-
+    @torch.no_grad()
     def push(self, v: Tensor) -> Tensor:
         """`Jv`.  # [P] -> [B, ...]"""
-        return self.outputs(v) - self._f.detach()
+        from lightning_bayes.predictive.functions import unflatten
+
+        return self._linearised.derivative(unflatten(self._posterior, v))[1]
 
     def pull(self, u: Tensor) -> Tensor:
         """`Jᵀu`.  # [B, ...] -> [P]"""
         parameters = list(self._parameters.values())
-        gradients = torch.autograd.grad(self._f, parameters, u.to(self._f.dtype), allow_unused=True)
+        gradients = torch.autograd.grad(self.f, parameters, u.to(self.f.dtype), allow_unused=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         flat = torch.cat([part.detach().reshape(-1) for part in parts])
         return self._posterior.subset.narrow(flat).to(self._posterior.mean)
@@ -186,7 +259,3 @@ def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) ->
 
     change: Tensor = jvp(residual, (f,), (u,))[1]
     return -change
-
-
-def _norm(g: Tensor, M: Structure) -> Tensor:
-    return (g * M.solve(g)).sum().clamp_min(0).sqrt()

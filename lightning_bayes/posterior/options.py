@@ -22,7 +22,13 @@ class TuningOptions(TypedDict, total=False):
 
     noise: bool  # "marglik", "mackay", "linear": whether to tune a regression's noise, too
     steps: int  # the same three: at most
-    tolerance: float  # "mackay": of the logarithms, where it ends
+    tolerance: float  # "mackay" and, iterated, "linear": of the logarithms, where it ends
+    prior_groups: str | None  # the same three: "layers", or "normalised", one prior for each layer before a norm
+    iterate: bool  # "linear": in the linearised network itself, by passes over the training data, and with the next:
+    passes: int  # at most
+    fisher: str  # where the outputs' Fisher is taken, at the "weights" or the "optimum"
+    progress: bool
+    processes: Processes | None  # those that share the data
     at: str  # "marglik": where the evidence is taken, "weights" or "optimum"
     predictive: str  # "auto", "grid": as in `predict`, like the next two
     link: str | None

@@ -11,8 +11,7 @@ generalised linear model, so its posterior is well defined from any `θ̃`:
 
       Σₙ JₙᵀE[r(yₙ; fₙ)] = δm,        Σ⁻¹ = Σₙ JₙᵀE[Λ(fₙ)]Jₙ + diag(δ).
 
-  Given `Σ` the mean solves a convex problem; given the mean `Σ` is a fixed point. The two alternate. For a diagonal
-  `Σ` only the diagonal of its inverse is matched.
+  It is found by damped natural gradients. For a diagonal `Σ` only the diagonal of its inverse is matched.
 
 The network keeps its weights `θ̃`: predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
 """
@@ -20,8 +19,9 @@ The network keeps its weights `θ̃`: predictions are those of `h`, with the mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,21 +29,22 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.curvature_sum import CurvatureSum
-from lightning_bayes.curvature.plan import make_plan
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.curvature.curvature_sum import RootAt
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.posterior.expected_likelihood import ExpectedLikelihood
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.linear_model import LinearModel, Optimum
+from lightning_bayes.posterior.linear_curvature import check_refit, curvature_at
+from lightning_bayes.posterior.linear_model import Batch, LinearModel, conjugate_gradients, weights_of
+from lightning_bayes.posterior.prior_precision import per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
-_ROUNDS = 30  # of mean and covariance, at most
+VARIATIONAL = ("full", "diag")
+_ROUNDS = 100  # of mean and covariance, at most
+_FORCING = 0.1  # how well to solve for the mean's step
+_SHORTEST = 1e-3
 
 
 def refine(
@@ -62,60 +63,181 @@ def refine(
     check_seed("seed", seed)
     positive("tolerance", tolerance)
     check_loader(loader)
-    _check(posterior)
+    _check(posterior, method)
     if posterior.shift is not None:  # one that was refined before
-        posterior = replace(posterior, mean=posterior.mean - posterior.shift, shift=None)
+        posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     batches = [inputs.split_targets(batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
-    refined, likelihoods = posterior, None
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
-    rounds = 1 if method == "laplace" or posterior.likelihood.noise_std is not None else _ROUNDS
-    for number in range(rounds):
-        if rounds > 1:
-            likelihoods = _expected(refined, batches, samples, seed)
-        optimum = LinearModel(posterior, batches, likelihoods).minimum(passes, tolerance, start=refined.mean)
-        before, refined = refined, _around(posterior, batches, optimum, likelihoods)
-        if number and _is_same(before, refined, tolerance**0.5):
-            break
+    if method == "laplace" or posterior.likelihood.noise_std is not None:
+        return _laplace(posterior, batches, passes, tolerance)
+    return _Variational(posterior, batches, samples, seed).maximum(passes, tolerance)
+
+
+def _check(posterior: LaplacePosterior, method: str) -> None:
+    if not posterior.likelihood.is_convex:
+        raise PosteriorError(
+            f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
+            "to refine to: use a likelihood with one parameter per output"
+        )
+    check_refit(posterior, "refinement")
+    if method == "variational" and posterior.curvature.structure.word not in VARIATIONAL:
+        raise PosteriorError(
+            f"variational refinement is for structure='full' or 'diag', and this posterior's is "
+            f"{posterior.curvature.structure.word!r}: fit one of them, or use method='laplace'"
+        )
+
+
+def _laplace(
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], passes: int, tolerance: float
+) -> LaplacePosterior:
+    optimum = LinearModel(batches).minimum(posterior, passes, tolerance)
     if optimum.residual > tolerance:
         logger.warning(
             "refinement stopped after %d passes at a relative gradient of %.1g: raise `passes`",
             optimum.passes,
             optimum.residual,
         )
-    return refined
+    refined = LinearModel(batches).at(_around(posterior, batches, optimum.theta), optimum.theta - posterior.mean)
+    if refined.points is None:
+        return refined
+    columns = refined.likelihood.fisher_root(refined.shifted(refined.points.x))  # [R, M, ...]
+    return replace(refined, points=refined.points.with_root(columns.reshape(*columns.shape[:2], -1).permute(1, 2, 0)))
 
 
-def _check(posterior: LaplacePosterior) -> None:
-    if not posterior.likelihood.is_convex:
-        raise PosteriorError(
-            f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
-            "to refine to: use a likelihood with one parameter per output"
-        )
-    if posterior.curvature.structure.word is None:
-        raise PosteriorError(
-            f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
-            "give the class a word"
-        )
-    if posterior.damping is not None or posterior.curvature.kind != "ggn":
-        raise PosteriorError("refinement needs curvature='ggn' and the exact sum with the prior, without damping")
+def _around(
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], mean: Tensor, root_at: RootAt | None = None
+) -> LaplacePosterior:
+    """With curvature at the linearised outputs of these weights. What it says of the data is of the network's own."""
+    shift = mean - posterior.mean
+    curvature = curvature_at(posterior, shift, batches, root_at)
+    curvature = replace(curvature, normalised=posterior.curvature.normalised)
+    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
 
 
-def _expected(
-    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int
-) -> list[Likelihood]:
-    """Each batch's likelihood, averaged over its outputs' spread under the posterior."""
-    likelihoods: list[Likelihood] = []
-    for x, _ in batches:
-        mean, covariance = posterior.functional(x)
-        C = covariance.shape[-1]
-        noise = _normal_points(samples, C, seed).to(covariance)  # [S, C]
-        values, vectors = torch.linalg.eigh(covariance)
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT  # symmetric [B, C, C]
-        spread = torch.einsum("bcd,sd->sbc", root, noise)
-        likelihoods.append(ExpectedLikelihood(posterior.likelihood, spread.reshape(-1, *mean.shape)))
-    return likelihoods
+@dataclass(frozen=True, eq=False)
+class _Iterate:
+    """A Gaussian `q` with its `W`, its lower bound, and what the next step is made of."""
+
+    q: LaplacePosterior
+    W: Tensor  # [N, C, C]
+    bound: float
+    residual: Tensor  # E[r] [N, ...]
+    fisher: Tensor  # E[Λ] [N, C, C]
+
+
+class _Variational:
+    """`q = N(m, Σ)` with `Σ⁻¹ = Σₙ JₙᵀWₙJₙ + diag(δ)`, by natural gradients: in each round a step of length `ρ` towards
+    `W = E[Λ]`, and of `m` along the Newton direction of the expected loss, so short that the lower bound rises."""
+
+    def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
+        self._posterior, self._batches, self._samples, self._seed = posterior, batches, samples, seed
+        self._model = LinearModel(batches)
+        self._δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
+
+    def maximum(self, passes: int, tolerance: float) -> LaplacePosterior:
+        """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
+        samples no longer tell a better one."""
+        at, ρ, gain = self._at(self._posterior), 1.0, math.inf
+        for _ in range(_ROUNDS):
+            if gain <= tolerance * abs(at.bound) or ρ < _SHORTEST:
+                break
+            g = self._gradient(at)
+            step = conjugate_gradients(self._hessian(at.q, at.fisher), g, at.q.precision, _FORCING, passes)
+            while ρ >= _SHORTEST:
+                moved = self._moved(at, ρ, step)
+                if moved.bound > at.bound:
+                    gain = (moved.bound - at.bound) / ρ
+                    at, ρ = moved, min(2 * ρ, 1.0)
+                    break
+                ρ /= 2
+        else:
+            logger.warning(
+                "variational refinement still gains %.1g nats per round after %d rounds, more than tolerance=%g of the "
+                "lower bound: a larger prior precision makes it easier",
+                gain,
+                _ROUNDS,
+                tolerance,
+            )
+        return self._finished(at.q)
+
+    def _at(self, q: LaplacePosterior, W: Tensor | None = None) -> _Iterate:
+        fit, residual, fisher = self._expectations(q)
+        return _Iterate(q, fisher if W is None else W, fit / q.temperature - self._divergence(q), residual, fisher)
+
+    def _divergence(self, q: LaplacePosterior) -> float:
+        """`KL(q ‖ N(0, diag(1/δ)))`."""
+        δ, P = self._δ.double(), q.precision
+        squares = (δ * (q.mean.double().square() + P.inverse_diagonal().double())).sum()
+        return 0.5 * float(squares - len(δ) + P.logdet().double() - δ.log().sum())
+
+    def _moved(self, at: _Iterate, ρ: float, step: Tensor) -> _Iterate:
+        W = at.W + ρ * (at.fisher - at.W)
+        root = _root(W)
+
+        def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+            return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), -1)
+
+        mean = at.q.mean + ρ * step
+        return self._at(_around(self._posterior, self._batches, mean, root_at), W)
+
+    def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
+        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example.  # [], [N, ...], [N, C, C]"""
+        likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
+        residuals, fishers = [], []
+        for x, y in self._batches:
+            draws = self._draws(q, x)
+            S = len(draws)
+            f, labels = draws.flatten(0, 1), y.to(q.device).repeat(S, *[1] * (y.ndim - 1))
+            total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
+            residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
+            fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
+        return float(total), torch.cat(residuals), torch.cat(fishers)
+
+    def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
+        """Of the outputs, quasi-random, with the same noise in each round.  # [S, B, ...]"""
+        h, covariance = q.functional(x)
+        noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
+        return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
+
+    def _finished(self, q: LaplacePosterior) -> LaplacePosterior:
+        """With what the data say at its mean, and `E[Λ]` at the training points that it keeps."""
+        q = self._model.at(q, q.mean - self._posterior.mean)
+        if q.points is None:
+            return q
+        draws = self._draws(q, q.points.x)
+        fisher = _mean_fisher(q.likelihood.fisher_root(draws.flatten(0, 1)), len(draws))
+        return replace(q, points=q.points.with_root(_root(fisher)))
+
+    def _gradient(self, at: _Iterate) -> Tensor:
+        """Of the lower bound in the mean.  # [P]"""
+        fit = self._model.pulled(at.q, lambda batch: at.residual[batch.examples])
+        return fit / at.q.temperature - self._δ * at.q.mean
+
+    def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
+        """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
+
+        def product(v: Tensor) -> Tensor:
+            def cotangent(batch: Batch) -> Tensor:
+                u = batch.push(v)
+                return torch.einsum("bcd,bd->bc", W[batch.examples], u.reshape(len(u), -1)).reshape(u.shape)
+
+            return self._model.pulled(q, cotangent) / q.temperature + self._δ * v
+
+        return product
+
+
+def _mean_fisher(columns: Tensor, S: int) -> Tensor:
+    """`E[Λ]` of `S` draws of each example, from columns of its root.  # [K, S·B, ...] -> [B, C, C]"""
+    columns = columns.reshape(len(columns), S, columns.shape[1] // S, -1)
+    return torch.einsum("ksbc,ksbd->bcd", columns, columns) / S
+
+
+def _root(M: Tensor) -> Tensor:
+    """The symmetric one.  # [..., C, C]"""
+    values, vectors = torch.linalg.eigh(M)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
 
 
 def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
@@ -125,46 +247,3 @@ def _normal_points(samples: int, dimensions: int, seed: int) -> Tensor:
     half = torch.special.ndtri(uniform)
     points = torch.cat((half, -half))
     return points / points.square().mean(0).sqrt()
-
-
-def _around(
-    posterior: LaplacePosterior,
-    batches: list[tuple[Any, Tensor]],
-    optimum: Optimum,
-    likelihoods: list[Likelihood] | None,
-) -> LaplacePosterior:
-    """With curvature at the linearised outputs of these weights."""
-    from lightning_bayes.predictive.functions import linearised_outputs
-
-    mean = optimum.theta
-    shift = mean - posterior.mean
-    numbers = iter(range(len(batches)))
-
-    def likelihood_at(x: Any, f: Tensor) -> Likelihood:
-        if f.ndim > 2:
-            raise PosteriorError(
-                f"refinement is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: refine a "
-                "network with one label per example"
-            )
-        move = linearised_outputs(posterior, x, shift) - f
-        own = posterior.likelihood if likelihoods is None else likelihoods[next(numbers)]
-        if isinstance(own, ExpectedLikelihood):
-            return ExpectedLikelihood(own.of, own.spread + move)
-        return ExpectedLikelihood(own, move.unsqueeze(0))
-
-    word = posterior.curvature.structure.word
-    assert word is not None
-    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-        plan = make_plan(posterior.network, inputs.to_device(batches[0][0], posterior.device), posterior.subset)
-        total = CurvatureSum(posterior.network, plan, posterior.likelihood, word, likelihood_at=likelihood_at)
-        for x, y in batches:
-            total.add(inputs.to_device(x, posterior.device), y.to(posterior.device))
-        curvature = total.finish()
-    curvature = replace(curvature, log_likelihood=optimum.log_likelihood, squared_error=None, gradient=None)
-    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
-
-
-def _is_same(before: LaplacePosterior, after: LaplacePosterior, tolerance: float) -> bool:
-    moved = (after.mean - before.mean).norm() <= tolerance * after.mean.norm()
-    variances = (after.precision.inverse_diagonal() / before.precision.inverse_diagonal()).log().abs().max()
-    return bool(moved and variances <= tolerance)

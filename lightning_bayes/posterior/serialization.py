@@ -20,6 +20,7 @@ from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import Structure
 
 FORMAT = 2
@@ -54,9 +55,11 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "log_likelihood": curvature.log_likelihood,
         "gradient": curvature.gradient,
         "squared_error": curvature.squared_error,
+        "normalised": None if curvature.normalised is None else list(curvature.normalised),
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
+        "points": None if posterior.points is None else posterior.points.to_state(),
     }
 
 
@@ -77,6 +80,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "gradient": None,
         "calibrations": [],
         "shift": None,
+        "normalised": None,
+        "points": None,
     }  # than some files
     state = {**newer, **state}
     matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
@@ -109,11 +114,13 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         log_likelihood=log_likelihood,
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
+        normalised=None if state["normalised"] is None else tuple(state["normalised"]),
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
     shift = None if state["shift"] is None else state["shift"].to(device)
-    return replace(posterior, calibrations=calibrations, shift=shift)
+    points = TrainingPoints.from_state(state["points"])
+    return replace(posterior, calibrations=calibrations, shift=shift, points=points)
 
 
 def _read_structure(state: Any) -> Structure:

@@ -7,7 +7,7 @@
 
   where `N·C ≤ γ`, or hardly more, a Newton step in log β instead of the last. At a temperature `T` it is `Tγ` that
   counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
-- `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`).
+- `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`; `iterate`: `iterated_evidence`).
 - `grid`: the best of many priors on validation data (see `grid`).
 - `auto`: what measures best (see `lightning_bayes.predictive.auto`).
 """
@@ -27,6 +27,7 @@ from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.options import TuningOptions
+from lightning_bayes.posterior.prior_groups import PriorGroups, with_normalised
 from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
 
 if TYPE_CHECKING:
@@ -49,14 +50,23 @@ def tune(
 ) -> LaplacePosterior:
     word("method", method, METHODS)
     flag("per_layer", per_layer)
-    function = _function(method)
-    keywords(f"tune_prior({method!r})", options, [name for name in signature(function).parameters if name not in _OWN])
+    iterate = flag("iterate", options.pop("iterate", False))
+    if iterate and method != "linear":
+        raise ValueError(f"iterate=True belongs to tune_prior('linear'), not to tune_prior({method!r})")
+    function = _function(method, iterate)
+    called = f"tune_prior({method!r}, iterate=True)" if iterate else f"tune_prior({method!r})"
+    keywords(called, options, [name for name in signature(function).parameters if name not in _OWN])
     if method in ("auto", "grid"):
         if per_layer:
             raise ValueError(f"tune_prior({method!r}) tunes one prior for all layers; per_layer=True needs 'marglik'")
         if loader is None and method == "grid":
             raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
         return function(posterior, loader, **options)
+    unknown = options.get("prior_groups") == "normalised" and posterior.curvature.normalised is None
+    if unknown and loader is not None:
+        posterior = with_normalised(posterior, loader)
+    if iterate:
+        return function(posterior, loader, per_layer, **options)
     if not posterior.curvature.knows_likelihood:
         if loader is None:
             raise PosteriorError(
@@ -67,8 +77,12 @@ def tune(
     return function(posterior, per_layer, **options)
 
 
-def _function(method: str) -> Any:
+def _function(method: str, iterate: bool) -> Any:
     """What tunes by this method; its further arguments are the options."""
+    if iterate:
+        from lightning_bayes.posterior.iterated_evidence import iterated
+
+        return iterated
     if method == "auto":
         from lightning_bayes.predictive.auto import tune_auto
 
@@ -80,7 +94,13 @@ def _function(method: str) -> Any:
     return {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
 
 
-def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100) -> LaplacePosterior:
+def linear(
+    posterior: LaplacePosterior,
+    per_layer: bool,
+    noise: bool = True,
+    steps: int = 100,
+    prior_groups: str | None = None,
+) -> LaplacePosterior:
     """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
     maximum is sought from the best of many priors."""
     flag("noise", noise)
@@ -88,17 +108,24 @@ def linear(posterior: LaplacePosterior, per_layer: bool, noise: bool = True, ste
     with torch.no_grad():
         scan = torch.logspace(-4, 6, 21, dtype=torch.float64)
         evidence = torch.stack([posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan])
-    return marglik(posterior.with_prior(float(scan[evidence.argmax()])), per_layer, noise, steps, at="optimum")
+    best = posterior.with_prior(float(scan[evidence.argmax()]))
+    return marglik(best, per_layer, noise, steps, "optimum", prior_groups)
 
 
 def marglik(
-    posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 100, at: str = "weights"
+    posterior: LaplacePosterior,
+    per_layer: bool,
+    noise: bool = True,
+    steps: int = 100,
+    at: str = "weights",
+    prior_groups: str | None = None,
 ) -> LaplacePosterior:
     """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
     flag("noise", noise)
     count("steps", steps)
+    groups = PriorGroups.of(posterior, per_layer, prior_groups)
     σ = _noise_std(posterior) if noise else None
-    log_δ = _start(posterior, per_layer).log().requires_grad_()
+    log_δ = _start(posterior, groups).log().requires_grad_()
     log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
     variables = [log_δ] if σ is None else [log_δ, log_ρ]
     optimizer = torch.optim.LBFGS(
@@ -112,7 +139,9 @@ def marglik(
 
     def values() -> tuple[Tensor, Tensor | None]:
         bound = math.log(_LARGEST)
-        return log_δ.clamp(-bound, bound).exp(), None if σ is None else σ * log_ρ.clamp(-bound, bound).exp()
+        return groups.spread(log_δ.clamp(-bound, bound).exp()), None if σ is None else σ * log_ρ.clamp(
+            -bound, bound
+        ).exp()
 
     def loss() -> Tensor:
         value = -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
@@ -123,32 +152,48 @@ def marglik(
     with torch.enable_grad():
         optimizer.step(loss)
     δ, noise_std = values()
-    _say_bound(posterior, δ.detach())
+    say_bound(posterior, δ.detach())
     return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
 
 
 def mackay(
-    posterior: LaplacePosterior, per_layer: bool, noise: bool = True, steps: int = 1000, tolerance: float = 1e-7
+    posterior: LaplacePosterior,
+    per_layer: bool,
+    noise: bool = True,
+    steps: int = 1000,
+    tolerance: float = 1e-7,
+    prior_groups: str | None = None,
 ) -> LaplacePosterior:
-    """Iterate the fixed point until log α and log β move by less than `tolerance`.
-
-    Each step is uphill in the evidence, but may go too far where α and β answer each other (few data, many weights):
-    the steps are then shortened.
-    """
+    """Iterate the fixed point until log α and log β move by less than `tolerance`."""
     if posterior.damping is not None:
         raise PosteriorError("MacKay's fixed point belongs to the exact sum of curvature and prior, not to damping")
     flag("noise", noise)
     count("steps", steps)
     positive("tolerance", tolerance)
-    tolerance = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
-    squares = per_layer_sums(posterior.mean.square(), posterior.subset)  # ‖θ_l‖²
-    squares = squares if per_layer else squares.sum()
-    α, σ = _start(posterior, per_layer), _noise_std(posterior) if noise else None
-    posterior = posterior.with_prior(α)
+    groups = PriorGroups.of(posterior, per_layer, prior_groups)
+    posterior, moved = fixed_point(posterior, groups, noise, steps, tolerance)
+    if moved >= tolerance:
+        logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", moved, steps)
+    say_bound(posterior, posterior.prior_precision)
+    return posterior
+
+
+def fixed_point(
+    posterior: LaplacePosterior, groups: PriorGroups, noise: bool, steps: int, tolerance: float
+) -> tuple[LaplacePosterior, float]:
+    """MacKay's fixed point at the posterior's mean, and by how much the last step moved it, below `tolerance` if it
+    has converged.
+
+    Each step is uphill in the evidence, but may go too far where α and β answer each other (few data, many weights):
+    the steps are then shortened.
+    """
+    smallest = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
+    squares = groups.pool(per_layer_sums(posterior.mean.square(), posterior.subset))  # ‖θ_l‖²
+    α, σ = _start(posterior, groups), _noise_std(posterior) if noise else None
+    posterior = posterior.with_prior(groups.spread(α))
     length, last = 1.0, None
     for _ in range(steps):
-        γ = posterior.effective_parameters_per_layer()
-        γ = γ if per_layer else γ.sum()
+        γ = groups.pool(posterior.effective_parameters_per_layer())
         target = (γ / squares).nan_to_num(_LARGEST).clamp(1 / _LARGEST, _LARGEST)
         step, slope = (target / α).log().flatten(), (γ - α * squares).flatten()
         if σ is not None:
@@ -163,15 +208,14 @@ def mackay(
         if σ is not None:
             σ = σ * moved[-1].rsqrt()
             posterior = posterior.with_noise(σ)
-        posterior = posterior.with_prior(α)
-        if step.abs().max() < tolerance:
-            _say_bound(posterior, α)
-            return posterior
-    logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", step.abs().max(), steps)
-    return posterior
+        posterior = posterior.with_prior(groups.spread(α))
+        largest = float(step.abs().max())
+        if largest < smallest:
+            return posterior, 0.0
+    return posterior, largest
 
 
-def _say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
+def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
     """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
     names = posterior.subset.layers if δ.ndim else ("all layers",)
     for bound, meaning in (
@@ -196,14 +240,12 @@ def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
     return None if σ is None else torch.as_tensor(σ, dtype=posterior.mean.dtype, device=posterior.device)
 
 
-def _start(posterior: LaplacePosterior, per_layer: bool) -> Tensor:
-    """The posterior's own prior as a scalar or one per layer, by the geometric mean where it is finer."""
+def _start(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
+    """The posterior's own prior as one per group, by the geometric mean where it is finer."""
     log_δ = per_parameter(as_precision(posterior.prior_precision, posterior.subset, posterior.mean), posterior.subset)
     log_δ = log_δ.log().expand(posterior.subset.size)
-    if not per_layer:
-        return log_δ.mean().exp()
-    sizes = per_layer_sums(torch.ones_like(log_δ), posterior.subset)
-    return (per_layer_sums(log_δ, posterior.subset) / sizes).exp()
+    sizes = groups.pool(per_layer_sums(torch.ones_like(log_δ), posterior.subset))
+    return (groups.pool(per_layer_sums(log_δ, posterior.subset)) / sizes).exp()
 
 
 def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:

@@ -98,14 +98,14 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     classes = posterior.likelihood.has_probs
     if not classes and (not tune or _has_noise(posterior)):
         posterior = by_evidence(posterior) if tune else posterior
-        errors = squared_errors(posterior, [posterior.precision, None], loader, scoring)
+        errors = squared_errors(posterior, [posterior, None], loader, scoring)
         return NoiseChoice(posterior, scoring, errors.link, tune, calibrate, *errors.ratio)
     priors = _priors(posterior, scoring) if tune else ()
-    precisions = [posterior.with_prior(δ).precision for δ in priors] if tune else [posterior.precision]
+    candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
     if classes:
-        nll, link = temperature_table(posterior, [*precisions, None], loader, scoring)
+        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring)
         return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
-    errors = squared_errors(posterior, [*precisions, None], loader, scoring)
+    errors = squared_errors(posterior, [*candidates, None], loader, scoring)
     unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
     nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64)).exp())
     return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)

@@ -113,21 +113,26 @@ class Linearised:
 
     def __call__(self, moves: dict[str, Tensor]) -> Tensor:
         """# {name: the parameter's shape} -> [B, ...]"""
+        f, df = self.derivative(moves)
+        return f + df
+
+    def derivative(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`f(x)`, and `J(x) d` by itself, which the sum would round."""
         directions = {name: moves[name] for name in self._parameters}
         if self._backward is None:
             try:
                 with _forward_mode(self._recurrent):
                     f, df = jvp(self._call, (self._parameters,), (directions,))  # type: ignore[misc]
-                return f + df
+                return f, df
             except RuntimeError as error:
                 if not is_missing_rule(error):
                     raise
                 self._backward = self._double_backward(first_line(error.__cause__ or error))
         f, u, names, pulled = self._backward
         if not names:
-            return f
+            return f, torch.zeros_like(f)
         (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
-        return f + df
+        return f, df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
         with explained(self._network, self._x):

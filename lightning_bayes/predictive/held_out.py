@@ -19,11 +19,11 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
-from lightning_bayes.predictive.output_law import PREDICTIVES, Integral, OutputLaw, output_laws
-from lightning_bayes.structures import Structure
+from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
+Candidates = Sequence[GaussianPosterior | None]  # that differ by their priors; None is the plain network
 
 LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
 FEW = 50  # examples, below which one number is hardly known
@@ -49,7 +49,7 @@ class Scoring:
         likelihood.choose_link(self.link)  # an unknown link is an error with every predictive
 
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
-        if self.predictive != "glm":
+        if self.predictive not in LINEARISED:
             return law.choose_link(likelihood, None)
         default = None if law.draws is not None or self.of is None else likelihood.calibrated_link
         return law.choose_link(likelihood, self.link or default)
@@ -79,21 +79,21 @@ def calibrate(
     scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
     check_loader(loader)
     if posterior.likelihood.has_probs:
-        nll, chosen = temperature_table(posterior, [posterior.precision], loader, scoring)
+        nll, chosen = temperature_table(posterior, [posterior], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
         return posterior.with_calibration(scoring.calibration(chosen, T))
-    errors = squared_errors(posterior, [posterior.precision], loader, scoring)
+    errors = squared_errors(posterior, [posterior], loader, scoring)
     factor = float(errors.ratio.mean())
     return posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor))
 
 
 def temperature_table(
-    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> tuple[Tensor, str]:
-    """The negative log-likelihood of every held-out example at every precision (None: the plain network) and every
+    """The negative log-likelihood of every held-out example for every candidate and every
     temperature, and the link that was used; one pass over the data.  # [D, K, N]"""
     likelihood, columns, link = posterior.likelihood, [], ""
-    for laws, y in held_out_laws(posterior, precisions, loader, scoring):
+    for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(likelihood, laws[0])
         nll = [[-likelihood.predictive_log_likelihood(p, y) for p in scoring.tempered(likelihood, law)] for law in laws]
         columns.append(torch.stack([torch.stack(row) for row in nll]).double().cpu())
@@ -117,11 +117,11 @@ class Errors:
 
 
 def squared_errors(
-    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> Errors:
     """One pass over the data."""
     ratios, logs, link, outputs = [], [], "", 1
-    for laws, y in held_out_laws(posterior, precisions, loader, scoring):
+    for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(posterior.likelihood, laws[0])
         predictives = [scoring.integrate(posterior.likelihood, law) for law in laws]
         ratio = torch.stack([(y.reshape(p.mean.shape).to(p.mean) - p.mean).square() / p.variance for p in predictives])
@@ -134,21 +134,22 @@ def squared_errors(
 
 
 def held_out_laws(
-    posterior: GaussianPosterior, precisions: Sequence[Structure | None], loader: Iterable[Any], scoring: Scoring
+    posterior: GaussianPosterior, candidates: Candidates, loader: Iterable[Any], scoring: Scoring
 ) -> Iterator[tuple[list[OutputLaw], Tensor]]:
     """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
     scoring.check(posterior.likelihood)
-    present = [P for P in precisions if P is not None]
+    present = [candidate for candidate in candidates if candidate is not None]
     targets = []
     with preserved_rng():
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
-            laws = output_laws(posterior, present, x, scoring.predictive, scoring.samples, scoring.seed)
-            mean = (laws or output_laws(posterior, [posterior.precision], x, "map"))[0].mean
+            laws = output_laws(present, x, scoring.predictive, scoring.samples, scoring.seed) if present else []
+            mean = (laws or output_laws([posterior], x, "map"))[0].mean
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
             remaining = iter(laws)  # in float64 probabilities round to zero or one much later
-            yield [(OutputLaw(mean) if P is None else next(remaining)).to(torch.float64) for P in precisions], y
+            laws = [OutputLaw(mean) if candidate is None else next(remaining) for candidate in candidates]
+            yield [law.to(torch.float64) for law in laws], y
     _check_targets(posterior.likelihood, targets)
 
 

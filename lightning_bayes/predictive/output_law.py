@@ -5,6 +5,7 @@
   neither cost nor memory grow with the square of the outputs.
 - `bnn`: of the network itself at weight samples (eq. (9)).
 - `map`: the outputs at the mean, known exactly.
+- `gp`: of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: Gaussian.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.predictive.functions import outputs, sample_functions
 from lightning_bayes.predictive.prediction import TensorFields
-from lightning_bayes.structures import Structure
 
-PREDICTIVES = ("glm", "bnn", "map")
+PREDICTIVES = ("glm", "bnn", "map", "gp")
+LINEARISED = ("glm", "gp")  # with links
 MANY = 64  # outputs per example from which the linearised network is sampled
 
 
@@ -76,6 +78,8 @@ def output_law(
     """The law of the outputs at `x`; `samples` and `generator` are for what is drawn."""
     if predictive == "map":
         return OutputLaw(outputs(posterior, x))
+    if predictive == "gp":
+        return output_laws([posterior], x, predictive)[0]
     if predictive == "bnn" or has_many_outputs(posterior, x):
         draws = sample_functions(posterior, x, samples, generator, linearised=predictive == "glm")
         return OutputLaw(outputs(posterior, x), draws=draws, linear=predictive == "glm")
@@ -83,22 +87,24 @@ def output_law(
 
 
 def output_laws(
-    posterior: GaussianPosterior,
-    precisions: Sequence[Structure],
+    posteriors: Sequence[GaussianPosterior],
     x: Any,
     predictive: str = "glm",
     samples: int = 100,
     seed: int = 0,
 ) -> list[OutputLaw]:
-    """The laws for several precisions in the same eigenbasis (several priors), with the same noise where something is
-    drawn; those of the linearised network in one backward pass."""
-    if predictive == "glm" and not has_many_outputs(posterior, x):
-        mean, covariances = posterior.functional_for(list(precisions), x)
-        return [OutputLaw(mean, covariance) for covariance in covariances]
-    return [
-        output_law(replace(posterior, precision=P), x, predictive, samples, torch.Generator().manual_seed(seed))
-        for P in precisions
-    ]
+    """The laws under several priors of one posterior, with the same noise where something is drawn; those of the
+    linearised network in one backward pass."""
+    if predictive == "gp":
+        mean, covariances = process_gaussian(posteriors, x)
+    elif predictive == "glm" and not has_many_outputs(posteriors[0], x):
+        mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
+    else:
+        return [
+            output_law(posterior, x, predictive, samples, torch.Generator().manual_seed(seed))
+            for posterior in posteriors
+        ]
+    return [OutputLaw(mean, covariance) for covariance in covariances]
 
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:

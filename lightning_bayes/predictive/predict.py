@@ -14,7 +14,7 @@ from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
-from lightning_bayes.predictive.output_law import PREDICTIVES, Integral, OutputLaw, output_law
+from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -37,7 +37,7 @@ def predict(
     with preserved_rng():
         law = output_law(posterior, x, predictive, samples, generator)
         default = None if calibration is None else calibration.link
-        chosen = law.choose_link(likelihood, (link or default) if predictive == "glm" else None)
+        chosen = law.choose_link(likelihood, (link or default) if predictive in LINEARISED else None)
         integral = Integral(likelihood, chosen, samples, generator)
         return Prediction.from_predictive(_corrected(law, integral, calibration))
 

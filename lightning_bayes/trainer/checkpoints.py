@@ -145,6 +145,12 @@ def put_calibrations(trainer: Trainer, path: str, key: str, posterior: GaussianP
     trainer.strategy.barrier("calibrations in checkpoint")
 
 
+def callback_state(trainer: Trainer, path: str, key: str, part: str) -> Any:
+    """A part of a callback's state in a checkpoint, as rank zero reads it; None without one. On all processes."""
+    states = (_read(trainer, path).get("callbacks") or {}) if trainer.is_global_zero else {}
+    return trainer.strategy.broadcast((states.get(key) or {}).get(part))
+
+
 def beside(path: Any, name: str) -> str:
     """The posterior's file of a checkpoint that holds weights only."""
     return f"{os.path.splitext(str(path))[0]}.{name}_posterior.pt"

@@ -27,7 +27,7 @@ from lightning_bayes.posterior.l2m import default_loss_scale
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
 _FLAT = 1e-3  # a residual below this is mostly rounding
-_SAME_SCALE = 0.01  # relative
+SAME_SCALE = 0.01  # relative
 FAR_OFF = 0.25  # of a value, which penalties, augmentation and noise change too
 
 
@@ -120,11 +120,11 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
     """The scale to use instead of the default: that of a sum or mean over the targets of an example. For any other `c`
     than the one that was `given`, or that torch's losses have, a warning and None."""
     assumed = default_loss_scale(likelihood, n_targets) if given is None else given
-    if math.isclose(c, assumed, rel_tol=_SAME_SCALE):
+    if math.isclose(c, assumed, rel_tol=SAME_SCALE):
         return None
     loss = f"{name}: the loss of the training step is {c:.4g} times the mean negative log-likelihood"
     known = {scale / over for scale in likelihood.loss_scales for over in (1, n_targets)}
-    fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=_SAME_SCALE)]
+    fitting = [scale for scale in known if math.isclose(c, scale, rel_tol=SAME_SCALE)]
     if given is None and fitting:
         rank_zero_info(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
         return fitting[0]

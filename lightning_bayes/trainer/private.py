@@ -63,6 +63,11 @@ def gradient_scale(trainer: Trainer) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
+def scale_before_step(trainer: Trainer, optimizer: Any) -> float:
+    """That gradients still have just before a step: a fused optimizer divides by the scale itself."""
+    return gradient_scale(trainer) if getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
+
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,15 @@ import torch
 from torch.utils.data import TensorDataset
 
 from bad_calls.cases import Table
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, OnlineLaplaceCallback, Subnetwork, SWAGCallback
+from lightning_bayes import (
+    Gaussian,
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+)
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -15,9 +23,12 @@ FLAG = "must be True or False"
 laplace = Table("LaplaceCallback", lambda t, **given: LaplaceCallback(**given), LaplaceCallback)
 l2m = Table("L2MCallback", lambda t, **given: L2MCallback(**given), L2MCallback)
 online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback(**given), OnlineLaplaceCallback)
+marginal = Table(
+    "MarginalLikelihoodCallback", lambda t, **given: MarginalLikelihoodCallback(**given), MarginalLikelihoodCallback
+)
 swag = Table("SWAGCallback", lambda t, **given: SWAGCallback(**given), SWAGCallback)
 subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
-CALLBACKS = [laplace, l2m, online, swag, subnetwork]
+CALLBACKS = [laplace, l2m, online, marginal, swag, subnetwork]
 
 
 def counts(table: Table, *arguments: str) -> None:
@@ -54,6 +65,7 @@ def common(table: Table) -> None:
     table("likelihood", Gaussian, "use one of 'classification'")
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm'")
+    table("predictive", "gp", "needs training points: use LaplaceCallback with gp_points=M, or None for all")
     table("link", "logit", "'logit'", "choose one of", "'probit'")
     table("link", 3, "link=3", "choose one of", "'probit'")
     table("link", "bridge", "Bernoulli", "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary")
@@ -106,6 +118,9 @@ def loaders(table: Table) -> None:
 common(laplace)
 words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
 laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
+for _bad in (-1, 2.5, "all"):
+    laplace("gp_points", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")
@@ -151,6 +166,19 @@ for _bad in (-1.0, math.inf, "half"):
     online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
 online("threshold", -1, "must be between 0 and inf, got -1")
 
+common(marginal)
+words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
+marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+subsets(marginal)
+priors(marginal)
+positives(marginal, "lr", "loss_scale")
+counts(marginal, "samples", "mc_samples", "every_n_epochs", "steps", "n_data")
+flags(marginal, "noise", "progress")
+for _bad in (-1, 0.5, "two", True, None):
+    marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
+marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
+marginal("data", 3, "must be an iterable of batches", "got 3")
+marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
 common(swag)
 words(swag, "calibrate")
 loaders(swag)

@@ -21,6 +21,7 @@ from lightning_bayes import (
     GaussianPosterior,
     L2MCallback,
     LaplaceCallback,
+    MarginalLikelihoodCallback,
     OnlineLaplaceCallback,
     Prediction,
     SWAGCallback,
@@ -46,6 +47,10 @@ def plain(task: str) -> LitNet:
     return LitNet(task)
 
 
+class Undecayed(LitNet):
+    decay = 0.0
+
+
 def variational(kind: Any) -> Callable[[str], LitNet]:
     return lambda task: kind(task, variational={"likelihood": TASKS[task]})
 
@@ -55,6 +60,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "laplace": (plain, lambda task: LaplaceCallback(TASKS[task], progress=False)),
     "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
+    "marglik": (Undecayed, lambda task: MarginalLikelihoodCallback(TASKS[task], progress=False)),
     "swag": (plain, lambda task: SWAGCallback(TASKS[task], start=0)),
     "vl": (variational(VariationalLaplaceNet), None),
     "vi": (variational(VariationalInferenceNet), None),

@@ -115,8 +115,33 @@ def test_online_laplace(run: Any) -> None:
     assert (folder / "latent.png").read_bytes().startswith(PNG)
 
 
+def test_marginal_likelihood(run: Any) -> None:
+    table, folder = run("marginal_likelihood", SEEDS=1, EPOCHS=22, DECAYS=(1e-3,))
+    assert list(table) == ["evidence", "its posterior", "grid", "grid, all images"]
+    assert all(row["accuracy"] > 0.95 for row in table.values())
+    assert table["evidence"]["NLL"] < table["grid"]["NLL"] + 0.05
+    assert (folder / "priors.png").read_bytes().startswith(PNG)
+
+
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run this short says so
 def test_variational_laplace(run: Any) -> None:
     table, _ = run("variational_laplace", EPOCHS=12)
     assert list(table) == ["MAP", "VI, at the mean", "VI, 100 samples", "VL, at the mean", "VL"]
     assert all(row["accuracy"] > 0.8 for row in table.values())
+
+
+def test_regression_1d(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_BAYES_DATA", raising=False)
+    table, folder = run("regression_1d", STEPS=800)
+    methods = ("full", "Kronecker", "diagonal", "last layer", "60 weights", "GP, 40 points")
+    assert list(table) == [f"sine, {method}" for method in methods]
+    for method in ("full", "Kronecker", "GP, 40 points"):
+        assert table[f"sine, {method}"]["σ of f, gap"] > 2 * table[f"sine, {method}"]["σ of f, data"]
+    assert (folder / "posteriors.png").read_bytes().startswith(PNG)
+
+
+def test_banana(run: Any) -> None:
+    table, folder = run("banana", WIDTH=16, STEPS=600, SIDE=20)
+    assert list(table) == ["MAP", "BNN", "GLM"]
+    assert table["GLM"]["NLL"] < table["MAP"]["NLL"] + 0.05 < table["BNN"]["NLL"]
+    assert (folder / "banana.png").read_bytes().startswith(PNG)

@@ -1,0 +1,320 @@
+"""`MarginalLikelihoodCallback`: learn the prior of each layer, and a regression's noise, while the network trains, from
+the training data alone (Immer et al. 2021; tutorial, section 4). The weights maximise
+
+    Σₙ log p(yₙ | f(xₙ; θ)) − ½ Σ_l δ_l ‖θ_l‖²,
+
+whose second term is added to the gradients of the user's loss (see `prior_gradient`). Every `F` epochs after `B` epochs
+of burn-in one exact pass gives the curvature at the weights of the moment, and its evidence
+
+    log p(D | δ, σ) ≈ log p(D, θ | δ, σ) − ½ log det P(δ, σ)
+
+is climbed in log δ and log σ by Adam, or by MacKay's fixed point. The weights and priors of the largest evidence are
+kept, and are those of the posterior.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_bayes.arguments import count, flag, positive, word
+from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
+from lightning_bayes.callbacks.laplace import LaplaceCallback
+from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.evidence_ascent import ascend
+from lightning_bayes.posterior.prior_groups import PriorGroups
+from lightning_bayes.posterior.tuning import fixed_point
+from lightning_bayes.trainer.checkpoints import callback_state
+from lightning_bayes.trainer.data import count_examples
+from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
+from lightning_bayes.trainer.private import callbacks_of, class_name, is_dev_run
+from lightning_bayes.trainer.report import describe
+from lightning_bayes.trainer.strategy import share
+
+EVIDENCES = {"marglik": "weights", "linear": "optimum"}  # where each is taken
+MODES = ("gradient", "mackay")
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+_DETERMINED = 0.9  # γ/d above which a network may be too small
+
+
+class MarginalLikelihoodCallback(LaplaceCallback):
+    """Learn the strength of regularisation from the training data, and end with the posterior that belongs to it.
+
+    The module stays as it is: its loss is compared with the likelihood on the first batch, and the prior is added to
+    the gradients at the loss's own scale. Its optimizer must have no weight decay.
+
+    Args:
+        likelihood: "classification", "binary" or "regression" (or a `Likelihood`, whose noise is the first one).
+        network: the submodule that maps x to f; by default the module's own `forward`.
+
+        structure: "kron", "diag" or "full".
+        subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
+        prior_precision: to begin with: a number, or one per layer.
+        noise: whether to learn a regression's noise, too.
+
+        every_n_epochs: `F`, between two passes over the training data.
+        burn_in_epochs: `B`, before the first.
+        steps: on the evidence after each pass, at most.
+        lr: of these steps, in log δ and log σ.
+        mode: "gradient" steps by Adam, or "mackay", his fixed point.
+        evidence: that chooses the priors: "marglik", at the weights of the moment, or "linear", at the optimum of the
+            linearised network.
+        keep: at the end of training the weights and priors with the "best" evidence (at the weights), or the "last".
+
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of the first
+            batch.
+        n_data: examples in the training data; None counts them.
+
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
+            corrected; "outputs" is a temperature of the network's outputs instead; None finds none.
+        predictive: "glm", "bnn" or "map".
+        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
+        samples: drawn where a prediction draws.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+
+        name: suffix of the logged numbers, and key among several callbacks; `log_evidence_<name>` can be monitored.
+        ood: dataloaders after the first hold out-of-distribution data.
+        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
+
+        data: what the passes go over instead of the training data, for instance the same examples without
+            augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
+        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        mc_samples: labels drawn per example for "fisher_mc".
+        hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
+        weight_sharing: "expand" or "reduce"; see `fit_laplace`.
+        seed: of everything that is drawn.
+        progress: show a progress bar during each pass.
+    """
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood = "classification",
+        *,
+        network: str | None = None,
+        structure: str = "kron",
+        subset: str | list[str] = "all",
+        prior_precision: float | list[float] = 1.0,
+        noise: bool = True,
+        every_n_epochs: int = 1,
+        burn_in_epochs: int = 0,
+        steps: int = 10,
+        lr: float = 0.1,
+        mode: str = "gradient",
+        evidence: str = "marglik",
+        keep: str = "best",
+        loss_scale: float | None = None,
+        n_data: int | None = None,
+        calibrate: str | None = "auto",
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        predict_step: str = "replace",
+        name: str = "marglik",
+        ood: bool = False,
+        plots: bool = False,
+        save: bool | str | None = None,
+        data: Any = None,
+        curvature: str = "ggn",
+        mc_samples: int = 1,
+        hessian: str = "exact",
+        weight_sharing: str = "expand",
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
+        super().__init__(
+            likelihood, network=network, structure=structure, subset=subset, prior_precision=prior_precision,
+            tune=None, calibrate=calibrate, predictive=predictive, link=link, samples=samples,
+            predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
+            mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
+        )  # fmt: skip
+        self.noise = flag("noise", noise)
+        self.every_n_epochs, self.burn_in_epochs = count("every_n_epochs", every_n_epochs), burn_in_epochs
+        count("burn_in_epochs", burn_in_epochs, least=0)
+        self.steps, self.lr = count("steps", steps), positive("lr", lr)
+        self.mode, self.evidence = word("mode", mode, MODES), word("evidence", evidence, tuple(EVIDENCES))
+        self.keep = word("keep", keep, ("best", "last"))
+        if mode == "mackay" and evidence == "linear":
+            raise ValueError("mode='mackay' is the fixed point of evidence='marglik': use mode='gradient' for 'linear'")
+        self.loss_scale = None if loss_scale is None else positive("loss_scale", loss_scale)
+        self.n_data = None if n_data is None else count("n_data", n_data)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What belongs to one training."""
+        self._hyperparameters = Hyperparameters()
+        self._best: BestEvidence | None = None
+        self._numbers: dict[str, float] = {}  # of the last pass, as they are logged
+        self._refitted = 0  # epochs of training when it was made
+        scale = LossScale(self.name, self.likelihood, self.loss_scale)
+        self._gradient = PriorGradient(self.name, self.network, self.subset, self.prior_precision, scale)
+
+    # -- the posterior -----------------------------------------------------------------------------------------------
+
+    def _words(self) -> dict[str, Any]:
+        σ, ρ = self.likelihood.tunable_noise, self._hyperparameters.noise
+        likelihood = self.likelihood if σ is None or ρ == 1 else self.likelihood.with_noise(σ * ρ)
+        return {**super()._words(), "likelihood": likelihood}
+
+    def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
+        posterior, known = super()._pass(trainer, module, loader), self._hyperparameters.prior_precision
+        if not known:
+            return posterior
+        given = posterior.prior_precision.expand(len(posterior.subset.layers)).tolist()
+        layers = zip(posterior.subset.layers, given, strict=True)
+        return posterior.with_prior([known.get(layer, δ) for layer, δ in layers])
+
+    def _fitted_to(self, trainer: Trainer, module: LightningModule, path: str, of: str) -> LaplacePosterior:
+        stored, own = callback_state(trainer, path, self.state_key, "hyperparameters"), self._hyperparameters
+        self._hyperparameters = own if stored is None else Hyperparameters(**stored)
+        try:
+            return super()._fitted_to(trainer, module, path, of)
+        finally:
+            self._hyperparameters = own
+
+    def _refit(self, trainer: Trainer, module: LightningModule, tune: bool) -> None:
+        """One pass over the data and, to `tune`, steps on its evidence."""
+        posterior = self._pass(trainer, module, self._data.loader(trainer, module))
+        if tune:
+            posterior = self._climb(posterior)
+        numbers = describe(posterior)
+        evidence = numbers["log_evidence"]  # at the weights, with which the network itself predicts
+        if self.evidence == "linear":
+            numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
+        if self.mode == "mackay" and "noise_std" in numbers:
+            numbers["noise_precision"] = numbers["noise_std"] ** -2
+        self._numbers = {f"{key}_{self.name}": value for key, value in numbers.items()}
+        if tune and self.keep == "best" and (self._best is None or evidence > self._best.log_evidence):
+            self._best = BestEvidence.of(module, evidence, self._hyperparameters)
+
+    def _climb(self, posterior: LaplacePosterior) -> LaplacePosterior:
+        if self.mode == "gradient":
+            tuned = ascend(posterior, self.steps, self.lr, EVIDENCES[self.evidence], self.noise)
+        else:
+            groups = PriorGroups.of(posterior, per_layer=True, prior_groups=None)
+            tuned, _ = fixed_point(posterior, groups, self.noise, self.steps, tolerance=1e-4)
+        moved = _noise_of(tuned) / _noise_of(posterior)
+        η = torch.cat([tuned.prior_precision.reshape(-1), moved.reshape(1)])
+        share([η])  # the same on all processes, to the last bit
+        *δ, ρ = η.tolist()
+        layers = dict(zip(posterior.subset.layers, δ, strict=True))
+        before = self._hyperparameters
+        self._hyperparameters = Hyperparameters({**before.prior_precision, **layers}, before.noise * ρ)
+        return tuned
+
+    def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
+        super()._report(trainer, posterior, of)
+        γ, d = float(posterior.effective_parameters), posterior.subset.size
+        if γ > _DETERMINED * d and not of:
+            rank_zero_info(
+                f"{self.name}: the data determine {γ:.4g} of {d} weights, nearly all: a larger network may learn more "
+                "from them"
+            )
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._forget()  # what a checkpoint holds comes after this
+
+    def _check_module(self, module: LightningModule) -> None:
+        PosteriorCallback._check_module(self, module)  # its log σ would get a prior, too
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if sum(isinstance(callback, MarginalLikelihoodCallback) for callback in callbacks_of(trainer)) > 1:
+            raise ValueError("a network has one prior: give the Trainer one MarginalLikelihoodCallback")
+        averaging = [name for callback in callbacks_of(trainer) if (name := class_name(callback, _AVERAGING))]
+        if averaging and self.keep == "best":
+            raise ValueError(
+                f"keep='best' would replace the weights that {averaging[0]} has averaged when training ends: use "
+                "keep='last'"
+            )
+        if self.subset != "last_layer":  # which is known at the first batch
+            self._gradient.choose(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._gradient.n_data = self.n_data or count_examples(trainer)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
+        super().judge_loss(fit, outputs)
+        self._gradient.scale.measured = fit.scale
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._gradient.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._gradient.begin_batch(trainer, pl_module, batch)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._gradient.batches += 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        # Gradients are summed over batches and processes and unscaled by now, and not yet clipped.
+        self._gradient.add(trainer, pl_module, optimizer, self._hyperparameters)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epochs = trainer.current_epoch + 1
+        after = epochs - self.burn_in_epochs
+        due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
+        if due and self._refitted < epochs:  # a run that is resumed here may come here twice
+            self._refit(trainer, pl_module, tune=True)
+            self._refitted = epochs
+        elif not self._refitted and self._is_monitored(trainer):
+            self._refit(trainer, pl_module, tune=False)
+        pl_module.log_dict(self._numbers, on_step=False, on_epoch=True, batch_size=1)
+
+    def _is_monitored(self, trainer: Trainer) -> bool:
+        """Whether a callback, as Lightning's for checkpoints and early stopping, asks for a number at every epoch."""
+        key = f"log_evidence_{self.name}"
+        return any(getattr(callback, "monitor", None) == key for callback in callbacks_of(trainer))
+
+    def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        if self._best is not None:
+            self._best.restore(module)
+            self._hyperparameters = self._best.hyperparameters
+        if not only_missing and not self._refitted:
+            rank_zero_warn(
+                f"{self.name}: training has ended before the prior was learned: lower burn_in_epochs="
+                f"{self.burn_in_epochs} or every_n_epochs={self.every_n_epochs}"
+            )
+        super()._finish(trainer, module, only_missing)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "hyperparameters": asdict(self._hyperparameters),
+            "best": None if self._best is None else self._best.state(),
+            "numbers": self._numbers,
+            "refitted": self._refitted,
+            "loss_scale": self._gradient.scale.agreed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._hyperparameters = Hyperparameters(**state_dict["hyperparameters"])
+        self._best = None if state_dict["best"] is None else BestEvidence.from_state(state_dict["best"])
+        self._numbers, self._refitted = state_dict["numbers"], state_dict["refitted"]
+        self._gradient.scale.agreed = state_dict["loss_scale"]
+
+
+def _noise_of(posterior: LaplacePosterior) -> Tensor:
+    """One number that is proportional to `σ`; 1 where there is none to learn."""
+    σ = posterior.likelihood.tunable_noise
+    return torch.as_tensor(1.0 if σ is None else σ, dtype=posterior.mean.dtype, device=posterior.device).reshape(-1)[0]

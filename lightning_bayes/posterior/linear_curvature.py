@@ -1,0 +1,69 @@
+"""The curvature of the linearised network at weights `θ` of its own, `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ`: the network's Jacobians
+with the Fisher of the linear model's outputs `h(θ, x) = f(x) + J(x)(θ − θ̃)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.curvature import Curvature
+from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
+from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior
+
+
+def curvature_at(
+    posterior: LaplacePosterior,
+    shift: Tensor,
+    loader: Iterable[Any],
+    root_at: RootAt | None = None,
+    processes: Processes | None = None,
+) -> Curvature:
+    """At `θ̃ + shift`, in one pass over the data `(x, y)`; `root_at` gives another root of the output Fisher."""
+    from lightning_bayes.predictive.functions import linearised_outputs
+
+    def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        h = linearised_outputs(posterior, x, shift)
+        if h.ndim > 2:
+            raise PosteriorError(
+                f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have "
+                f"shape {list(h.shape)}: use a network with one label per example"
+            )
+        return posterior.likelihood.fisher_root(h, y)
+
+    word = posterior.curvature.structure.word
+    assert word is not None
+    total: CurvatureSum | None = None
+    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+        for batch in loader:
+            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            if total is None:
+                with posterior.linearised(x) as (plan, _):
+                    total = CurvatureSum(
+                        posterior.network,
+                        plan,
+                        posterior.likelihood,
+                        word,
+                        processes=processes,
+                        root_at=root_at or own_root_at,
+                    )
+            total.add(x, y)
+        if total is None:
+            raise DataError("the loader is empty: a curvature needs the training data")
+        return total.finish()
+
+
+def check_refit(posterior: LaplacePosterior, who: str) -> None:
+    """An error for a posterior whose curvature cannot be made again."""
+    if posterior.curvature.structure.word is None:
+        raise PosteriorError(
+            f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
+            "give the class a word"
+        )
+    if posterior.damping is not None or posterior.curvature.kind != "ggn":
+        raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")

@@ -1,0 +1,293 @@
+"""The training points that a posterior in function space is conditioned on (see `function_space`).
+
+`M` of the `N` training points are kept: at random, or those with the largest leverage
+
+    ℓₙ = tr(Λₙ Jₙ P⁻¹ Jₙᵀ),
+
+which is what an example adds to the number of weights that the data determine; it takes a second pass. Random ones are
+those with the smallest of `N` numbers that belong to the seed and to the example's place in the data, so that any
+number of processes, and any batches, choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tqdm.auto import tqdm
+
+from lightning_bayes.arguments import count, plain_values, word
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network.borrowed import borrowed, preserved_rng
+from lightning_bayes.network.noise import uniforms
+from lightning_bayes.posterior.gaussian import PosteriorError
+
+if TYPE_CHECKING:
+    from lightning_bayes.posterior.laplace import LaplacePosterior
+
+SELECTIONS = ("random", "leverage")
+WEIGHTINGS = ("prior", "data")
+OUTPUTS = ("auto", "joint", "independent")
+_JOINT = 4096  # outputs of all points up to which they are joint by default
+_LARGEST = 2**27  # numbers of the kernel between all points
+_PLACE = -1  # the draw of `uniforms` that belongs to the choice of points, beside those of labels
+
+
+@dataclass(frozen=True)
+class PointOptions:
+    """Which points, how many, and how they stand for the rest; it checks itself."""
+
+    points: int | None = 0  # how many; None: all
+    selection: str = "random"
+    weighting: str = "prior"
+    outputs: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.points is not None:
+            count("gp_points", self.points, 0)
+        word("gp_selection", self.selection, SELECTIONS)
+        word("gp_weighting", self.weighting, WEIGHTINGS)
+        word("gp_outputs", self.outputs, OUTPUTS)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingPoints:
+    """Inputs of `M` training points and the output Fisher there, `Λ = SSᵀ`."""
+
+    x: Any
+    root: Tensor  # S [M, C, R]
+    index: Tensor  # their places in the data [M]
+    weighting: str
+    outputs: str
+
+    def __len__(self) -> int:
+        return len(self.root)
+
+    @property
+    def is_independent(self) -> bool:
+        return _is_independent(self.outputs, *self.root.shape[:2])
+
+    def times(self, factor: float | Tensor) -> TrainingPoints:
+        """With `Λ` multiplied by the factor's square."""
+        return replace(self, root=self.root * torch.as_tensor(factor).to(self.root))
+
+    def with_root(self, root: Tensor) -> TrainingPoints:
+        """With another `Λ`; where it is zero (no target) it stays so."""
+        has_target = self.root.flatten(1).any(1).reshape(-1, 1, 1)
+        return replace(self, root=root.cpu() * has_target)
+
+    def to_state(self) -> dict[str, Any]:
+        names = ("x", "root", "index", "weighting", "outputs")
+        return {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def from_state(state: Any) -> TrainingPoints | None:
+        if state is None:
+            return None
+        try:
+            return TrainingPoints(**state)
+        except TypeError as error:
+            raise PosteriorError(
+                f"the state of the posterior is not complete: its training points cannot be read ({error}); save it "
+                "again"
+            ) from None
+
+
+class PointSelection:
+    """The choice of points in the course of a fit."""
+
+    def __init__(self, options: PointOptions, network: nn.Module, seed: int, processes: Processes | None) -> None:
+        self._options, self._network, self._seed = options, network, seed
+        self._processes = processes or Processes()
+        self._best = _Smallest(network, options.points)
+        self._seen = 0
+
+    def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The loader, of whose batches random points are kept."""
+        if self._options.points == 0 or self._options.selection != "random":
+            return loader
+        return _Watched(loader, self._keep_random)
+
+    def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
+        """The fitted posterior with its points."""
+        if self._options.points == 0:
+            return posterior
+        if self._options.selection == "leverage":
+            with preserved_rng():
+                bar = tqdm(loader, desc="leverage", disable=not progress, unit="batch")
+                for batch in bar:
+                    self._keep_by_leverage(posterior, *inputs.split_targets(batch))
+            if not self._seen and self._processes.size == 1:
+                raise DataError("the loader was empty when it was read again: leverage needs a second pass")
+        x, y, index = self._best.gathered(self._processes)
+        roots = []
+        for part in torch.arange(len(index)).split(256):
+            rows = part.tolist()
+            f = _outputs(self._network, inputs.take(self._network, x, rows))
+            roots.append(_root(posterior.likelihood, f, y[rows].to(f.device)).cpu())
+        points = TrainingPoints(x, torch.cat(roots), index, self._options.weighting, self._options.outputs)
+        return replace(posterior, points=points)
+
+    def _keep_random(self, x: Any, y: Tensor) -> None:
+        index = self._next(x)
+        self._best.add(uniforms(self._seed, _PLACE, index, torch.Size(()), torch.float64), index, x, y)
+
+    def _keep_by_leverage(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
+        index = self._next(x)
+        f, covariance = posterior.functional(x)
+        S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
+        leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
+        self._best.add(-leverage.double().cpu(), index, x, y)
+
+    def _next(self, x: Any) -> Tensor:
+        """The places of a batch's examples in the data."""
+        if not self._seen:
+            self._check_outputs(x)
+        B = inputs.batch_size(x)
+        index = self._processes.examples(self._seen, B, torch.device("cpu"))
+        self._seen += B
+        if self._options.points is None:
+            self._check_size(self._seen)
+        return index
+
+    def _check_outputs(self, x: Any) -> None:
+        f = _outputs(self._network, inputs.take(self._network, x, [0]))
+        if f.ndim > 2:
+            raise PosteriorError(
+                f"gp_points= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
+            )
+        self._C = f.numel()
+        if self._options.points is not None:
+            self._check_size(self._options.points)
+
+    def _check_size(self, M: int) -> None:
+        C, outputs = self._C, self._options.outputs
+        independent = _is_independent(outputs, M, C)
+        if (C * M**2 if independent else (C * M) ** 2) <= _LARGEST:
+            return
+        most = int((_LARGEST / C) ** 0.5 if independent else _LARGEST**0.5 / C)
+        what = "all training points" if self._options.points is None else f"{M} points"
+        advice = "" if independent else ", or gp_outputs='independent'"
+        raise PosteriorError(
+            f"the kernel between {what} with {C} outputs is too large to condition on: pass gp_points={most} or "
+            f"fewer{advice}"
+        )
+
+
+class _Watched:
+    """A loader of which each batch is looked at once it has been used."""
+
+    def __init__(self, loader: Iterable[Any], look: Any) -> None:
+        self._loader, self._look = loader, look
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield batch
+            self._look(*inputs.split_targets(batch))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+class _Smallest:
+    """The examples with the smallest keys; among equal ones the earlier."""
+
+    def __init__(self, network: nn.Module, number: int | None) -> None:
+        self._network, self._number = network, number
+        self._parts: list[_Examples] = []
+
+    def add(self, keys: Tensor, index: Tensor, x: Any, y: Tensor) -> None:
+        part = _Examples(keys, index, _plain(x), y)
+        if self._number is None:
+            self._parts.append(part.take(self._network, torch.arange(len(keys))))
+            return
+        self._parts.append(part.take(self._network, part.smallest(self._number)))
+        if sum(len(part.keys) for part in self._parts) > 2 * self._number:
+            self._parts = [self._joined(self._parts)]
+
+    def gathered(self, processes: Processes) -> tuple[Any, Tensor, Tensor]:
+        """Inputs, targets and places of the smallest of all processes, in the order of the data."""
+        own = [self._joined(self._parts)] if self._parts else []
+        parts = [part for parts in processes.gather(own) for part in parts]
+        best = self._joined(parts)
+        best = best.take(self._network, best.index.argsort())
+        return best.x, best.y, best.index
+
+    def _joined(self, parts: list[_Examples]) -> _Examples:
+        joined = _Examples.cat(self._network, parts)
+        return joined.take(self._network, joined.smallest(self._number)) if self._number is not None else joined
+
+
+@dataclass(frozen=True, eq=False)
+class _Examples:
+    keys: Tensor  # [B]
+    index: Tensor  # [B]
+    x: Any
+    y: Tensor
+
+    def smallest(self, number: int) -> Tensor:
+        order = self.index.argsort()
+        return order[self.keys[order].argsort(stable=True)[:number]]
+
+    def take(self, network: nn.Module, rows: Tensor) -> _Examples:
+        """Copies, on the CPU: a batch as a whole is not kept."""
+        x = inputs.to_device(inputs.take(network, self.x, rows.tolist()), torch.device("cpu"))
+        return _Examples(self.keys[rows], self.index[rows], x, self.y[rows.to(self.y.device)].cpu())
+
+    @staticmethod
+    def cat(network: nn.Module, parts: list[_Examples]) -> _Examples:
+        if len(parts) == 1:
+            return parts[0]
+        keys, index, y = (torch.cat([getattr(part, name) for part in parts]) for name in ("keys", "index", "y"))
+        return _Examples(keys, index, _cat(network, [part.x for part in parts]), y)
+
+
+def _cat(network: nn.Module, xs: list[Any]) -> Any:
+    """Several batches as one."""
+    spec, leaves = pytree.tree_structure(xs[0]), [pytree.tree_leaves(x) for x in xs]
+    try:
+        joined = [
+            torch.cat(column) if has_batch else column[0]
+            for has_batch, column in zip(inputs.batched(network, xs[0]), zip(*leaves, strict=True), strict=True)
+        ]
+    except RuntimeError:
+        shapes = sorted({str(list(leaf.shape[1:])) for x in xs for leaf in inputs.tensors(x)})
+        raise DataError(
+            f"training points of different shapes cannot be kept together ({', '.join(shapes)}): pad them to one "
+            "shape, or leave gp_points= out"
+        ) from None
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _plain(x: Any) -> Any:
+    """Tensors in tuples, lists and dictionaries, which a file can hold."""
+    x = plain_values(x)
+    for leaf in pytree.tree_leaves(x):
+        if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):
+            raise DataError(
+                f"training points with a {type(leaf).__name__} cannot be kept: pass inputs that are tensors, or tuples "
+                "and dictionaries of them, or leave gp_points= out"
+            )
+    return x
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _outputs(network: nn.Module, x: Any) -> Tensor:
+    with borrowed(network, ()):
+        return inputs.call(network, inputs.to_device(x, inputs.device_of(network)))
+
+
+def _root(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> Tensor:
+    """# [B, C, R]"""
+    columns = likelihood.fisher_root(f, y)
+    return columns.reshape(len(columns), len(f), -1).permute(1, 2, 0)
+
+
+def _is_independent(outputs: str, M: int, C: int) -> bool:
+    return M * C > _JOINT if outputs == "auto" else outputs == "independent"

@@ -1,0 +1,116 @@
+"""Modules whose training the marginal likelihood regularises, and the same with the prior in the loss, by hand."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from callback_cases import CLASSES, FEATURES, draw, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import Gaussian, MarginalLikelihoodCallback
+
+EXAMPLES, BATCH, OUTPUTS, NOISE = 11, 4, 2, 0.4  # batches of 4, 4 and 3
+TIGHT = {"rtol": 1e-9, "atol": 1e-12}
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.5)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.02)
+
+
+class Net(L.LightningModule):
+    """Two layers with biases and two or three outputs; `penalty` is a prior in the loss itself."""
+
+    def __init__(self, loss: Loss = F.cross_entropy, outputs: int = CLASSES, optimizer: Any = adam) -> None:
+        super().__init__()
+        self.loss, self.optimizer, self.penalty = loss, optimizer, lambda module: 0.0
+        self.net = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, outputs))
+        with torch.no_grad():
+            for number, p in enumerate(self.parameters()):
+                p.copy_(0.5 * draw(*p.shape, seed=number))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self(batch[0]), batch[1]) + self.penalty(self)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def regressor(loss: Loss = F.mse_loss, optimizer: Any = adam) -> Net:
+    return Net(loss, OUTPUTS, optimizer)
+
+
+def classes(n: int = EXAMPLES, seed: int = 0) -> TensorDataset:
+    x = draw(n, FEATURES, seed=seed).double()
+    return TensorDataset(x, (x[:, :CLASSES] + draw(n, CLASSES, seed=seed + 100)).argmax(1))
+
+
+def values(n: int = EXAMPLES, seed: int = 0) -> TensorDataset:
+    x = draw(n, FEATURES, seed=seed).double()
+    return TensorDataset(x, torch.sin(x[:, :OUTPUTS]) + NOISE * draw(n, OUTPUTS, seed=seed + 100))
+
+
+def loader(of: Any = None, batch: int = BATCH) -> DataLoader[Any]:
+    return DataLoader(classes() if of is None else of, batch)
+
+
+def data_of(model: Net) -> DataLoader[Any]:
+    return loader(values() if model.net[-1].out_features == OUTPUTS else None)
+
+
+def marginal(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
+    is_regression = model is not None and model.net[-1].out_features == OUTPUTS
+    likelihood = words.pop("likelihood", Gaussian(NOISE) if is_regression else "classification")
+    return MarginalLikelihoodCallback(likelihood, **{"progress": False, "calibrate": None, **words})
+
+
+def fixed(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
+    """One that never learns: the prior stays what was given."""
+    return marginal(model, burn_in_epochs=1000, keep="last", **words)
+
+
+def trained(folder: Path, model: Any, *callbacks: Any, path: Any = None, **options: Any) -> Any:
+    """A copy of `model` after a fit in float64, and its Trainer."""
+    model, data, val = copy.deepcopy(model), options.pop("data", None), options.pop("val", None)
+    fit = trainer(folder, *callbacks, **{"precision": "64-true", "max_epochs": 3, **options})
+    fit.fit(model, data_of(model) if data is None else data, val, ckpt_path=path)
+    return model, fit
+
+
+def penalised(model: Net, scale: float, priors: dict[str, float], n: int = EXAMPLES) -> Net:
+    """A copy with `c/(2N) Σ_l δ_l ‖θ_l‖²` in its loss; `priors` by the beginning of parameters' names."""
+    model = copy.deepcopy(model)
+
+    def penalty(module: nn.Module) -> Any:
+        of = [(p, δ) for name, p in module.named_parameters() for start, δ in priors.items() if name.startswith(start)]
+        return scale / (2 * n) * sum((δ * p.square().sum() for p, δ in of), start=torch.zeros(()))
+
+    model.penalty = penalty  # type: ignore[assignment]
+    return model
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def same(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, **TIGHT)
