@@ -34,14 +34,16 @@ def measure(network: str, contender: str, quick: bool) -> Result:
     """The steps, beside the fit."""
     from lightning_bayes import fit_laplace
     from lightning_bayes.posterior.evidence_ascent import ascend
+    from lightning_bayes.posterior.prior_groups import PriorGroups
     from lightning_bayes.posterior.tuning import fixed_point
 
     case = NETWORKS[network]
     net, data = case.fresh(), case.data(case.quick_examples if quick else case.examples)
     posterior = fit_laplace(net, data)
+    groups = PriorGroups.of(posterior, True, None)
     work: dict[str, Callable[[], Any]] = {
         "gradient": lambda: ascend(posterior, STEPS, lr=0.1),
-        "mackay": lambda: fixed_point(posterior, True, True, STEPS, tolerance=1e-12),
+        "mackay": lambda: fixed_point(posterior, groups, True, STEPS, tolerance=1e-12),
         "linear": lambda: ascend(posterior, STEPS, lr=0.1, at="optimum"),
     }
     return side_by_side(lambda: work[contender], lambda: fit_laplace(net, data), 1 if quick else 5)

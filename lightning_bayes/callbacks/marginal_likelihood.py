@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, positive, word
+from lightning_bayes.arguments import count, flag, positive, shown, word
 from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
@@ -136,6 +136,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
             mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
         )  # fmt: skip
+        if not isinstance(self.subset, (str, list)):
+            raise ValueError(
+                f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
+            )
         self.noise = flag("noise", noise)
         self.every_n_epochs, self.burn_in_epochs = count("every_n_epochs", every_n_epochs), burn_in_epochs
         count("burn_in_epochs", burn_in_epochs, least=0)

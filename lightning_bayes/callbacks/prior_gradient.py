@@ -55,8 +55,6 @@ class PriorGradient:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return None
         subset = choose_subset(network, x, self._of)
-        if subset.mask is not None:
-            raise ValueError("a subnetwork cannot have a prior of its own in training: name whole parameters, subset=")
         if as_precision(self._given, subset, torch.ones(())).numel() not in (1, len(subset.layers)):
             raise PriorError(f"prior_precision must be one number, or one for each of the {len(subset.layers)} layers")
         check_optimizers(trainer.optimizers, subset.parameters(network), self._name)

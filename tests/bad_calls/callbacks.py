@@ -194,6 +194,7 @@ for _bad in (-1, 0.5, "two", True, None):
     marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
 marginal("data", 3, "must be an iterable of batches", "got 3")
+marginal("subset", Subnetwork(3), "must name whole layers or parameters, to have a prior in training")
 marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
 common(swag)
 words(swag, "calibrate")

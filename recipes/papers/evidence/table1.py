@@ -1,7 +1,7 @@
 """Evidence for modern networks, table 1: the test NLL of priors that the evidence chooses at the trained weights, and
 at the optimum of the linearised network (Antorán et al. 2022; tutorial, section 6).
 
-    python -m recipes.papers.evidence.table1                 # minutes: 1,000 digits of MNIST, narrow networks
+    python -m recipes.papers.evidence.table1                 # minutes: 500 digits of MNIST, narrow networks
     python -m recipes.papers.evidence.table1 --paper         # all of MNIST, about 46,000 weights; wants a GPU
     python -m recipes.papers.evidence.table1 --networks CNN RESNET --passes 10
 
@@ -39,8 +39,8 @@ PAPER = {  # table 1: single and multiple λs at θ⋆, then at θ̃
 
 
 def train(network: nn.Module, data: TensorDataset, epochs: int, seed: int) -> None:
-    loader = DataLoader(data, 100, shuffle=True, generator=torch.Generator().manual_seed(seed))
-    adam = torch.optim.Adam(network.parameters(), lr=3e-3)
+    loader = DataLoader(data, 50, shuffle=True, generator=torch.Generator().manual_seed(seed))
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, epochs)
     for _ in range(epochs):
         for x, y in loader:
@@ -77,11 +77,11 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="all images, and networks of about 46,000 weights")
     parser.add_argument("--dataset", default="MNIST", choices=["MNIST", "FashionMNIST", "KMNIST"])
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--n-train", type=int, default=1000)
+    parser.add_argument("--n-train", type=int, default=500)
     parser.add_argument("--n-test", type=int, default=1000)
     parser.add_argument("--width", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--passes", type=int, default=60, help="over the training data, to find θ⋆ and the prior")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--passes", type=int, default=30, help="over the training data, to find θ⋆ and the prior")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--output", type=Path, default=Path("outputs/papers/evidence"))
