@@ -156,8 +156,10 @@ class _Secant:
             return after
         Δv, Δf = (torch.stack([b - a for a, b in pairwise(values)], 1) for values in (self._v, self._f))
         weights = torch.linalg.lstsq(Δf.cpu(), (g - v).cpu().unsqueeze(1), driver="gelsd").solution.to(v)
-        ahead = ((Δv + Δf) @ weights).squeeze(1).clamp(-_AHEAD, _AHEAD)
-        factors = (-ahead).exp()
+        f = g - v
+        # On with the round's own step, which is uphill: not back, and not much further.
+        ahead = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
+        factors = (f.sign() * ahead.clamp(max=_AHEAD)).exp()
         if after.likelihood.tunable_noise is not None:
             σ = torch.as_tensor(after.likelihood.tunable_noise).to(factors)
             after, factors = after.with_noise(σ * factors[-1]), factors[:-1]
