@@ -32,21 +32,20 @@ def check_companions(trainer: Trainer, keep: str) -> None:
         )
 
 
-def monitors(callback: Any, name: str) -> bool:
-    """Whether it asks for a number that is logged under `name`."""
-    monitor = getattr(callback, "monitor", None)
-    return isinstance(monitor, str) and monitor.startswith(_LOGGED) and monitor.endswith(f"_{name}")
-
-
 def check_monitors(trainer: Trainer, name: str) -> None:
     """Refuse a monitor that is read at validation, when the numbers are still those of an epoch before."""
     for callback in callbacks_of(trainer):
-        if monitors(callback, name) and acts_at_validation(trainer, callback):
+        if _monitors(callback, name) and acts_at_validation(trainer, callback):
             argument = "check" if class_name(callback, {"EarlyStopping"}) else "save"
             raise ValueError(
                 f"{type(callback).__name__} reads {callback.monitor!r} at validation, but an epoch's evidence is known "
                 f"at its end: use {argument}_on_train_epoch_end=True"
             )
+
+
+def is_monitored(trainer: Trainer, name: str) -> bool:
+    """Whether a callback, as Lightning's for checkpoints and early stopping, asks for a number at every epoch."""
+    return any(_monitors(callback, name) for callback in callbacks_of(trainer))
 
 
 def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> None:
@@ -57,3 +56,9 @@ def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> 
             f"burn_in_epochs={burn_in_epochs} and every_n_epochs={every_n_epochs} learn the first prior after {first} "
             f"epochs, but max_epochs={epochs}: lower them, or train longer"
         )
+
+
+def _monitors(callback: Any, name: str) -> bool:
+    """Whether it asks for a number that is logged under `name`."""
+    monitor = getattr(callback, "monitor", None)
+    return isinstance(monitor, str) and monitor.startswith(_LOGGED) and monitor.endswith(f"_{name}")

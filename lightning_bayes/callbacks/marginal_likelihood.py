@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_bayes.arguments import count, flag, positive, shown, word
 from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
 from lightning_bayes.callbacks.laplace import LaplaceCallback
-from lightning_bayes.callbacks.marginal_checks import check_companions, check_length, check_monitors, monitors
+from lightning_bayes.callbacks.marginal_checks import check_companions, check_length, check_monitors, is_monitored
 from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
@@ -36,7 +36,7 @@ from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import callbacks_of, is_dev_run
+from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.report import describe
 
 EVIDENCES = {"marglik": "weights", "linear": "optimum"}  # where each is taken
@@ -160,6 +160,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._best: BestEvidence | None = None
         self._numbers: dict[str, float] = {}  # of the last pass, as they are logged
         self._refitted = 0  # epochs of training when it was made
+        self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.loss_scale)
         self._gradient = PriorGradient(self.name, self.network, self.subset, self.prior_precision, scale)
 
@@ -185,6 +186,11 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             return super()._fitted_to(trainer, module, path, of)
         finally:
             self._hyperparameters = own
+
+    def _catch_up(self, trainer: Trainer, module: LightningModule) -> None:
+        """A checkpoint of an epoch's last batch comes before that epoch's refit."""
+        if self._resumed:
+            self._learn(trainer, module, trainer.current_epoch)
 
     def _learn(self, trainer: Trainer, module: LightningModule, epochs: int) -> bool:
         """After so many epochs, the refit that is due; whether there was one."""
@@ -268,8 +274,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._gradient.n_data = self.n_data or self._data.count(trainer)
-        # A checkpoint of an epoch's last batch comes before that epoch's refit.
-        self._learn(trainer, pl_module, trainer.current_epoch)
+        self._catch_up(trainer, pl_module)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -293,17 +298,13 @@ class MarginalLikelihoodCallback(LaplaceCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         learned = self._learn(trainer, pl_module, trainer.current_epoch + 1)
-        if not learned and not self._refitted and self._is_monitored(trainer):
+        if not learned and not self._refitted and is_monitored(trainer, self.name):
             self._refit(trainer, pl_module, tune=False)
         pl_module.log_dict(self._numbers, on_step=False, on_epoch=True, batch_size=1)
 
-    def _is_monitored(self, trainer: Trainer) -> bool:
-        """Whether a callback, as Lightning's for checkpoints and early stopping, asks for a number at every epoch."""
-        return any(monitors(callback, self.name) for callback in callbacks_of(trainer))
-
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         if only_missing:
-            self._learn(trainer, module, trainer.current_epoch)
+            self._catch_up(trainer, module)
         if self._gradient.subset is not None:
             self._forget_other_best(self._gradient.subset.names)
         if self._best is not None and self.keep == "best":
@@ -332,7 +333,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         super().load_state_dict(state_dict)
         self._hyperparameters = Hyperparameters(**state_dict["hyperparameters"])
         self._best = None if state_dict["best"] is None else BestEvidence.from_state(state_dict["best"])
-        self._numbers, self._refitted = state_dict["numbers"], state_dict["refitted"]
+        self._numbers, self._refitted, self._resumed = state_dict["numbers"], state_dict["refitted"], True
         self._gradient.scale.agreed = state_dict["loss_scale"]
 
 
