@@ -359,7 +359,11 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         ["auto", "marglik", "mackay", "linear", "grid"],
         [],
     ),
-    "predictive": (lambda word: fit().predict(X, predictive=word, samples=2), ["glm", "bnn", "map"], ["gp"]),
+    "predictive": (lambda word: fit(gp_points=4).predict(X, word, samples=2), ["glm", "bnn", "map", "gp"], []),
+    "gp_points": (lambda word: fit(gp_points=word), [0, 4, None], []),
+    "gp_selection": (lambda word: fit(gp_points=4, gp_selection=word), ["random", "leverage"], []),
+    "gp_weighting": (lambda word: fit(gp_points=4, gp_weighting=word), ["prior", "data"], []),
+    "gp_outputs": (lambda word: fit(gp_points=4, gp_outputs=word), ["auto", "joint", "independent"], []),
     "link": (lambda word: fit().predict(X, link=word, samples=2), ["pairwise", "probit", "bridge", "mc"], []),
     "scaling of L2M": (lambda word: L2MCallback(scaling=word), ["dataset", "paper"], []),
     "hessian of online Laplace": (

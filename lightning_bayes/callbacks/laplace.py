@@ -32,6 +32,7 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
 from lightning_bayes.posterior.subnetwork import structure_for
+from lightning_bayes.posterior.training_points import PointOptions
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
@@ -82,7 +83,7 @@ class LaplaceCallback(PosteriorCallback):
             corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
             temperature of the network's outputs instead; None finds none.
 
-        predictive: "glm", "bnn" or "map".
+        predictive: "glm", "bnn", "map", or "gp" with training points.
         link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
         samples: drawn where a prediction draws.
         predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
@@ -103,6 +104,10 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
+        gp_points: training points to keep for predictive="gp", in checkpoints, too: a number, or None for all.
+        gp_selection: "random" or "leverage"; see `fit_laplace`.
+        gp_weighting: "prior" or "data"; see `fit_laplace`.
+        gp_outputs: "auto", "joint" or "independent"; see `fit_laplace`.
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
     """
@@ -138,12 +143,17 @@ class LaplaceCallback(PosteriorCallback):
         weight_sharing: str = "expand",
         temperature: float = 1.0,
         damping: str | None = None,
+        gp_points: int | None = 0,
+        gp_selection: str = "random",
+        gp_weighting: str = "prior",
+        gp_outputs: str = "auto",
         seed: int = 0,
         progress: bool = True,
     ) -> None:
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
             network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            has_points=gp_points != 0,
         )  # fmt: skip
         super().__init__(use)
         structure = structure_for(subset, structure)
@@ -151,7 +161,7 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
-        self.hessian = hessian
+        self.hessian, self.points = hessian, PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
         names = "all" if isinstance(subset, Subnetwork) else self.subset
         check_options(structure, names, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
@@ -213,7 +223,8 @@ class LaplaceCallback(PosteriorCallback):
         """The arguments of `fit_laplace` that are this callback's own, but its subset."""
         of_model = ("likelihood", "structure", "curvature", "prior_precision", "temperature", "damping")
         names = (*of_model, "seed", "weight_sharing", "hessian")
-        return {"samples": self.mc_samples, **{name: getattr(self, name) for name in names}}
+        points = {f"gp_{name}": value for name, value in asdict(self.points).items()}
+        return {"samples": self.mc_samples, **points, **{name: getattr(self, name) for name in names}}
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)

@@ -139,7 +139,7 @@ class SWAGCallback(PosteriorCallback):
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
                 posterior = choose_on_validation(trainer, module, posterior, self.use, None, self.calibrate)
         except BaseException:
-            _put(network, trained)
+            _restore(network, trained)
             raise
         self._posterior, self._trained = posterior, self._trained or trained
         return posterior
@@ -175,7 +175,7 @@ class SWAGCallback(PosteriorCallback):
         if not self._resumed:
             self._moments, self._step = WeightMoments(), trainer.global_step
         elif self._trained is not None:
-            _put(self._network_of(pl_module), self._trained)
+            _restore(self._network_of(pl_module), self._trained)
         self._resumed, self._trained = False, None
         if not is_dev_run(trainer):
             self._check_length(trainer)
@@ -279,6 +279,6 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _put(network: nn.Module, values: dict[str, Tensor]) -> None:
+def _restore(network: nn.Module, values: dict[str, Tensor]) -> None:
     for name, t in _tensors(network).items():
         t.copy_(values[name])

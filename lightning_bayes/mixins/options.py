@@ -60,8 +60,8 @@ class VariationalOptions(UseOptions):
     local_reparameterization: bool = False
     error: InitVar[type[Exception]] = OptionError
 
-    def __post_init__(self, error: type[Exception]) -> None:
-        super().__post_init__(error)
+    def __post_init__(self, error: type[Exception], has_points: bool) -> None:
+        super().__post_init__(error, has_points)
         word("loss", self.loss, ("returned", "likelihood"), error)
         word("curvature", self.curvature, ("fisher", "empirical", "hessian"), error)
         word("method", self.method, ("auto", "exact", "finite_difference"), error)

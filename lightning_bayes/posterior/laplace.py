@@ -280,7 +280,7 @@ class LaplacePosterior(GaussianPosterior):
         method: str = "laplace",
         passes: int = 200,
         tolerance: float = 1e-6,
-        samples: int = 64,
+        samples: int = 256,
         seed: int = 0,
     ) -> LaplacePosterior:
         """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
@@ -291,7 +291,8 @@ class LaplacePosterior(GaussianPosterior):
             method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which is for
                 structure="full" and "diag".
             passes: over the data, at most, in a search of the mean; "variational" has one in each of its rounds.
-            tolerance: of the mean, by the gradient relative to that at the start; "variational" takes its root.
+            tolerance: where it ends: the gradient relative to that at the start; for "variational", a round's gain
+                relative to the lower bound.
             samples: quasi-random outputs that stand for their distribution, for "variational".
             seed: of those.
         """

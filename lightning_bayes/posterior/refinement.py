@@ -19,8 +19,9 @@ The network keeps its weights `θ̃`: predictions are those of `h`, with the mea
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")
 _ROUNDS = 100  # of mean and covariance, at most
 _FORCING = 0.1  # how well to solve for the mean's step
+_SHORTEST = 1e-3
 
 
 def refine(
@@ -97,7 +99,7 @@ def _laplace(
             optimum.passes,
             optimum.residual,
         )
-    refined = _around(posterior, batches, optimum.theta, optimum.log_likelihood)
+    refined = LinearModel(batches).at(_around(posterior, batches, optimum.theta), optimum.theta - posterior.mean)
     if refined.points is None:
         return refined
     columns = refined.likelihood.fisher_root(refined.shifted(refined.points.x))  # [R, M, ...]
@@ -105,64 +107,84 @@ def _laplace(
 
 
 def _around(
-    posterior: LaplacePosterior,
-    batches: list[tuple[Any, Tensor]],
-    mean: Tensor,
-    log_likelihood: Tensor,
-    root_at: RootAt | None = None,
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], mean: Tensor, root_at: RootAt | None = None
 ) -> LaplacePosterior:
-    """With curvature at the linearised outputs of these weights."""
+    """With curvature at the linearised outputs of these weights. What it says of the data is of the network's own."""
     shift = mean - posterior.mean
-    curvature = replace(
-        curvature_at(posterior, shift, batches, root_at),
-        log_likelihood=log_likelihood,
-        squared_error=None,
-        gradient=None,
-        normalised=posterior.curvature.normalised,
-    )
+    curvature = curvature_at(posterior, shift, batches, root_at)
+    curvature = replace(curvature, normalised=posterior.curvature.normalised)
     return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
+
+
+@dataclass(frozen=True, eq=False)
+class _Iterate:
+    """A Gaussian `q` with its `W`, its lower bound, and what the next step is made of."""
+
+    q: LaplacePosterior
+    W: Tensor  # of the examples, and of the points that the posterior keeps [N + M, C, C]
+    bound: float
+    residual: Tensor  # E[r] [N, ...]
+    fisher: Tensor  # E[Λ] [N + M, C, C]
 
 
 class _Variational:
     """`q = N(m, Σ)` with `Σ⁻¹ = Σₙ JₙᵀWₙJₙ + diag(δ)`, by natural gradients: in each round a step of length `ρ` towards
-    `W = E[Λ]`, and of `m` along the Newton direction of the expected loss. Where two rounds oppose each other, `ρ` is
-    halved."""
+    `W = E[Λ]`, and of `m` along the Newton direction of the expected loss, so short that the lower bound rises."""
 
     def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
         self._posterior, self._batches, self._samples, self._seed = posterior, batches, samples, seed
         self._model = LinearModel(batches)
-        self._δ = per_parameter(posterior.prior_precision, posterior.subset)
+        self._δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
 
     def maximum(self, passes: int, tolerance: float) -> LaplacePosterior:
-        """From the Laplace posterior, until the gradient of the mean, relative to that at the start, and the relative
-        change of `W` are within the root of `tolerance`: a step that small gains less than `tolerance`."""
-        q, ρ = self._posterior, 1.0
-        fit, r, W = self._expectations(q)
-        g = self._gradient(q, r)
-        first = _norm(g, q)
-        turn, residual = torch.zeros_like(W), 1.0 if first else 0.0
+        """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
+        samples no longer tell a better one."""
+        at, ρ, gain = self._at(self._posterior), 1.0, math.inf
         for _ in range(_ROUNDS):
-            if residual <= tolerance**0.5:
-                return self._with_points(q)
-            W = W + ρ * turn
-            step = conjugate_gradients(self._hessian(q, W), g, q.precision, _FORCING, passes)
-            q = self._moved(q, ρ * step, W, fit)
-            fit, r, target = self._expectations(q)
-            g, last_turn, turn = self._gradient(q, r), turn, target - W
-            residual = max(_norm(g, q) / first, float(turn.norm() / W.norm()))
-            opposed = (g * step).sum() < 0 or (turn * last_turn).sum() < 0
-            ρ = ρ / 2 if opposed else min(1.2 * ρ, 1.0)
-        logger.warning(
-            "variational refinement still moves by %.1g after %d rounds, more than the root of tolerance=%g: a larger "
-            "prior precision makes it easier",
-            residual,
-            _ROUNDS,
-            tolerance,
-        )
-        return self._with_points(q)
+            if gain <= tolerance * abs(at.bound) or ρ < _SHORTEST:
+                break
+            g = self._gradient(at)
+            step = conjugate_gradients(self._hessian(at.q, at.fisher), g, at.q.precision, _FORCING, passes)
+            while ρ >= _SHORTEST:
+                moved = self._moved(at, ρ, step)
+                if moved.bound > at.bound:
+                    gain = (moved.bound - at.bound) / ρ
+                    at, ρ = moved, min(2 * ρ, 1.0)
+                    break
+                ρ /= 2
+        else:
+            logger.warning(
+                "variational refinement still gains %.1g nats per round after %d rounds, more than tolerance=%g of the "
+                "lower bound: a larger prior precision makes it easier",
+                gain,
+                _ROUNDS,
+                tolerance,
+            )
+        return self._finished(at)
 
-    def _expectations(self, q: LaplacePosterior) -> tuple[Tensor, Tensor, Tensor]:
-        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example.  # [], [N, ...], [N, C, C]"""
+    def _at(self, q: LaplacePosterior, W: Tensor | None = None) -> _Iterate:
+        fit, residual, fisher = self._expectations(q)
+        return _Iterate(q, fisher if W is None else W, fit / q.temperature - self._divergence(q), residual, fisher)
+
+    def _divergence(self, q: LaplacePosterior) -> float:
+        """`KL(q ‖ N(0, diag(1/δ)))`."""
+        δ, P = self._δ.double(), q.precision
+        squares = (δ * (q.mean.double().square() + P.inverse_diagonal().double())).sum()
+        return 0.5 * float(squares - len(δ) + P.logdet().double() - δ.log().sum())
+
+    def _moved(self, at: _Iterate, ρ: float, step: Tensor) -> _Iterate:
+        W = at.W + ρ * (at.fisher - at.W)
+        root = _root(W)
+
+        def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+            return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), -1)
+
+        mean = at.q.mean + ρ * step
+        return self._at(_around(self._posterior, self._batches, mean, root_at), W)
+
+    def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
+        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example, and `E[Λ]` of the points that the posterior keeps.
+        # [], [N, ...], [N + M, C, C]"""
         likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
         residuals, fishers = [], []
         for x, y in self._batches:
@@ -172,7 +194,10 @@ class _Variational:
             total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
             residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
             fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
-        return total, torch.cat(residuals), torch.cat(fishers)
+        if q.points is not None:
+            draws = self._draws(q, q.points.x)
+            fishers.append(_mean_fisher(likelihood.fisher_root(draws.flatten(0, 1)), len(draws)))
+        return float(total), torch.cat(residuals), torch.cat(fishers)
 
     def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
         """Of the outputs, quasi-random, with the same noise in each round.  # [S, B, ...]"""
@@ -180,17 +205,15 @@ class _Variational:
         noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
         return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
 
-    def _with_points(self, q: LaplacePosterior) -> LaplacePosterior:
-        """With `E[Λ]` at the training points that the posterior keeps."""
-        if q.points is None:
-            return q
-        draws = self._draws(q, q.points.x)
-        fisher = _mean_fisher(q.likelihood.fisher_root(draws.flatten(0, 1)), len(draws))
-        return replace(q, points=q.points.with_root(_root(fisher)))
+    def _finished(self, at: _Iterate) -> LaplacePosterior:
+        """With what the data say at its mean, and the Fisher of the points that it keeps."""
+        q = self._model.at(at.q, at.q.mean - self._posterior.mean)
+        return q if q.points is None else replace(q, points=q.points.with_root(_root(at.W[len(at.residual) :])))
 
-    def _gradient(self, q: LaplacePosterior, r: Tensor) -> Tensor:
+    def _gradient(self, at: _Iterate) -> Tensor:
         """Of the lower bound in the mean.  # [P]"""
-        return self._model.pulled(q, lambda batch: r[batch.examples]) / q.temperature - self._δ * q.mean
+        fit = self._model.pulled(at.q, lambda batch: at.residual[batch.examples])
+        return fit / at.q.temperature - self._δ * at.q.mean
 
     def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
         """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
@@ -203,19 +226,6 @@ class _Variational:
             return self._model.pulled(q, cotangent) / q.temperature + self._δ * v
 
         return product
-
-    def _moved(self, q: LaplacePosterior, step: Tensor, W: Tensor, fit: Tensor) -> LaplacePosterior:
-        root = _root(W)
-
-        def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
-            return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), -1)
-
-        return _around(self._posterior, self._batches, q.mean + step, fit, root_at)
-
-
-def _norm(g: Tensor, q: LaplacePosterior) -> float:
-    """In the norm of the covariance."""
-    return float((g * q.precision.solve(g)).sum().clamp_min(0).sqrt())
 
 
 def _mean_fisher(columns: Tensor, S: int) -> Tensor:

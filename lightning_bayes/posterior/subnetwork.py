@@ -11,6 +11,7 @@ subnetwork's own posterior has all its correlations.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 from lightning_bayes.posterior.prior_precision import as_precision, per_parameter
+
+logger = logging.getLogger("lightning_bayes")
 
 OF_TRAINER = ("swag", "l2m")  # the callback of a Trainer that has the variances
 CRITERIA = ("laplace_diag", "magnitude", "random", *OF_TRAINER)
@@ -76,10 +79,11 @@ class Subnetwork:
                         "Subnetwork(by='laplace_diag') passes over the data twice, but the loader is an iterator: pass "
                         "a list or a DataLoader"
                     )
-                scores = 1 / (diagonal() + per_parameter(δ, whole))
+                H = diagonal()
+                positions = self._largest(1 / (H + per_parameter(δ, whole)), processes or Processes())
+                self._warn_of_dead_weights(H[positions])
             else:
-                scores = self._scores(network)
-            positions = self._largest(scores, processes or Processes())
+                positions = self._largest(self._scores(network), processes or Processes())
             if δ.ndim:
                 chosen = resolve_subset(network, positions, ())
                 layers = [whole.layers.index(layer) for layer in chosen.layers]
@@ -95,6 +99,17 @@ class Subnetwork:
             positions.zero_()  # rounding may differ between devices: all take those of the first
         processes.sum_([positions])
         return positions.sort().values
+
+    def _warn_of_dead_weights(self, H: Tensor) -> None:
+        dead = int((H == 0).sum())
+        if 2 * dead > self.n:
+            logger.warning(
+                "%d of the %d chosen weights have no curvature, because the output for no training example depends on "
+                "them (dead units, or inputs that are always zero); their variance is the prior's and the largest: "
+                "choose by='swag' or by='magnitude'",
+                dead,
+                self.n,
+            )
 
     def _scores(self, network: nn.Module) -> Tensor:
         """Of all trainable weights, −∞ for those that cannot be chosen.  # [P]"""

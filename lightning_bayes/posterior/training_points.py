@@ -24,6 +24,7 @@ from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.posterior.gaussian import PosteriorError
 
@@ -42,14 +43,14 @@ _PLACE = -1  # the draw of `uniforms` that belongs to the choice of points, besi
 class PointOptions:
     """Which points, how many, and how they stand for the rest; it checks itself."""
 
-    number: int | None = 0  # None: all
+    points: int | None = 0  # how many; None: all
     selection: str = "random"
     weighting: str = "prior"
     outputs: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.number is not None:
-            count("gp_points", self.number, 0)
+        if self.points is not None:
+            count("gp_points", self.points, 0)
         word("gp_selection", self.selection, SELECTIONS)
         word("gp_weighting", self.weighting, WEIGHTINGS)
         word("gp_outputs", self.outputs, OUTPUTS)
@@ -104,18 +105,19 @@ class PointSelection:
     def __init__(self, options: PointOptions, network: nn.Module, seed: int, processes: Processes | None) -> None:
         self._options, self._network, self._seed = options, network, seed
         self._processes = processes or Processes()
-        self._best = _Smallest(network, options.number)
-        self._seen = 0
+        self._best = _Smallest(network, options.points)
+        self._seen, self._C = 0, 0  # examples, and outputs of each
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The loader, of whose batches random points are kept."""
-        if self._options.number == 0 or self._options.selection != "random":
+        """The loader, of whose batches random points are kept; what cannot work is an error at the first."""
+        if self._options.points == 0:
             return loader
-        return _Watched(loader, self._keep_random)
+        look = self._keep_random if self._options.selection == "random" else self._check_outputs
+        return _Watched(check_loader(loader), look)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
-        if self._options.number == 0:
+        if self._options.points == 0:
             return posterior
         if self._options.selection == "leverage":
             with preserved_rng():
@@ -134,36 +136,37 @@ class PointSelection:
         return replace(posterior, points=points)
 
     def _keep_random(self, x: Any, y: Tensor) -> None:
-        index = self._next(x)
+        index = self._next(x, y)
         self._best.add(uniforms(self._seed, _PLACE, index, torch.Size(()), torch.float64), index, x, y)
 
     def _keep_by_leverage(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
-        index = self._next(x)
+        index = self._next(x, y)
         f, covariance = posterior.functional(x)
         S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
         leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
         self._best.add(-leverage.double().cpu(), index, x, y)
 
-    def _next(self, x: Any) -> Tensor:
+    def _next(self, x: Any, y: Tensor) -> Tensor:
         """The places of a batch's examples in the data."""
-        if not self._seen:
-            self._check_outputs(x)
+        self._check_outputs(x, y)
         B = inputs.batch_size(x)
         index = self._processes.examples(self._seen, B, torch.device("cpu"))
         self._seen += B
-        if self._options.number is None:
-            self._check_size(self._seen)
+        if self._options.points is None:
+            self._check_size(self._seen * self._processes.size)
         return index
 
-    def _check_outputs(self, x: Any) -> None:
+    def _check_outputs(self, x: Any, y: Tensor) -> None:
+        if self._C:
+            return
         f = _outputs(self._network, inputs.take(self._network, x, [0]))
         if f.ndim > 2:
             raise PosteriorError(
                 f"gp_points= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
             )
         self._C = f.numel()
-        if self._options.number is not None:
-            self._check_size(self._options.number)
+        if self._options.points is not None:
+            self._check_size(self._options.points)
 
     def _check_size(self, M: int) -> None:
         C, outputs = self._C, self._options.outputs
@@ -171,7 +174,7 @@ class PointSelection:
         if (C * M**2 if independent else (C * M) ** 2) <= _LARGEST:
             return
         most = int((_LARGEST / C) ** 0.5 if independent else _LARGEST**0.5 / C)
-        what = "all training points" if self._options.number is None else f"{M} points"
+        what = "all training points" if self._options.points is None else f"{M} points"
         advice = "" if independent else ", or gp_outputs='independent'"
         raise PosteriorError(
             f"the kernel between {what} with {C} outputs is too large to condition on: pass gp_points={most} or "

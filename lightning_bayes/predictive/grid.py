@@ -21,9 +21,9 @@ def grid(
     posterior: LaplacePosterior,
     loader: Iterable[Any],
     metric: Any = None,
-    low: float = 1e-4,
-    high: float = 1e4,
-    size: int = 33,
+    low: float | None = None,
+    high: float | None = None,
+    size: int | None = None,
     predictive: str = "glm",
     link: str | None = None,
     samples: int = 100,
@@ -35,15 +35,12 @@ def grid(
         loader: validation batches `(x, y)`; one pass.
         metric: a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`; its `higher_is_better` says
             which score is best. By default the negative log-likelihood.
-        low, high, size: the grid, even in log δ.
+        low, high, size: the grid, even in log δ; by default 33 priors from 1e-4 to 1e4, and for predictive="gp" the
+            posterior's own times 13 factors from 0.1 to 1000 (GLM paper, table 2).
         predictive, link, samples: as in `predict`.
         seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
     """
-    positive("low", low)
-    positive("high", high)
-    if not low < high:
-        raise ValueError(f"low must be less than high={high}, got {low}")
-    count("size", size, 2)
+    priors = _priors(posterior, predictive, low, high, size)
     check_loader(loader)
     scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
     scoring.check(likelihood)
@@ -51,15 +48,28 @@ def grid(
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
-    priors = torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
     for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)
     if not values.isfinite().any():
-        raise ValueError(f"no prior between {low:g} and {high:g} has a finite validation score")
+        least, most = (float(torch.as_tensor(prior).mean()) for prior in (priors[0], priors[-1]))
+        raise ValueError(f"no prior between {least:g} and {most:g} has a finite validation score")
     return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
+
+
+def _priors(
+    posterior: LaplacePosterior, predictive: str, low: float | None, high: float | None, size: int | None
+) -> list[Any]:
+    if predictive == "gp" and low is high is size is None:
+        return [posterior.prior_precision * float(factor) for factor in torch.logspace(-1, 3, 13, dtype=torch.float64)]
+    low = positive("low", 1e-4 if low is None else low)
+    high = positive("high", 1e4 if high is None else high)
+    if not low < high:
+        raise ValueError(f"low must be less than high={high}, got {low}")
+    size = count("size", 33 if size is None else size, 2)
+    return torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
 
 
 def _check_metric(metric: Any) -> None:

@@ -27,9 +27,12 @@ class UseOptions:
     predict_step: str = "replace"
     save: bool | str | None = None  # whether, or where, the posterior's own file is written
     error: InitVar[type[Exception]] = ValueError
+    has_points: InitVar[bool] = False  # training points for predictive="gp"
 
-    def __post_init__(self, error: type[Exception]) -> None:
+    def __post_init__(self, error: type[Exception], has_points: bool) -> None:
         word("predictive", self.predictive, PREDICTIVES, error)
+        if self.predictive == "gp" and not has_points:
+            raise error("predictive='gp' needs training points: use LaplaceCallback with gp_points=M, or None for all")
         text("name", self.name, "a word that tells this posterior from others", error)
         if self.name == "map":
             raise error("name='map' is the name of the plain network's own scores: choose another")

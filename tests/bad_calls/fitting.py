@@ -50,6 +50,14 @@ laplace("seed", -1, "must be a whole number of at least 0, got -1")
 laplace("seed", "zero", "must be a whole number of at least 0, got 'zero'")
 laplace("processes", 2, "must be Processes(rank, size), got 2")
 
+for _bad in (-1, 2.5, "all", True):
+    laplace("gp_points", _bad, "must be a whole number of at least 0", f"got {_bad!r}")
+laplace(
+    "gp_points", 10**5, "the kernel between 100000 points with 3 outputs is too large", "pass gp_points=6688 or fewer"
+)
+laplace("gp_points", 10**4, "pass gp_points=3861 or fewer, or gp_outputs='independent'", gp_outputs="joint")
+words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
+laplace("gp_outputs", None, "unknown gp_outputs None: use one of 'auto', 'joint', 'independent'")
 for _argument in ("network", "loader", "probe"):
     laplace.anything_goes(_argument, "a table of its own: networks")
 

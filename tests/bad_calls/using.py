@@ -72,6 +72,7 @@ _drawing(predict)
 flags(predict, "calibrated")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
+predict("predictive", "gp", "needs training points", "fit_laplace(..., gp_points=M)", error=PosteriorError)
 predict("link", "logit", "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'")
 predict("link", 3, "link=3; choose one of")
 for _predictive in ("bnn", "map"):

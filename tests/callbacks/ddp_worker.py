@@ -28,7 +28,8 @@ from lightning_bayes.network import Processes
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full")
-NAMES = (*CURVATURES, *STRUCTURES)
+SELECTIONS = ("random", "leverage")
+NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS)
 BATCH = 4
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
 
@@ -77,6 +78,7 @@ def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
+        *(laplace(name=word, gp_points=4, gp_selection=word, predictive="gp", **arguments) for word in SELECTIONS),
     ]
 
 
@@ -122,6 +124,9 @@ class Scenarios:
                 X, "bnn", samples=4, generator=torch.Generator().manual_seed(2)
             ).probs,
         }
+        if posterior.points is not None:
+            points = {**posterior.points.to_state(), "prediction": posterior.predict(X, "gp").probs}
+            self.results[key]["points"] = points
 
     def one_example(self) -> None:
         """Fewer examples than processes."""

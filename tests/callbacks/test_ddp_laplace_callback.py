@@ -64,6 +64,21 @@ def test_every_process_has_the_posterior_of_one_alone(world: Any, name: str) -> 
             same(rank[key], alone[key], key)
 
 
+@pytest.mark.parametrize("selection", ddp_worker.SELECTIONS)
+def test_every_process_keeps_the_training_points_of_one_alone(world: Any, selection: str) -> None:
+    alone, ranks, _ = world
+    keys = [key for key in alone if key.endswith(f"/{selection}")]
+    assert len(keys) >= 3
+    for key in keys:
+        expected = alone[key]["points"]
+        assert len(expected["index"]) == 4
+        for rank in ranks:
+            points = rank[key]["points"]
+            for part in ("x", "index"):
+                assert torch.equal(points[part], expected[part]), key
+            torch.testing.assert_close(points["prediction"], expected["prediction"], rtol=1e-7, atol=1e-9)
+
+
 def test_each_example_is_counted_once(world: Any) -> None:
     alone, ranks, _ = world
     for key in [key for key in alone if key.endswith("/ggn")]:

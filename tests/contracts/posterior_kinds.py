@@ -41,6 +41,11 @@ def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int =
     return fit_laplace(net, loader(task), TASKS[task], structure, subset, prior_precision=2.0)
 
 
+def process(task: str) -> GaussianPosterior:
+    """With training points, for predictions in function space."""
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp_points=5)
+
+
 def l2m(task: str) -> LaplacePosterior:
     module = LitNet(task)
     optimizer: Any = module.configure_optimizers()
@@ -96,6 +101,7 @@ MAKERS: dict[str, Callable[[str], Any]] = {
         f"laplace, {structure}, {subset}": lambda task, a=structure, b=subset: laplace(task, a, b)
         for structure, subset in product(STRUCTURES, SUBSETS)
     },
+    "with training points": process,
     "l2m": l2m,
     "sharded": sharded,
     "online": online,

@@ -34,6 +34,8 @@ both_kinds_of_targets = pytest.mark.parametrize("task", ["classification", "regr
 
 
 def predictives(kind: str) -> tuple[str, ...]:
+    if kind == "with training points":
+        return ("glm", "bnn", "map", "gp")
     return ("bnn", "map") if kind == "sharded" else ("glm", "bnn", "map")
 
 
@@ -137,7 +139,7 @@ def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> Non
 @every_task
 def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
     posterior = made(kind, task)
-    for link in (None, *TASKS[task].links) if predictive == "glm" else (None,):
+    for link in (None, *TASKS[task].links) if predictive in ("glm", "gp") else (None,):
         prediction, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
         assert type(prediction) is Prediction
         assert len(prediction) == B

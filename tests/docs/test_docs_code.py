@@ -206,6 +206,37 @@ def test_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (names["both"].latent_variance > 0).all()
 
 
+def test_marginal_likelihood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = run_page(DOCS / "marginal_likelihood.md", model=Model(), dm=Data())
+    assert {"test_nll_map", "test_nll_marglik", "test_ece_marglik"} <= set(names["model"].tested)
+    assert names["marglik"].posterior.prior_precision.shape == (2,)
+    assert names["best"].monitor == names["stop"].monitor == "log_evidence_marglik"
+
+
+class Patient(Model):
+    """A wider one, which trains as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3))
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    loader, model = Data().loader(), Patient()
+    own = {"network": Patient().net, "train_loader": loader, "validation_loader": loader, "x": next(iter(loader))[0]}
+    names = run_page(DOCS / "subnetworks.md", model=model, dm=Data(), optimizer=model.configure_optimizers(), **own)
+    assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
+    assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
+    assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
+
+
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so
 def test_variational(tmp_path: Path) -> None:
     torch.manual_seed(0)

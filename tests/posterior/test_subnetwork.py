@@ -161,3 +161,15 @@ def test_too_many_weights_and_data_that_cannot_be_read_twice() -> None:
     with pytest.raises(DataError, match="passes over the data twice, but the loader is an iterator"):
         fit_laplace(case.network, iter(case.loader()), case.likelihood, subset=Subnetwork(3))
     fit_laplace(case.network, iter(case.loader()), case.likelihood, subset=Subnetwork(3, "magnitude"))
+
+
+@pytest.mark.parametrize(("dead", "said"), [(1, 0), (3, 1)])
+def test_dead_weights_have_the_largest_variance_and_are_named(dead: int, said: int, caplog: Any) -> None:
+    """An input that is always zero leaves the four weights that read it with the variance of the prior."""
+    case = make("mlp")
+    case.x[:, :dead] = 0.0
+    fitted(case, Subnetwork(14))
+    messages = [record.message for record in caplog.records if "have no curvature" in record.message]
+    assert len(messages) == said
+    if said:
+        assert messages[0].startswith("12 of the 14 chosen weights")

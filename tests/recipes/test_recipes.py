@@ -86,6 +86,15 @@ def test_laplace(run: Any) -> None:
     assert float(loaded.prior_precision) == pytest.approx(table["full"]["prior"], rel=1e-6)
 
 
+def test_subnetwork(run: Any) -> None:
+    table, folder = run("subnetwork", EPOCHS=100, WIDTH=16, CHOSEN=60)
+    assert list(table)[:3] == ["all weights", "all weights, diagonal", "60 by variance (SWAG)"]
+    for name in ("all weights", "60 by variance (SWAG)"):
+        assert table[name]["σ of f, gap"] > 2 * table[name]["σ of f, data"]
+    assert table["all weights, diagonal"]["σ of f, gap"] < 2 * table["all weights, diagonal"]["σ of f, data"]
+    assert (folder / "gap.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]
@@ -119,6 +128,16 @@ def test_variational_laplace(run: Any) -> None:
     table, _ = run("variational_laplace", EPOCHS=12)
     assert list(table) == ["MAP", "VI, at the mean", "VI, 100 samples", "VL, at the mean", "VL"]
     assert all(row["accuracy"] > 0.8 for row in table.values())
+
+
+def test_regression_1d(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_BAYES_DATA", raising=False)
+    table, folder = run("regression_1d", STEPS=800)
+    methods = ("full", "Kronecker", "diagonal", "last layer", "60 weights", "GP, 40 points")
+    assert list(table) == [f"sine, {method}" for method in methods]
+    for method in ("full", "Kronecker", "GP, 40 points"):
+        assert table[f"sine, {method}"]["σ of f, gap"] > 2 * table[f"sine, {method}"]["σ of f, data"]
+    assert (folder / "posteriors.png").read_bytes().startswith(PNG)
 
 
 def test_banana(run: Any) -> None:

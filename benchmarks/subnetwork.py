@@ -1,0 +1,97 @@
+"""What a subnetwork of fixed size costs in a growing network.
+
+The exact GGN takes one forward pass and a backward pass for each of the ten outputs, and one for the gradient. These
+passes alone are the unit of time, and their memory stands beside the fit's: what is beyond them should depend on the
+size of the subnetwork, not on that of the network. The weights are chosen by chance, so that all layers have some.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.isolate import Failure, Job, Outcome
+from benchmarks.measure import Result, side_by_side
+from benchmarks.networks import CLASSES, Batches, Network
+from benchmarks.report import failures, number, table
+
+TITLE = "Subnetworks"
+SIZES = (500, 2000)
+WIDTHS = {"MLP": (256, 512, 1024, 2048), "CNN": (16, 32, 64, 128)}
+PASSES = "passes alone"
+
+
+def mlp(width: int) -> nn.Module:
+    layers = (nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def cnn(width: int) -> nn.Module:
+    body = (nn.Conv2d(1, width, 3, stride=2), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(), nn.Flatten())
+    return nn.Sequential(*body, nn.Linear(width * 11 * 11, CLASSES))
+
+
+def case(kind: str, width: int) -> Network:
+    return Network(kind, partial({"MLP": mlp, "CNN": cnn}[kind], width), (1, 28, 28), 128, 512, 128)
+
+
+def jobs(quick: bool) -> list[Job]:
+    queue = []
+    for kind, widths in WIDTHS.items():
+        for width in widths[:2] if quick else widths:
+            size: dict[str, Any] = {"kind": kind, "width": width, "quick": quick}
+            for n in (0, *SIZES):
+                name = f"subnetwork/{kind}/{width}/{n or PASSES}"
+                queue.append(Job(name, measure, {**size, "n": n}, "failed"))
+    return queue
+
+
+def measure(kind: str, width: int, quick: bool, n: int) -> Result:
+    """A fit over `n` weights, or for 0 the passes against themselves."""
+    from lightning_bayes import Subnetwork, fit_laplace
+
+    network = case(kind, width)
+    data = network.data(network.quick_examples if quick else network.examples)
+    reference = partial(passes, network.fresh(), data)
+    if n == 0:
+        return side_by_side(lambda: reference, reference, 1 if quick else 5)
+    small = case(kind, 8)
+    fit_laplace(small.fresh(), small.data(2), subset=Subnetwork(3, "random"))  # what is imported at its first use
+    work = partial(fit_laplace, network.fresh(), data, subset=Subnetwork(n, "random"))
+    return side_by_side(lambda: work, reference, 1 if quick else 5)
+
+
+def passes(network: nn.Module, data: Batches) -> None:
+    """One forward pass, and backward passes for all outputs and for the loss."""
+    parameters = list(network.parameters())
+    for x, y in data:
+        f = network(x)
+        for output in range(CLASSES):
+            torch.autograd.grad(f[:, output].sum(), parameters, retain_graph=True)
+        torch.autograd.grad(F.cross_entropy(f, y), parameters)
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    headers = ["network", "weights", "memory of the passes"]
+    headers += [f"{what} of {n} weights" for n in SIZES for what in ("fit", "memory")]
+    rows = []
+    for kind, widths in WIDTHS.items():
+        for width in widths:
+            cells = [outcomes.get(f"subnetwork/{kind}/{width}/{n}") for n in (PASSES, *SIZES)]
+            if all(isinstance(cell, Result) for cell in cells):
+                total = sum(p.numel() for p in case(kind, width).fresh().parameters())
+                rows.append([f"{kind}, {width} wide", f"{total:,}", _memory(cells[0])])
+                for cell in cells[1:]:
+                    rows[-1] += [
+                        f"{number(cell.ratio)} × the passes" if isinstance(cell, Result) else "",
+                        _memory(cell),
+                    ]
+    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))
+
+
+def _memory(outcome: Outcome | None) -> str:
+    return "" if outcome is None or isinstance(outcome, Failure) else f"+{outcome.added / 1e6:.0f} MB"
