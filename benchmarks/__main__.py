@@ -12,7 +12,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, diagonal, distributed, l2m, online_step, peers, predictive, subnetwork, variational
+from benchmarks import (
+    curvature,
+    diagonal,
+    distributed,
+    evidence,
+    l2m,
+    online_step,
+    peers,
+    predictive,
+    subnetwork,
+    variational,
+)
 from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
 from benchmarks.report import memory, number
 
@@ -24,6 +35,7 @@ TOPICS = {
     "l2m": l2m,
     "online_step": online_step,
     "diagonal": diagonal,
+    "evidence": evidence,
     "subnetwork": subnetwork,
 }
 

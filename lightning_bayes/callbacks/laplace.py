@@ -43,7 +43,7 @@ from lightning_bayes.trainer.checkpoints import (
 )
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
-from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
 from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
@@ -74,6 +74,11 @@ class LaplaceCallback(PosteriorCallback):
             dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
             (validation data), or None to keep what was given.
         per_layer: tune one prior per layer, for "marglik", "mackay" and "linear".
+        prior_groups: for the same, "normalised" tunes one prior for each layer directly before a normalisation and one
+            for the rest; "layers" is `per_layer=True`.
+        iterate: for "linear", find prior and optimum of the linearised network together, by further passes over the
+            training data; see `tune_prior`.
+        passes: of those, at most.
         calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
             corrected: a temperature of the probabilities, or a factor on a regression's variance; "outputs" is a
             temperature of the network's outputs instead; None finds none.
@@ -118,6 +123,9 @@ class LaplaceCallback(PosteriorCallback):
         prior_precision: float | list[float] = 1.0,
         tune: str | None = "auto",
         per_layer: bool = False,
+        prior_groups: str | None = None,
+        iterate: bool = False,
+        passes: int = 10,
         calibrate: str | None = "auto",
         predictive: str = "glm",
         link: str | None = None,
@@ -157,7 +165,9 @@ class LaplaceCallback(PosteriorCallback):
         names = "all" if isinstance(subset, Subnetwork) else self.subset
         check_options(structure, names, curvature, weight_sharing, progress, hessian)
         check_laplace(structure, self.prior_precision, temperature, damping)
-        check_tuning(tune, per_layer, calibrate, damping)
+        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups)
+        check_iteration(tune, iterate, passes, self.likelihood)
+        self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
         self.turn = 2 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
@@ -181,7 +191,12 @@ class LaplaceCallback(PosteriorCallback):
         posterior = self._pass(trainer, module, loader)
         with preserved_rng(), forward_context(trainer):
             if self.tune not in (None, "auto", "grid"):
-                posterior = posterior.tune_prior(self.tune, per_layer=self.per_layer)
+                options: dict[str, Any] = {"per_layer": self.per_layer, "prior_groups": self.prior_groups}
+                if self.iterate:
+                    data = self._data.exact_pass(trainer, module, loader)
+                    options.update(loader=data, iterate=True, passes=self.passes, processes=Processes.current())
+                    options.update(progress=self._shows_progress(trainer))
+                posterior = posterior.tune_prior(self.tune, **options)
             return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
@@ -190,16 +205,19 @@ class LaplaceCallback(PosteriorCallback):
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
-            quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
             return fit_laplace(
                 network_of(module, self.network),
                 data,
                 **self._words(),
                 subset=with_posterior(self.subset, trainer),
-                progress=self.progress and not quiet,
+                progress=self._shows_progress(trainer),
                 processes=Processes.current(),
                 probe=data.probe(),
             )
+
+    def _shows_progress(self, trainer: Trainer | None) -> bool:
+        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
+        return self.progress and not quiet
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own, but its subset."""

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, positive, word
+from lightning_bayes.arguments import count, flag, positive, shown, word
 from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
@@ -37,7 +37,6 @@ from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import callbacks_of, class_name, is_dev_run
 from lightning_bayes.trainer.report import describe
-from lightning_bayes.trainer.strategy import share
 
 EVIDENCES = {"marglik": "weights", "linear": "optimum"}  # where each is taken
 MODES = ("gradient", "mackay")
@@ -137,6 +136,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
             mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
         )  # fmt: skip
+        if not isinstance(self.subset, (str, list)):
+            raise ValueError(
+                f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
+            )
         self.noise = flag("noise", noise)
         self.every_n_epochs, self.burn_in_epochs = count("every_n_epochs", every_n_epochs), burn_in_epochs
         count("burn_in_epochs", burn_in_epochs, least=0)
@@ -185,7 +188,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         """One pass over the data and, to `tune`, steps on its evidence."""
         posterior = self._pass(trainer, module, self._data.loader(trainer, module))
         if tune:
-            posterior = self._climb(posterior)
+            posterior = self._climb(trainer, posterior)
         numbers = describe(posterior)
         evidence = numbers["log_evidence"]  # at the weights, with which the network itself predicts
         if self.evidence == "linear":
@@ -193,22 +196,20 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if self.mode == "mackay" and "noise_std" in numbers:
             numbers["noise_precision"] = numbers["noise_std"] ** -2
         self._numbers = {f"{key}_{self.name}": value for key, value in numbers.items()}
-        if tune and self.keep == "best" and (self._best is None or evidence > self._best.log_evidence):
+        is_best = tune and self.keep == "best" and (self._best is None or evidence > self._best.log_evidence)
+        if trainer.strategy.broadcast(is_best):
             self._best = BestEvidence.of(module, evidence, self._hyperparameters)
 
-    def _climb(self, posterior: LaplacePosterior) -> LaplacePosterior:
+    def _climb(self, trainer: Trainer, posterior: LaplacePosterior) -> LaplacePosterior:
         if self.mode == "gradient":
             tuned = ascend(posterior, self.steps, self.lr, EVIDENCES[self.evidence], self.noise)
         else:
             groups = PriorGroups.of(posterior, per_layer=True, prior_groups=None)
             tuned, _ = fixed_point(posterior, groups, self.noise, self.steps, tolerance=1e-4)
-        moved = _noise_of(tuned) / _noise_of(posterior)
-        η = torch.cat([tuned.prior_precision.reshape(-1), moved.reshape(1)])
-        share([η])  # the same on all processes, to the last bit
-        *δ, ρ = η.tolist()
-        layers = dict(zip(posterior.subset.layers, δ, strict=True))
-        before = self._hyperparameters
-        self._hyperparameters = Hyperparameters({**before.prior_precision, **layers}, before.noise * ρ)
+        δ, before = tuned.prior_precision.reshape(-1).tolist(), self._hyperparameters
+        δ, ρ = trainer.strategy.broadcast((δ, _noise_of(tuned) / _noise_of(posterior)))  # the same to the last bit
+        learned = dict(zip(posterior.subset.layers, δ, strict=True))
+        self._hyperparameters = Hyperparameters({**before.prior_precision, **learned}, before.noise * ρ)
         return tuned
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
@@ -284,7 +285,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         return any(getattr(callback, "monitor", None) == key for callback in callbacks_of(trainer))
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        if self._best is not None:
+        if self._best is not None and self.keep == "best":
             self._best.restore(module)
             self._hyperparameters = self._best.hyperparameters
         if not only_missing and not self._refitted:
@@ -314,7 +315,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._gradient.scale.agreed = state_dict["loss_scale"]
 
 
-def _noise_of(posterior: LaplacePosterior) -> Tensor:
+def _noise_of(posterior: LaplacePosterior) -> float:
     """One number that is proportional to `σ`; 1 where there is none to learn."""
     σ = posterior.likelihood.tunable_noise
-    return torch.as_tensor(1.0 if σ is None else σ, dtype=posterior.mean.dtype, device=posterior.device).reshape(-1)[0]
+    return 1.0 if σ is None else float(torch.as_tensor(σ).reshape(-1)[0])

@@ -26,7 +26,7 @@ from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior.l2m import default_loss_scale
-from lightning_bayes.posterior.prior_precision import as_precision
+from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 from lightning_bayes.trainer.dry_run import split_training_batch
 from lightning_bayes.trainer.loss_check import SAME_SCALE
 from lightning_bayes.trainer.module import network_of
@@ -55,8 +55,8 @@ class PriorGradient:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return None
         subset = choose_subset(network, x, self._of)
-        if subset.mask is not None:
-            raise ValueError("a subnetwork cannot have a prior of its own in training: name whole parameters, subset=")
+        if as_precision(self._given, subset, torch.ones(())).numel() not in (1, len(subset.layers)):
+            raise PriorError(f"prior_precision must be one number, or one for each of the {len(subset.layers)} layers")
         check_optimizers(trainer.optimizers, subset.parameters(network), self._name)
         return subset
 

@@ -17,7 +17,7 @@ PLACES = ("outputs", "probs")
 class Calibration:
     """What a prediction by `predictive` and `link` is corrected by."""
 
-    predictive: str  # "glm", "bnn" or "map"
+    predictive: str  # "glm", "gp", "bnn" or "map"
     link: str
     output_temperature: float = 1.0
     probs_temperature: float = 1.0

@@ -18,8 +18,7 @@ import math
 import torch
 
 from lightning_bayes.posterior.laplace import LaplacePosterior
-
-LARGEST = 1e8  # prior precisions stay within [1/this, this]
+from lightning_bayes.posterior.tuning import LARGEST
 
 
 @torch.inference_mode(False)

@@ -16,10 +16,13 @@ one function of `θ` and `Λ`. `fisher="optimum"` refits `H` at the outputs `h(�
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, positive, word
@@ -31,13 +34,14 @@ from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_curvature import check_refit
 from lightning_bayes.posterior.linear_model import LinearModel, forcing, gradient_norm
 from lightning_bayes.posterior.prior_groups import PriorGroups
-from lightning_bayes.posterior.prior_precision import per_parameter
-from lightning_bayes.posterior.tuning import fixed_point, say_bound
+from lightning_bayes.posterior.tuning import LARGEST, fixed_point, say_bound
 
 logger = logging.getLogger("lightning_bayes")
 
 FISHERS = ("weights", "optimum")
+_AHEAD = 1.0  # in a logarithm, at most
 _INNER = 1000  # steps of a fixed point, at most
+_NEAR = 0.1  # a relative gradient below which the optimum follows the prior
 _LARGE = 0.1  # a relative gradient that is worth a warning
 
 
@@ -76,13 +80,15 @@ def iterated(
         own_shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
         start = posterior if known else model.at(posterior, own_shift)
         at, moved = _tuned(start, groups, noise, tolerance)
-        residual = 1.0
+        residual, secant = 1.0, _Secant()
         refits = fisher == "optimum"  # each of which is a pass
         while max(residual, moved) > tolerance and (left := passes - model.passes - refits) >= 2:
             step = model.step(at, forcing(max(residual, tolerance), tolerance), left)
             if step is None:
                 break
             at, moved = _tuned(model.refitted(step) if refits else step, groups, noise, tolerance)
+            if residual < _NEAR and moved > tolerance:
+                at = secant(step, at)
             start = _with_prior_of(start, at)
             initial = gradient_norm(start, at.precision)
             residual = gradient_norm(at) / initial if initial > 0 else 0.0
@@ -128,12 +134,44 @@ def _check(
 def _tuned(at: LaplacePosterior, groups: PriorGroups, noise: bool, tolerance: float) -> tuple[LaplacePosterior, float]:
     """Prior and noise for these weights, and how far the logarithms moved."""
     tuned, _ = fixed_point(at, groups, noise, _INNER, 0.1 * tolerance)
-    ratios = [per_parameter(after.prior_precision, at.subset) for after in (tuned, at)]
-    moved = float((ratios[0] / ratios[1]).log().abs().max())
-    if at.likelihood.tunable_noise is not None:
-        σ = [torch.as_tensor(p.likelihood.tunable_noise) for p in (tuned, at)]
-        moved = max(moved, float(2 * (σ[0] / σ[1]).log().abs().max()))
-    return tuned, moved
+    if tuned.prior_precision.shape != at.prior_precision.shape:  # the first time
+        return tuned, math.inf
+    return tuned, float((_logarithms(tuned) - _logarithms(at)).abs().max())
+
+
+class _Secant:
+    """Alternation converges slowly where the prior is weakly determined. Near the optimum the last few rounds tell how
+    far it would go: Anderson's method for the fixed point `v = G(v)` of the logarithms of prior and noise."""
+
+    def __init__(self, depth: int = 4) -> None:
+        self._depth = depth
+        self._v: list[Tensor] = []
+        self._f: list[Tensor] = []
+
+    def __call__(self, before: LaplacePosterior, after: LaplacePosterior) -> LaplacePosterior:
+        """From the prior of a round and the one that it gave to that of the next."""
+        v, g = _logarithms(before), _logarithms(after)
+        self._v, self._f = [*self._v, v][-self._depth :], [*self._f, g - v][-self._depth :]
+        if len(self._v) < 2:
+            return after
+        Δv, Δf = (torch.stack([b - a for a, b in pairwise(values)], 1) for values in (self._v, self._f))
+        weights = torch.linalg.lstsq(Δf.cpu(), (g - v).cpu().unsqueeze(1), driver="gelsd").solution.to(v)
+        f = g - v
+        # On with the round's own step, which is uphill: not back, and not much further.
+        ahead = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
+        factors = (f.sign() * ahead.clamp(max=_AHEAD)).exp()
+        if after.likelihood.tunable_noise is not None:
+            σ = torch.as_tensor(after.likelihood.tunable_noise).to(factors)
+            after, factors = after.with_noise(σ * factors[-1]), factors[:-1]
+        prior = after.prior_precision * factors.reshape(after.prior_precision.shape)
+        return after.with_prior(prior.clamp(1 / LARGEST, LARGEST))
+
+
+def _logarithms(posterior: LaplacePosterior) -> Tensor:
+    """Of the prior, and of a regression's noise."""
+    logs = posterior.prior_precision.log().reshape(-1)
+    σ = posterior.likelihood.tunable_noise
+    return logs if σ is None else torch.cat((logs, torch.as_tensor(σ).to(logs).log().mean().reshape(1)))
 
 
 def _with_prior_of(posterior: LaplacePosterior, other: LaplacePosterior) -> LaplacePosterior:

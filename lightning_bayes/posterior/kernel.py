@@ -50,8 +50,8 @@ class Factors:
     def joined(parts: Sequence[Factors]) -> list[Factors]:
         """As one, if all parts have the same layers in the same form."""
         first = parts[0].layers
-        forms = {layout: type(layer) for layout, layer in first.items()}
-        if any({layout: type(layer) for layout, layer in part.layers.items()} != forms for part in parts):
+        forms = [{layout: layer.form for layout, layer in part.layers.items()} for part in parts]
+        if any(other != forms[0] for other in forms):
             return list(parts)
         layers = {layout: first[layout].join([part.layers[layout] for part in parts]) for layout in first}
         return [Factors(torch.cat([part.f for part in parts]), layers)]
@@ -63,9 +63,10 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
     `[C, B, B′]`."""
     _check_forms(one, other)
     B, M, K = len(one.f), len(other.f), one.n_outputs
-    total = one.f.new_zeros((K, B, M) if independent else (B, K, M, K), dtype=torch.float64)
-    for layout in one.layers.keys() & other.layers.keys():  # a layer that one of them does not use adds nothing
-        one.layers[layout].add_kernel(total, other.layers[layout], independent)
+    total = one.f.new_zeros((K, B, M) if independent else (B, K, M, K), dtype=wide(one.f).dtype)
+    for layout, layer in one.layers.items():
+        if layout in other.layers:  # a layer that one of them does not use adds nothing
+            layer.add_kernel(total, other.layers[layout], independent)
     return total
 
 
@@ -73,7 +74,7 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
 def own_kernel(one: Factors, independent: bool) -> Tensor:
     """Of each example with itself `[B, C, C]`, or, `independent`, of each output with itself `[B, C]`."""
     B, K = len(one.f), one.n_outputs
-    total = one.f.new_zeros((B, K) if independent else (B, K, K), dtype=torch.float64)
+    total = one.f.new_zeros((B, K) if independent else (B, K, K), dtype=wide(one.f).dtype)
     for layer in one.layers.values():
         layer.add_own(total, independent)
     return total
@@ -89,6 +90,11 @@ def factors(posterior: GaussianPosterior, δ: Tensor, x: Any, most: int | None =
     for start in range(0, size, few):
         part = inputs.take(posterior.network, x, slice(start, start + few)) if size > few else x
         yield from _of_few(posterior, scale, part)
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return t.to(torch.float32 if t.device.type == "mps" else torch.float64)
 
 
 def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
@@ -127,6 +133,11 @@ class LayerFactors(ABC):
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]: ...
 
+    @property
+    def form(self) -> Any:
+        """What parts must have in common to be joined."""
+        return type(self)
+
     @abstractmethod
     def join(self, parts: Sequence[Any]) -> LayerFactors:
         """Those of all parts' examples."""
@@ -142,7 +153,7 @@ class LayerFactors(ABC):
     def add_kernel(self, total: Tensor, other: LayerFactors, independent: bool) -> None:
         n_other = total.shape[2]
         for units in self.pieces(n_other) if type(self) is type(other) else [ALL]:
-            J, L = self.rows(units).double(), other.rows(units).double()  # [K, B, p], [K, B′, p]
+            J, L = wide(self.rows(units)), wide(other.rows(units))  # [K, B, p], [K, B′, p]
             if independent:
                 total.baddbmm_(J, L.mT)
             else:
@@ -151,7 +162,7 @@ class LayerFactors(ABC):
 
     def add_own(self, total: Tensor, independent: bool) -> None:
         for units in self.pieces():
-            J = self.rows(units).double().transpose(0, 1)  # [B, K, p]
+            J = wide(self.rows(units)).transpose(0, 1)  # [B, K, p]
             total += J.square().sum(-1) if independent else J @ J.mT
 
 
@@ -175,8 +186,8 @@ class Gram(LayerFactors):
     def add_kernel(self, total: Tensor, other: LayerFactors, independent: bool) -> None:
         if not isinstance(other, Gram):
             return super().add_kernel(total, other, independent)
-        A = self.a.double() @ other.a.double().mT  # [B, B′]
-        g, h = self.g.double(), other.g.double()
+        A = wide(self.a) @ wide(other.a).mT  # [B, B′]
+        g, h = wide(self.g), wide(other.g)
         if independent:
             total += (g @ h.mT).mul_(A)
         else:
@@ -184,9 +195,9 @@ class Gram(LayerFactors):
             total += G.view_as(total).mul_(A[:, None, :, None])
 
     def add_own(self, total: Tensor, independent: bool) -> None:
-        g = self.g.double().transpose(0, 1)  # [B, K, O]
+        g = wide(self.g).transpose(0, 1)  # [B, K, O]
         G = g.square().sum(-1) if independent else g @ g.mT
-        total += G * self.a.double().square().sum(-1).reshape(-1, *[1] * (G.ndim - 1))
+        total += G * wide(self.a).square().sum(-1).reshape(-1, *[1] * (G.ndim - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +228,10 @@ class Shared(LayerFactors):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.a, self.g
+
+    @property
+    def form(self) -> Any:
+        return type(self), self.a.shape[2]
 
     def join(self, parts: Sequence[Shared]) -> Shared:
         return Shared(torch.cat([part.a for part in parts], 1), torch.cat([part.g for part in parts], 2), self.scale)

@@ -262,10 +262,13 @@ class LaplacePosterior(GaussianPosterior):
         Args:
             method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
                 "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
-            loader: batches `(x, y)`: validation data for "auto" and "grid"; for a posterior that has seen no data, as
-                that of L2M, the training data.
+            loader: batches `(x, y)`: validation data for "auto" and "grid"; the training data for `iterate=True`, and
+                for a posterior that has seen no data, as that of L2M.
             per_layer: one prior precision per layer instead of one for all.
-            options: see `TuningOptions`.
+            options: see `TuningOptions`. Of "marglik", "mackay" and "linear", `prior_groups="normalised"` has one prior
+                precision for each layer directly before a normalisation and one for the rest. Of "linear",
+                `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
+                the training data.
         """
         from lightning_bayes.posterior.tuning import tune
 

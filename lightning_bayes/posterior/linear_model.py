@@ -119,9 +119,10 @@ class LinearModel:
         shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
         while self.passes < last and length >= _SHORTEST:
             moved = self.at(posterior, shift + length * s)
-            if float(loss_of(moved) - loss) <= _ENOUGH * length * slope + 1e-12 * abs(float(loss)):
+            change = float(loss_of(moved) - loss)
+            if change <= _ENOUGH * length * slope + 1e-12 * abs(float(loss)):
                 return moved
-            length /= 2
+            length *= _shorter(change / length, slope, float((loss_gradient(moved) * s).sum()))
         return None
 
     def refitted(self, posterior: LaplacePosterior) -> LaplacePosterior:
@@ -193,6 +194,15 @@ def gradient_norm(posterior: LaplacePosterior, M: Structure | None = None) -> fl
 def forcing(residual: float, tolerance: float) -> float:
     """How well to solve a Newton equation: loosely far from the optimum, and never better than is asked for."""
     return max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
+
+
+def _shorter(change: float, slope: float, slope_there: float) -> float:
+    """Where the cubic between 0 and 1 with these slopes at its ends, and this change, is lowest; well within them."""
+    a = slope + slope_there - 3 * change
+    root = math.sqrt(max(a * a - slope * slope_there, 0.0))
+    below = slope_there - slope + 2 * root
+    lowest = 1 - (slope_there + root - a) / below if below > 0 else 0.5
+    return min(max(lowest, 0.1), 0.7)
 
 
 def _prior(posterior: LaplacePosterior) -> Tensor:

@@ -121,10 +121,10 @@ class _Iterate:
     """A Gaussian `q` with its `W`, its lower bound, and what the next step is made of."""
 
     q: LaplacePosterior
-    W: Tensor  # [N, C, C]
+    W: Tensor  # of the examples, and of the points that the posterior keeps [N + M, C, C]
     bound: float
     residual: Tensor  # E[r] [N, ...]
-    fisher: Tensor  # E[Λ] [N, C, C]
+    fisher: Tensor  # E[Λ] [N + M, C, C]
 
 
 class _Variational:
@@ -160,7 +160,7 @@ class _Variational:
                 _ROUNDS,
                 tolerance,
             )
-        return self._finished(at.q)
+        return self._finished(at)
 
     def _at(self, q: LaplacePosterior, W: Tensor | None = None) -> _Iterate:
         fit, residual, fisher = self._expectations(q)
@@ -183,7 +183,8 @@ class _Variational:
         return self._at(_around(self._posterior, self._batches, mean, root_at), W)
 
     def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
-        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example.  # [], [N, ...], [N, C, C]"""
+        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example, and `E[Λ]` of the points that the posterior keeps.
+        # [], [N, ...], [N + M, C, C]"""
         likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
         residuals, fishers = [], []
         for x, y in self._batches:
@@ -193,6 +194,9 @@ class _Variational:
             total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
             residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
             fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
+        if q.points is not None:
+            draws = self._draws(q, q.points.x)
+            fishers.append(_mean_fisher(likelihood.fisher_root(draws.flatten(0, 1)), len(draws)))
         return float(total), torch.cat(residuals), torch.cat(fishers)
 
     def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
@@ -201,14 +205,10 @@ class _Variational:
         noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
         return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
 
-    def _finished(self, q: LaplacePosterior) -> LaplacePosterior:
-        """With what the data say at its mean, and `E[Λ]` at the training points that it keeps."""
-        q = self._model.at(q, q.mean - self._posterior.mean)
-        if q.points is None:
-            return q
-        draws = self._draws(q, q.points.x)
-        fisher = _mean_fisher(q.likelihood.fisher_root(draws.flatten(0, 1)), len(draws))
-        return replace(q, points=q.points.with_root(_root(fisher)))
+    def _finished(self, at: _Iterate) -> LaplacePosterior:
+        """With what the data say at its mean, and the Fisher of the points that it keeps."""
+        q = self._model.at(at.q, at.q.mean - self._posterior.mean)
+        return q if q.points is None else replace(q, points=q.points.with_root(_root(at.W[len(at.residual) :])))
 
     def _gradient(self, at: _Iterate) -> Tensor:
         """Of the lower bound in the mean.  # [P]"""

@@ -24,6 +24,7 @@ from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.posterior.gaussian import PosteriorError
 
@@ -105,13 +106,14 @@ class PointSelection:
         self._options, self._network, self._seed = options, network, seed
         self._processes = processes or Processes()
         self._best = _Smallest(network, options.points)
-        self._seen = 0
+        self._seen, self._C = 0, 0  # examples, and outputs of each
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The loader, of whose batches random points are kept."""
-        if self._options.points == 0 or self._options.selection != "random":
+        """The loader, of whose batches random points are kept; what cannot work is an error at the first."""
+        if self._options.points == 0:
             return loader
-        return _Watched(loader, self._keep_random)
+        look = self._keep_random if self._options.selection == "random" else self._check_outputs
+        return _Watched(check_loader(loader), look)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
@@ -134,28 +136,29 @@ class PointSelection:
         return replace(posterior, points=points)
 
     def _keep_random(self, x: Any, y: Tensor) -> None:
-        index = self._next(x)
+        index = self._next(x, y)
         self._best.add(uniforms(self._seed, _PLACE, index, torch.Size(()), torch.float64), index, x, y)
 
     def _keep_by_leverage(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
-        index = self._next(x)
+        index = self._next(x, y)
         f, covariance = posterior.functional(x)
         S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
         leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
         self._best.add(-leverage.double().cpu(), index, x, y)
 
-    def _next(self, x: Any) -> Tensor:
+    def _next(self, x: Any, y: Tensor) -> Tensor:
         """The places of a batch's examples in the data."""
-        if not self._seen:
-            self._check_outputs(x)
+        self._check_outputs(x, y)
         B = inputs.batch_size(x)
         index = self._processes.examples(self._seen, B, torch.device("cpu"))
         self._seen += B
         if self._options.points is None:
-            self._check_size(self._seen)
+            self._check_size(self._seen * self._processes.size)
         return index
 
-    def _check_outputs(self, x: Any) -> None:
+    def _check_outputs(self, x: Any, y: Tensor) -> None:
+        if self._C:
+            return
         f = _outputs(self._network, inputs.take(self._network, x, [0]))
         if f.ndim > 2:
             raise PosteriorError(

@@ -37,7 +37,7 @@ logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
-_LARGEST = 1e8  # prior precisions stay within [1/this, this]
+LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
 @torch.inference_mode(False)
@@ -138,7 +138,7 @@ def marglik(
     )
 
     def values() -> tuple[Tensor, Tensor | None]:
-        bound = math.log(_LARGEST)
+        bound = math.log(LARGEST)
         return groups.spread(log_δ.clamp(-bound, bound).exp()), None if σ is None else σ * log_ρ.clamp(
             -bound, bound
         ).exp()
@@ -194,7 +194,7 @@ def fixed_point(
     length, last = 1.0, None
     for _ in range(steps):
         γ = groups.pool(posterior.effective_parameters_per_layer())
-        target = (γ / squares).nan_to_num(_LARGEST).clamp(1 / _LARGEST, _LARGEST)
+        target = (γ / squares).nan_to_num(LARGEST).clamp(1 / LARGEST, LARGEST)
         step, slope = (target / α).log().flatten(), (γ - α * squares).flatten()
         if σ is not None:
             noise_step, noise_slope = _noise_step(posterior, float(γ.sum()))
@@ -204,7 +204,7 @@ def fixed_point(
             length = length / 2 if last @ slope < 0 else min(1.0, 1.2 * length)
         last = step.clamp(-2, 2)
         moved = (length * last).exp()  # the factors of α and β
-        α = (α * (moved if σ is None else moved[:-1]).reshape(α.shape)).clamp(1 / _LARGEST, _LARGEST)
+        α = (α * (moved if σ is None else moved[:-1]).reshape(α.shape)).clamp(1 / LARGEST, LARGEST)
         if σ is not None:
             σ = σ * moved[-1].rsqrt()
             posterior = posterior.with_noise(σ)
@@ -219,8 +219,8 @@ def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
     """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
     names = posterior.subset.layers if δ.ndim else ("all layers",)
     for bound, meaning in (
-        (_LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
-        (1 / _LARGEST, "the evidence falls with it, so that the data want no prior at all"),
+        (LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
+        (1 / LARGEST, "the evidence falls with it, so that the data want no prior at all"),
     ):
         at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()
         if any(at):

@@ -16,10 +16,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import flag, word
+from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior.prior_groups import check_groups
 from lightning_bayes.posterior.tuning import METHODS
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
@@ -68,19 +69,38 @@ class HeldOutScores:
 
 
 def check_tuning(
-    tune: Any, per_layer: Any, calibrate: Any, damping: str | None = None, methods: Sequence[str] = METHODS
+    tune: Any,
+    per_layer: Any,
+    calibrate: Any,
+    damping: str | None = None,
+    methods: Sequence[str] = METHODS,
+    prior_groups: Any = None,
 ) -> None:
     """When a callback is made, not when training has ended."""
     word("tune", tune, (None, *methods))
-    flag("per_layer", per_layer)
+    groups = check_groups(per_layer, prior_groups)
     word("calibrate", calibrate, CALIBRATIONS)
-    if per_layer and tune in ("auto", "grid"):
-        raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with per_layer=True")
-    if per_layer and damping is not None and tune is not None:
-        raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out per_layer=True")
+    asked = "per_layer=True" if per_layer else f"prior_groups={prior_groups!r}"
+    if groups is not None and tune in ("auto", "grid"):
+        raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with {asked}")
+    if groups is not None and damping is not None and tune is not None:
+        raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out {asked}")
     if tune in ("mackay", "linear") and damping is not None:
         raise ValueError(
             f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
+        )
+
+
+def check_iteration(tune: Any, iterate: Any, passes: Any, likelihood: Likelihood) -> None:
+    """Of the iterated form of `tune="linear"`."""
+    flag("iterate", iterate)
+    count("passes", passes, 2)
+    if iterate and tune != "linear":
+        raise ValueError(f"iterate=True belongs to tune='linear', got tune={tune!r}")
+    if iterate and not likelihood.is_convex:
+        raise ValueError(
+            f"iterate=True needs a loss that is convex in the outputs, which that of {type(likelihood).__name__} is "
+            "not: use tune='marglik'"
         )
 
 

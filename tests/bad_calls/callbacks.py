@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 from bad_calls.cases import Table
 from lightning_bayes import (
     Gaussian,
+    HeteroscedasticGaussian,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -125,7 +126,22 @@ subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")
 counts(laplace, "samples", "mc_samples", "max_batches")
-flags(laplace, "per_layer", "progress")
+flags(laplace, "per_layer", "iterate", "progress")
+words(laplace, "prior_groups")
+laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
+laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
+laplace("prior_groups", "layers", "takes one prior precision for all layers", damping="glm", tune="marglik")
+laplace("iterate", True, "belongs to tune='linear', got tune='auto'")
+laplace(
+    "iterate",
+    True,
+    "HeteroscedasticGaussian",
+    "use tune='marglik'",
+    tune="linear",
+    likelihood=HeteroscedasticGaussian(),
+)
+for _bad in (1, 0, 2.5, "ten", True):
+    laplace("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
 for _tune in ("auto", "grid"):
     laplace("per_layer", True, f"tune='{_tune}' tunes one prior for all layers: use tune='marglik' with", tune=_tune)
@@ -178,6 +194,7 @@ for _bad in (-1, 0.5, "two", True, None):
     marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
 marginal("data", 3, "must be an iterable of batches", "got 3")
+marginal("subset", Subnetwork(3), "must name whole layers or parameters, to have a prior in training")
 marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
 common(swag)
 words(swag, "calibrate")

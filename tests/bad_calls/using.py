@@ -12,7 +12,9 @@ from torchmetrics import MeanSquaredError
 from bad_calls.callbacks import counts, flags, positives, words
 from bad_calls.cases import Of, Table, Things
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
+from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
+from lightning_bayes.posterior.iterated_evidence import iterated
 from lightning_bayes.posterior.tuning import linear, mackay, marglik
 from lightning_bayes.predictive import decode, sample_functions
 from lightning_bayes.predictive.auto import tune_auto
@@ -191,6 +193,37 @@ tune(
 )
 for _bad in (0.0, -1.0, "small", math.nan):
     tune("tolerance", _bad, "must be a positive, finite number", method="mackay")
+for _method in ("marglik", "mackay", "linear"):
+    tune("prior_groups", "norms", "unknown prior_groups 'norms': use one of None, 'layers', ", method=_method)
+tune("prior_groups", "normalised", "per_layer=True is prior_groups='layers': leave it out", per_layer=True)
+tune(
+    "prior_groups",
+    "normalised",
+    "tune_prior('grid') has no argument 'prior_groups'",
+    method="grid",
+    loader=Of(lambda t: t.real_batches, "data"),
+)
+tune("iterate", "no", "must be True or False, got 'no'")
+tune("iterate", True, "belongs to tune_prior('linear'), not to tune_prior('marglik')")
+tune("passes", 5, "tune_prior('linear') has no argument 'passes'", method="linear", error=TypeError)
+iterating = Table(
+    "tune_prior('linear', iterate=True)",
+    lambda t, **given: t.regressor.tune_prior("linear", iterate=True, **{"loader": t.real_batches, **given}),
+    [name for name in signature(iterated).parameters if name != "posterior"],
+)
+iterating("loader", None, "makes passes over the training data: pass them as loader=")
+iterating("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+iterating("loader", [], "a pass over the loader has 0 examples, but the posterior is that of")
+iterating("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "some"), "has 3 examples, but the posterior is that of")
+iterating("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
+flags(iterating, "per_layer", "noise", "progress")
+words(iterating, "prior_groups", "fisher")
+positives(iterating, "tolerance")
+for _bad in (1, 0, 2.5, "ten", True):
+    iterating("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
+iterating("processes", 2, "must be Processes(rank, size), got 2")
+iterating("fisher", "optimum", "is for one process: use fisher='weights'", processes=Processes(0, 2))
+iterating("steps", 3, "tune_prior('linear', iterate=True) has no argument 'steps'", error=TypeError)
 _damped = Table(
     "tune_prior of damping",
     lambda t, **given: t.damped.tune_prior(**{"method": "marglik", **given}),
@@ -199,6 +232,7 @@ _damped = Table(
 )
 _damped("method", "mackay", "not to damping")
 _damped("method", "linear", "without damping")
+_damped("method", "linear", "without damping", iterate=True, loader=Of(lambda t: t.batches, "data"))
 _damped("per_layer", True, "takes one prior precision for all layers")
 grids = Table(
     "tune_prior('grid')",
@@ -410,6 +444,7 @@ USING = [
     *(predict, moved, functional, sample, draw, density, with_prior, evidence, with_noise, classes),
     *(
         tune,
+        iterating,
         _damped,
         grids,
         autos,

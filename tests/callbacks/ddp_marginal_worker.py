@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 GLOBAL, N = 8, 20  # examples in a step of all processes; the last step has four
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "classes": (Net, {}, {}),
     "values": (regressor, {"mode": "mackay", "prior_precision": [0.5, 2.0]}, {}),
     "accumulated": (regressor, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "last": (Net, {"structure": "full", "keep": "last", "every_n_epochs": 2}, {}),

@@ -134,6 +134,13 @@ class Scenarios:
         self.trainer(callback).fit(Still(), DataLoader(labelled(1), BATCH))
         self.keep("one", callback.posterior)
 
+    def iterated(self) -> None:
+        """Passes of the linear model, in which a process may have a smaller share, or none."""
+        for n in (11, 1):
+            callback = laplace(tune="linear", iterate=True, passes=8, prior_groups="normalised", calibrate=None)
+            self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
+            self.keep(f"iterated {n}", callback.posterior)
+
     def evaluation(self) -> None:
         """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
         callback = laplace(ood=True, plots=True, link="bridge", tune="grid", name="grid")
@@ -194,6 +201,7 @@ def run(folder: Path, world: int, cases: list[str]) -> dict[str, Any]:
     for case in cases:
         if case == "others":
             scenarios.one_example()
+            scenarios.iterated()
             scenarios.evaluation()
             scenarios.stream()
             scenarios.best()

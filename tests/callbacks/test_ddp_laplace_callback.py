@@ -87,6 +87,15 @@ def test_each_example_is_counted_once(world: Any) -> None:
         assert [rank[key]["n_data"] for rank in ranks] == [expected] * len(ranks), key
 
 
+def test_the_iterated_evidence_adds_up_the_passes_of_all(world: Any) -> None:
+    alone, ranks, _ = world
+    for key in ("iterated 11", "iterated 1"):
+        assert alone[key]["prior"].shape == (3,)
+        assert alone[key]["prior"][1] == alone[key]["prior"][2] != alone[key]["prior"][0]
+        for rank in ranks:
+            same(rank[key], alone[key], key)
+
+
 def test_fewer_examples_than_processes(world: Any) -> None:
     alone, ranks, _ = world
     assert alone["one"]["n_data"] == 1

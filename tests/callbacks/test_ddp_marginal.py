@@ -29,7 +29,7 @@ def test_all_processes_have_the_same_network_and_priors(world: Any) -> None:
             assert torch.equal(first[key][quantity], second[key][quantity]), (key, quantity)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "kept"])
 def test_they_are_those_of_one_process(world: Any, case: str) -> None:
     alone, ranks = world
     for quantity in (*QUANTITIES, "logged"):

@@ -16,6 +16,7 @@ from marginal_cases import (
     OUTPUTS,
     Net,
     adam,
+    classes,
     data_of,
     fixed,
     flat,
@@ -29,6 +30,7 @@ from marginal_cases import (
     values,
 )
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from lightning_bayes import Gaussian, MarginalLikelihoodCallback
 from lightning_bayes.callbacks.prior_gradient import add_prior_gradient
@@ -42,6 +44,11 @@ BOTH = {"": 3.0}
 
 def gaussian(f: Tensor, y: Tensor) -> Tensor:
     return -torch.distributions.Normal(f, NOISE).log_prob(y).sum(1).mean()
+
+
+def as_float() -> TensorDataset:
+    x, y = classes().tensors
+    return TensorDataset(x.float(), y)
 
 
 LOSSES: dict[str, tuple[Any, float]] = {
@@ -75,6 +82,16 @@ def test_accumulation_and_clipping_see_the_whole_gradient(options: str, optimize
     model, how = Net(optimizer=optimizer), OPTIONS[options]
     found, _ = trained(tmp_path, model, fixed(prior_precision=3.0), **how)
     same(flat(found), flat(trained(tmp_path, penalised(model, 1.0, BOTH), **how)[0]))
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """Outputs in 16 bits still tell that the scale of the loss is one."""
+    model, how = Net(optimizer=sgd).float(), {"precision": "bf16-mixed", "data": loader(as_float())}
+    callback = fixed(prior_precision=3.0)
+    found, _ = trained(tmp_path, model, callback, **how)
+    assert callback._gradient.scale.agreed == 1.0
+    expected, _ = trained(tmp_path, penalised(model, 1.0, BOTH), **how)
+    torch.testing.assert_close(flat(found), flat(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_each_layer_has_its_prior_and_other_weights_none(tmp_path: Path) -> None:
@@ -264,6 +281,11 @@ def test_line_searches_averages_and_second_callbacks_are_errors(tmp_path: Path) 
     refused(tmp_path, Net(), *two, match="give the Trainer one MarginalLikelihoodCallback")
     averaged = StochasticWeightAveraging(0.01)
     refused(tmp_path, Net(), averaged, marginal(), match="StochasticWeightAveraging has averaged .* use keep='last'")
+
+
+def test_a_prior_is_one_number_or_one_for_each_layer(tmp_path: Path) -> None:
+    for wrong in ([1.0] * 3, [1.0] * 43):  # not even one for each weight
+        refused(tmp_path, Net(), marginal(prior_precision=wrong), match="one for each of the 2 layers")
 
 
 def test_data_that_cannot_be_counted_need_n_data(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_on_a_small_regression_the_noise_that_made_the_data_is_found(tmp_path: P
             super().__init__(nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.05))
             self.net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1)).double()
 
-    for start, mode in ((1.0, "gradient"), (0.04, "gradient"), (1.0, "mackay")):
+    for start, mode in ((0.04, "gradient"), (1.0, "mackay")):
         torch.manual_seed(0)
         callback = marginal(likelihood=Gaussian(start), mode=mode, every_n_epochs=20, steps=30)
         trained(tmp_path, Sine(), callback, data=DataLoader(TensorDataset(x, y), 150), max_epochs=200)
@@ -205,8 +205,10 @@ def test_the_best_evidences_weights_and_priors_are_those_of_the_posterior(keep: 
         assert {"test_nll_map", "test_nll_marglik"} <= set(numbers)
 
 
-@pytest.mark.parametrize("make", [Net, regressor])
-@pytest.mark.parametrize("words", [{}, {"mode": "mackay"}, {"evidence": "linear"}, {"burn_in_epochs": 2}])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(Net, {}), (regressor, {"mode": "mackay"}), (regressor, {"evidence": "linear"}), (Net, {"burn_in_epochs": 2})],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(make: Any, words: Any, tmp_path: Path) -> None:
     """Bit for bit: weights, priors, noise, and what was best; from the end of an epoch, and from within validation."""
     model, callback = make(), marginal(make(), steps=4, **words)

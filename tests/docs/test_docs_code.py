@@ -206,6 +206,15 @@ def test_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (names["both"].latent_variance > 0).all()
 
 
+def test_marginal_likelihood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = run_page(DOCS / "marginal_likelihood.md", model=Model(), dm=Data())
+    assert {"test_nll_map", "test_nll_marglik", "test_ece_marglik"} <= set(names["model"].tested)
+    assert names["marglik"].posterior.prior_precision.shape == (2,)
+    assert names["best"].monitor == names["stop"].monitor == "log_evidence_marglik"
+
+
 class Patient(Model):
     """A wider one, which trains as long as it is told to."""
 

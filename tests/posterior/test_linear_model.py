@@ -54,9 +54,9 @@ class Dense:
     def __call__(self, θ: Tensor) -> Tensor:
         return self.f + self.J @ (θ - self.θ)
 
-    def optimum(self, likelihood: Likelihood, y: Tensor) -> Tensor:
+    def optimum(self, likelihood: Likelihood, y: Tensor, Λ: Tensor | float = δ) -> Tensor:
         def loss(θ: Tensor) -> Tensor:
-            return -likelihood.log_likelihood(self(θ), y) + 0.5 * δ * θ.square().sum()
+            return -likelihood.log_likelihood(self(θ), y) + 0.5 * (Λ * θ.square()).sum()
 
         θ = self.θ
         for _ in range(60):
@@ -81,6 +81,16 @@ def test_the_optimum_is_that_of_the_dense_linear_model(kind: str, structure: str
     torch.testing.assert_close(optimum.theta, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(optimum.log_likelihood, likelihood.log_likelihood(dense(expected), y), rtol=1e-8, atol=0)
     assert optimum.residual <= 1e-9
+
+
+def test_the_optimum_with_a_prior_per_layer_and_from_elsewhere() -> None:
+    network, x, y, likelihood = problem("classification")
+    prior = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    posterior = fit_laplace(network, batches(x, y), likelihood, prior_precision=prior)
+    start = torch.zeros_like(posterior.mean)
+    optimum = LinearModel(batches(x, y)).minimum(posterior, passes=600, tolerance=1e-9, start=start)
+    Λ = prior[posterior.subset.layer_index]
+    torch.testing.assert_close(optimum.theta, Dense(network, x).optimum(likelihood, y, Λ), rtol=1e-6, atol=1e-8)
 
 
 def test_a_search_keeps_to_its_passes_and_says_how_near_it_came() -> None:

@@ -90,6 +90,9 @@ EXISTS: dict[str, Callable[[], Any]] = {
     "_sampler": lambda: DistributedSamplerWrapper(SubsetRandomSampler([0]), num_replicas=1, rank=0).dataset._sampler,
     "_last_checkpoint_saved": lambda: ModelCheckpoint()._last_checkpoint_saved,
     "_last_global_step_saved": lambda: ModelCheckpoint()._last_global_step_saved,
+    "_step_supports_amp_scaling": lambda: (
+        torch.optim.Adam([nn.Parameter(torch.ones(1))], fused=True)._step_supports_amp_scaling
+    ),
     "_executor": lambda: AsyncCheckpointIO()._executor,
     "_compiler_ctx": lambda: pl.utilities.compile.from_compiled(torch.compile(pl.LightningModule()))._compiler_ctx,
     "_orig_mod": lambda: torch.compile(nn.Linear(1, 1))._orig_mod,

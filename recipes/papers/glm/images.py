@@ -180,7 +180,7 @@ def save(runs: list[dict[str, dict[str, float]]], seeds: tuple[int, ...]) -> Non
     with (OUTPUT / "scores.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["seed", "method", *next(iter(runs[0].values()))])
-        for seed, rows in zip(seeds, runs, strict=True):
+        for seed, rows in zip(seeds, runs, strict=False):
             writer.writerows([seed, name, *row.values()] for name, row in rows.items())
 
 
@@ -199,9 +199,11 @@ def main() -> None:
     settings = replace(settings, **changes)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     print(f"{settings.n_train} images of FashionMNIST, M = {settings.points}, δ of {settings.priors}")
-    runs = [run(settings, folder, seed) for seed in settings.seeds]
+    runs: list[dict[str, dict[str, float]]] = []
+    for seed in settings.seeds:
+        runs.append(run(settings, folder, seed))
+        save(runs, settings.seeds)
     print_table(runs)
-    save(runs, settings.seeds)
 
 
 if __name__ == "__main__":

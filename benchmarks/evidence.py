@@ -1,0 +1,60 @@
+"""What ten steps on the evidence cost, in fits of the curvature that they belong to.
+
+A refit of `MarginalLikelihoodCallback` is the pass of a Kronecker Laplace fit and then these steps, which need no data:
+the prior of a layer only shifts the eigenvalues of its block. The fit is over 4,096 examples; it grows with the data,
+the steps do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import networks
+from benchmarks.isolate import Job, Outcome
+from benchmarks.measure import Result, side_by_side
+from benchmarks.report import cell, failures, table
+
+NETWORKS = {name: networks.NETWORKS[name] for name in ("MLP", "CNN")}
+TITLE = "Steps on the evidence"
+STEPS = 10
+CONTENDERS = ("gradient", "mackay", "linear")
+TARGET = 1.0  # fits
+
+
+def jobs(quick: bool) -> list[Job]:
+    return [
+        Job(f"evidence/{network}/{contender}", measure, {"network": network, "contender": contender, "quick": quick})
+        for network in NETWORKS
+        for contender in CONTENDERS
+    ]
+
+
+def measure(network: str, contender: str, quick: bool) -> Result:
+    """The steps, beside the fit."""
+    from lightning_bayes import fit_laplace
+    from lightning_bayes.posterior.evidence_ascent import ascend
+    from lightning_bayes.posterior.prior_groups import PriorGroups
+    from lightning_bayes.posterior.tuning import fixed_point
+
+    case = NETWORKS[network]
+    net, data = case.fresh(), case.data(case.quick_examples if quick else case.examples)
+    posterior = fit_laplace(net, data)
+    groups = PriorGroups.of(posterior, True, None)
+    work: dict[str, Callable[[], Any]] = {
+        "gradient": lambda: ascend(posterior, STEPS, lr=0.1),
+        "mackay": lambda: fixed_point(posterior, groups, True, STEPS, tolerance=1e-12),
+        "linear": lambda: ascend(posterior, STEPS, lr=0.1, at="optimum"),
+    }
+    return side_by_side(lambda: work[contender], lambda: fit_laplace(net, data), 1 if quick else 5)
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    measured = [network for network in NETWORKS if any(name.split("/")[1] == network for name in outcomes)]
+    rows = []
+    for contender in CONTENDERS:
+        of_contender = [outcomes.get(f"evidence/{network}/{contender}") for network in measured]
+        reached = all(isinstance(outcome, Result) and outcome.ratio <= TARGET for outcome in of_contender)
+        rows.append([contender, *(cell(outcome, "fits") for outcome in of_contender), "yes" if reached else "no"])
+    headers = [f"{STEPS} steps", *measured, f"≤ {TARGET:g} fit"]
+    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))

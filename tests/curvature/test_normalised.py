@@ -1,0 +1,185 @@
+"""The layers whose scale a normalisation takes away, in networks that hide them well."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.networks import Wired, made
+from helpers.tensors import real
+from torch import Tensor, nn
+
+from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes.posterior import PosteriorError
+
+IMAGE = (1, 4, 4)
+
+
+class RMSNorm(nn.Module):
+    """One of those that people write themselves."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class ConvBatchNorm(nn.Sequential):
+    """A block with the name of a normalisation."""
+
+
+def image_net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(2))
+
+
+def conv(i: int = 1, o: int = 4) -> nn.Conv2d:
+    return nn.Conv2d(i, o, 3, padding=1)
+
+
+def heads(net: Any, x: Tensor) -> Tensor:
+    """Queries and keys are normalised, values are not."""
+    q, k, v = net.qkv(x).chunk(3, -1)
+    return net.out(F.layer_norm(q, (4,)) * F.layer_norm(k, (4,)) + v)
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
+    "batch": (lambda: image_net(conv(), nn.BatchNorm2d(4), nn.ReLU()), IMAGE, ("0",)),
+    "group": (lambda: image_net(conv(), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)), IMAGE, ("0",)),
+    "instance": (lambda: image_net(conv(), nn.InstanceNorm2d(4), nn.ReLU()), IMAGE, ("0",)),
+    "layer": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
+    "rms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
+    "rms of one's own": (lambda: nn.Sequential(nn.Linear(3, 4), RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
+    "transposed": (lambda: image_net(nn.ConvTranspose2d(1, 4, 2), nn.BatchNorm2d(4)), IMAGE, ("0",)),
+    "two in a row": (
+        lambda: image_net(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv(4, 3), nn.BatchNorm2d(3), nn.ReLU()),
+        IMAGE,
+        ("0", "3"),
+    ),
+    "dropout between": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+        (3,),
+        ("0",),
+    ),
+    "views between": (
+        lambda: Wired(
+            lambda net, x: net.b(net.norm(net.a(x).flatten(2).transpose(1, 2)).mean(1)),
+            a=conv(),
+            norm=nn.LayerNorm(4),
+            b=nn.Linear(4, 2),
+        ),
+        IMAGE,
+        ("a",),
+    ),
+    "functional": (
+        lambda: Wired(
+            lambda net, x: net.b(F.layer_norm(input=net.a(x), normalized_shape=(4,))),
+            a=nn.Linear(3, 4),
+            b=nn.Linear(4, 2),
+        ),
+        (3,),
+        ("a",),
+    ),
+    "wrapped": (
+        lambda: nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))),
+        (3,),
+        ("module.0",),
+    ),
+    "normalised at both uses": (
+        lambda: Wired(
+            lambda net, x: net.b(net.norm(net.a(net.norm(net.a(x))))),
+            a=nn.Linear(3, 3),
+            norm=nn.LayerNorm(3),
+            b=nn.Linear(3, 2),
+        ),
+        (3,),
+        ("a",),
+    ),
+    "relu between": (lambda: image_net(conv(), nn.ReLU(), nn.BatchNorm2d(4)), IMAGE, ()),
+    "in-place relu between": (lambda: image_net(conv(), nn.ReLU(inplace=True), nn.BatchNorm2d(4)), IMAGE, ()),
+    "normalised at one of two uses": (
+        lambda: Wired(
+            lambda net, x: net.b(net.a(net.norm(net.a(x)))), a=nn.Linear(3, 3), norm=nn.LayerNorm(3), b=nn.Linear(3, 2)
+        ),
+        (3,),
+        (),
+    ),
+    "also read by a shortcut": (
+        lambda: Wired(
+            lambda net, x: net.b((lambda z: net.norm(z) + z)(net.a(x))),
+            a=nn.Linear(3, 4),
+            norm=nn.LayerNorm(4),
+            b=nn.Linear(4, 2),
+        ),
+        (3,),
+        (),
+    ),
+    "behind a residual sum": (
+        lambda: Wired(
+            lambda net, x: net.b(net.norm(x + net.a(x))), a=nn.Linear(3, 3), norm=nn.LayerNorm(3), b=nn.Linear(3, 2)
+        ),
+        (3,),
+        (),
+    ),
+    "a part of the output": (
+        lambda: Wired(heads, qkv=nn.Linear(3, 12), out=nn.Linear(4, 2)),
+        (3,),
+        (),
+    ),
+    "a block with the name of a norm": (
+        lambda: nn.Sequential(nn.Linear(3, 3), ConvBatchNorm(nn.Linear(3, 4), nn.ReLU()), nn.Linear(4, 2)),
+        (3,),
+        (),
+    ),
+    "a transformer": (lambda: transformer(), (5, 4), ()),
+    "none": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (3,), ()),
+}
+
+
+def transformer() -> nn.Module:
+    block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    return Wired(lambda net, x: net.out(net.block(x).mean(1)), block=block, out=nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layers_directly_before_a_normalisation(name: str) -> None:
+    make, shape, expected = CASES[name]
+
+    def ready() -> nn.Module:
+        network = make()
+        with torch.no_grad():
+            network.eval()(torch.zeros(1, *shape))  # gives lazy layers their shape
+        return network
+
+    network = made(ready)
+    posterior = fit_laplace(network, [(real(3, *shape), torch.tensor([0, 1, 0]))], structure="diag")
+    assert posterior.curvature.normalised == expected
+    assert not any(module._forward_pre_hooks for module in network.modules())
+
+
+def test_they_are_kept_in_the_state_and_found_from_data_where_they_are_not_known() -> None:
+    network = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)))
+    loader = [(real(5, 3), torch.tensor([0, 1, 0, 1, 1]))]
+    posterior = fit_laplace(network, loader)
+    state = posterior.state_dict()
+    loaded = GaussianPosterior.from_state_dict(network, state)
+    assert isinstance(loaded, LaplacePosterior)
+    assert loaded.curvature.normalised == ("0",)
+    del state["normalised"]  # a file of an older version
+    older = GaussianPosterior.from_state_dict(network, state)
+    assert isinstance(older, LaplacePosterior)
+    assert older.curvature.normalised is None
+    with pytest.raises(PosteriorError, match="this posterior was made without: pass loader="):
+        older.tune_prior("mackay", prior_groups="normalised")
+    tuned = older.tune_prior("mackay", loader, prior_groups="normalised").prior_precision
+    torch.testing.assert_close(tuned, posterior.tune_prior("mackay", prior_groups="normalised").prior_precision)
+    assert tuned.shape == (3,)
+    assert tuned[1] == tuned[2] != tuned[0]
+
+
+def test_a_subset_knows_its_own_layers_only() -> None:
+    network = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4)))
+    loader = [(real(5, 3), torch.tensor([0, 1, 0, 1, 1]))]
+    assert fit_laplace(network, loader, subset=["2"]).curvature.normalised == ("2",)
+    assert fit_laplace(network, loader, subset=["3"]).curvature.normalised == ()
