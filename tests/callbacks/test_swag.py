@@ -237,8 +237,11 @@ def test_a_second_training_begins_anew_also_after_a_search_for_its_learning_rate
     class Searching(LitNet):
         lr = 0.1
 
+    second = Searching()
+    with torch.no_grad():
+        second.net[0].weight.add_(1.0)
     finder = LearningRateFinder(num_training_steps=3, min_lr=1e-3, max_lr=1e-2)
-    trainer(tmp_path, finder, kept, callback, **DOUBLE).fit(Searching(), loader())
+    trainer(tmp_path, finder, kept, callback, **DOUBLE).fit(second, loader())
     assert not torch.equal(callback.posterior.mean, first)
     check_moments(callback, kept.epochs[-2:])
 
