@@ -43,6 +43,8 @@ class Curvature:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
+    weight_sharing: str = "expand"  # with which words it was fitted
+    hessian: str = "exact"
     normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
 
     @property
