@@ -25,12 +25,15 @@ class BestEvidence:
 
     log_evidence: float
     hyperparameters: Hyperparameters
+    parameters: tuple[str, ...]  # that it is the evidence of; that of others is no larger or smaller
     weights: dict[str, Tensor]  # parameters and buffers of the module, copied to the CPU
 
     @staticmethod
-    def of(module: nn.Module, log_evidence: float, hyperparameters: Hyperparameters) -> BestEvidence:
+    def of(
+        module: nn.Module, log_evidence: float, hyperparameters: Hyperparameters, parameters: tuple[str, ...]
+    ) -> BestEvidence:
         weights = {name: t.detach().cpu().clone() for name, t in _tensors(module).items()}
-        return BestEvidence(log_evidence, hyperparameters, weights)
+        return BestEvidence(log_evidence, hyperparameters, parameters, weights)
 
     @torch.no_grad()
     def restore(self, module: nn.Module) -> None:
@@ -42,12 +45,13 @@ class BestEvidence:
         return {
             "log_evidence": self.log_evidence,
             "hyperparameters": asdict(self.hyperparameters),
+            "parameters": self.parameters,
             "weights": self.weights,
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> BestEvidence:
-        return BestEvidence(state["log_evidence"], Hyperparameters(**state["hyperparameters"]), state["weights"])
+        return BestEvidence(**{**state, "hyperparameters": Hyperparameters(**state["hyperparameters"])})
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

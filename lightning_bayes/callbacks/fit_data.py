@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_bayes.arguments import count, text
 from lightning_bayes.network import Processes
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.trainer.data import ExactPass, exact_pass, is_sized, owner_of, single
+from lightning_bayes.trainer.data import ExactPass, count_examples, count_passed, exact_pass, is_sized, owner_of, single
+from lightning_bayes.trainer.private import is_dev_run
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
@@ -61,6 +62,11 @@ class FitData:
         """An error for several training dataloaders, if those are the data; none is loaded before training starts."""
         if self._data is None:
             single(trainer.train_dataloader)
+
+    def count(self, trainer: Trainer) -> int:
+        """The examples that training draws its batches from; no more than a pass over the same data takes."""
+        n = count_examples(trainer)
+        return n if self._data is not None or is_dev_run(trainer) else min(n, count_passed(trainer))
 
     def loader(self, trainer: Trainer, module: LightningModule) -> Any:
         if self._data is None:

@@ -170,7 +170,7 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
-        self.turn = 2 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
+        self.turn = 3 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
 

@@ -14,6 +14,7 @@ kept, and are those of the posterior.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -25,22 +26,21 @@ from torch import Tensor
 from lightning_bayes.arguments import count, flag, positive, shown, word
 from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
 from lightning_bayes.callbacks.laplace import LaplaceCallback
+from lightning_bayes.callbacks.marginal_checks import check_companions, check_length, check_monitors, monitors
 from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.posterior import LaplacePosterior
+from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
 from lightning_bayes.posterior.evidence_ascent import ascend
 from lightning_bayes.posterior.prior_groups import PriorGroups
 from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
-from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import callbacks_of, class_name, is_dev_run
+from lightning_bayes.trainer.private import callbacks_of, is_dev_run
 from lightning_bayes.trainer.report import describe
 
 EVIDENCES = {"marglik": "weights", "linear": "optimum"}  # where each is taken
 MODES = ("gradient", "mackay")
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 _DETERMINED = 0.9  # γ/d above which a network may be too small
 
 
@@ -95,6 +95,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         progress: show a progress bar during each pass.
     """
 
+    turn = 1  # after an average of the weights, and before posteriors of those that training ends with
+
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
@@ -130,16 +132,16 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         seed: int = 0,
         progress: bool = True,
     ) -> None:
+        if isinstance(subset, Subnetwork):
+            raise ValueError(
+                f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
+            )
         super().__init__(
             likelihood, network=network, structure=structure, subset=subset, prior_precision=prior_precision,
             tune=None, calibrate=calibrate, predictive=predictive, link=link, samples=samples,
             predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
             mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
         )  # fmt: skip
-        if not isinstance(self.subset, (str, list)):
-            raise ValueError(
-                f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
-            )
         self.noise = flag("noise", noise)
         self.every_n_epochs, self.burn_in_epochs = count("every_n_epochs", every_n_epochs), burn_in_epochs
         count("burn_in_epochs", burn_in_epochs, least=0)
@@ -184,9 +186,25 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         finally:
             self._hyperparameters = own
 
+    def _learn(self, trainer: Trainer, module: LightningModule, epochs: int) -> bool:
+        """After so many epochs, the refit that is due; whether there was one."""
+        after = epochs - self.burn_in_epochs
+        due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
+        if not due or self._refitted >= epochs:  # a run that is resumed may come here twice
+            return False
+        self._refit(trainer, module, tune=True)
+        self._refitted = epochs
+        return True
+
     def _refit(self, trainer: Trainer, module: LightningModule, tune: bool) -> None:
         """One pass over the data and, to `tune`, steps on its evidence."""
         posterior = self._pass(trainer, module, self._data.loader(trainer, module))
+        self._gradient.compare_n_data(trainer, posterior.n_data)
+        self._forget_other_best(posterior.subset.names)
+        if not math.isfinite(posterior.log_marginal_likelihood()):
+            raise PosteriorError(
+                f"{self.name}: the evidence is not finite: training has diverged; lower the learning rate"
+            )
         if tune:
             posterior = self._climb(trainer, posterior)
         numbers = describe(posterior)
@@ -196,9 +214,16 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         if self.mode == "mackay" and "noise_std" in numbers:
             numbers["noise_precision"] = numbers["noise_std"] ** -2
         self._numbers = {f"{key}_{self.name}": value for key, value in numbers.items()}
-        is_best = tune and self.keep == "best" and (self._best is None or evidence > self._best.log_evidence)
+        is_best = tune and self.keep == "best" and math.isfinite(evidence)
+        is_best = is_best and (self._best is None or evidence > self._best.log_evidence)
         if trainer.strategy.broadcast(is_best):
-            self._best = BestEvidence.of(module, evidence, self._hyperparameters)
+            self._best = BestEvidence.of(module, evidence, self._hyperparameters, posterior.subset.names)
+
+    def _forget_other_best(self, parameters: tuple[str, ...]) -> None:
+        """The evidence of another subset, before layers were thawed, is that of another model."""
+        if self._best is not None and self._best.parameters != parameters:
+            self._best = None
+            rank_zero_info(f"{self.name}: other weights are trained than before: their best evidence is sought anew")
 
     def _climb(self, trainer: Trainer, posterior: LaplacePosterior) -> LaplacePosterior:
         if self.mode == "gradient":
@@ -233,20 +258,18 @@ class MarginalLikelihoodCallback(LaplaceCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        if sum(isinstance(callback, MarginalLikelihoodCallback) for callback in callbacks_of(trainer)) > 1:
-            raise ValueError("a network has one prior: give the Trainer one MarginalLikelihoodCallback")
-        averaging = [name for callback in callbacks_of(trainer) if (name := class_name(callback, _AVERAGING))]
-        if averaging and self.keep == "best":
-            raise ValueError(
-                f"keep='best' would replace the weights that {averaging[0]} has averaged when training ends: use "
-                "keep='last'"
-            )
+        check_companions(trainer, self.keep)
+        check_monitors(trainer, self.name)
+        if not self._refitted:
+            check_length(trainer, self.burn_in_epochs, self.every_n_epochs)
         if self.subset != "last_layer":  # which is known at the first batch
             self._gradient.choose(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._gradient.n_data = self.n_data or count_examples(trainer)
+        self._gradient.n_data = self.n_data or self._data.count(trainer)
+        # A checkpoint of an epoch's last batch comes before that epoch's refit.
+        self._learn(trainer, pl_module, trainer.current_epoch)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -269,22 +292,20 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._gradient.add(trainer, pl_module, optimizer, self._hyperparameters)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epochs = trainer.current_epoch + 1
-        after = epochs - self.burn_in_epochs
-        due = (after >= 0 and after % self.every_n_epochs == 0) or is_dev_run(trainer)
-        if due and self._refitted < epochs:  # a run that is resumed here may come here twice
-            self._refit(trainer, pl_module, tune=True)
-            self._refitted = epochs
-        elif not self._refitted and self._is_monitored(trainer):
+        learned = self._learn(trainer, pl_module, trainer.current_epoch + 1)
+        if not learned and not self._refitted and self._is_monitored(trainer):
             self._refit(trainer, pl_module, tune=False)
         pl_module.log_dict(self._numbers, on_step=False, on_epoch=True, batch_size=1)
 
     def _is_monitored(self, trainer: Trainer) -> bool:
         """Whether a callback, as Lightning's for checkpoints and early stopping, asks for a number at every epoch."""
-        key = f"log_evidence_{self.name}"
-        return any(getattr(callback, "monitor", None) == key for callback in callbacks_of(trainer))
+        return any(monitors(callback, self.name) for callback in callbacks_of(trainer))
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        if only_missing:
+            self._learn(trainer, module, trainer.current_epoch)
+        if self._gradient.subset is not None:
+            self._forget_other_best(self._gradient.subset.names)
         if self._best is not None and self.keep == "best":
             self._best.restore(module)
             self._hyperparameters = self._best.hyperparameters

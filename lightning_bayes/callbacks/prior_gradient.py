@@ -30,7 +30,7 @@ from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 from lightning_bayes.trainer.dry_run import split_training_batch
 from lightning_bayes.trainer.loss_check import SAME_SCALE
 from lightning_bayes.trainer.module import network_of
-from lightning_bayes.trainer.private import scale_before_step
+from lightning_bayes.trainer.private import is_dev_run, scale_before_step
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -43,10 +43,11 @@ class PriorGradient:
     ) -> None:
         self._name, self._network, self._of = name, network, subset
         self._given, self.scale = prior_precision, scale
-        self._subset: Subset | None = None  # from an epoch's first batch on
+        self.subset: Subset | None = None  # from an epoch's first batch on
         self._x: Any = None  # of that batch
         self._n_targets = 1
         self.n_data = 0  # N
+        self._said_n_data = False
         self.batches = 0  # whose gradients wait for the step
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
@@ -61,26 +62,37 @@ class PriorGradient:
         return subset
 
     def begin_epoch(self) -> None:
-        self._subset = None  # a schedule may thaw layers
+        self.subset = None  # a schedule may thaw layers
 
     def begin_batch(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
-        if self._subset is None:
+        if self.subset is None:
             self._x, y = split_training_batch(trainer, module, batch)
             self._n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
-            self._subset = self.choose(trainer, module, self._x)
+            self.subset = self.choose(trainer, module, self._x)
 
     def add(self, trainer: Trainer, module: LightningModule, optimizer: Any, learned: Hyperparameters) -> None:
-        c = self.scale.agree(self._n_targets, module.device)
         # Lightning divides a loss by the batches to accumulate, also where an epoch ends before they are complete.
         part = self.batches / trainer.accumulate_grad_batches if module.automatic_optimization else 1.0
         self.batches = 0
-        self._subset, self._x = self._subset or self.choose(trainer, module, self._x), None
-        if self._subset is None or not part:
+        if not part:  # no step has returned a loss
+            return
+        c = self.scale.agree(self._n_targets, module)
+        self.subset, self._x = self.subset or self.choose(trainer, module, self._x), None
+        if self.subset is None:
             return
         factor = c * learned.noise**2 * part / self.n_data
-        strengths = {name: factor * δ for name, δ in self._priors(self._subset, learned).items()}
-        parameters = self._subset.parameters(unwrap(network_of(module, self._network)))
+        strengths = {name: factor * δ for name, δ in self._priors(self.subset, learned).items()}
+        parameters = self.subset.parameters(unwrap(network_of(module, self._network)))
         add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer))
+
+    def compare_n_data(self, trainer: Trainer, n_data: int) -> None:
+        """With those of a pass, whose evidence knows of no others."""
+        if self.n_data and self.n_data != n_data and not self._said_n_data and not is_dev_run(trainer):
+            self._said_n_data = True
+            rank_zero_warn(
+                f"{self._name}: the evidence is that of {n_data} examples, but in training the prior counts as for "
+                f"{self.n_data}: make n_data= and data= agree, for priors are learned from the former"
+            )
 
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
         """`δ` of each parameter; what is not learned yet is what was given."""
@@ -98,17 +110,18 @@ class LossScale:
         self.measured: float | None = None  # on this process
         self.agreed: float | None = None  # by all of them
 
-    def agree(self, n_targets: int, device: torch.device) -> float:
+    def agree(self, n_targets: int, module: LightningModule) -> float:
         """When all processes have seen a loss."""
         if self.agreed is None:
+            device = module.device
             dtype = torch.float32 if device.type == "mps" else torch.float64
             known = torch.tensor([self.measured or 0.0, float(self.measured is not None)], dtype=dtype, device=device)
             Processes.current().sum_([known])
             total, n = known.tolist()
-            self.agreed = self._choose(total / n if n else None, n_targets)
+            self.agreed = self._choose(total / n if n else None, n_targets, module.automatic_optimization)
         return self.agreed
 
-    def _choose(self, c: float | None, n_targets: int) -> float:
+    def _choose(self, c: float | None, n_targets: int, automatic: bool) -> float:
         if self._given is not None:
             if c is not None and not math.isclose(c, self._given, rel_tol=SAME_SCALE):
                 rank_zero_warn(
@@ -118,7 +131,8 @@ class LossScale:
             return self._given
         if c is None:
             c = default_loss_scale(self._likelihood, n_targets)
-            rank_zero_info(
+            say = rank_zero_info if automatic else rank_zero_warn  # nothing else will say that the loss is another one
+            say(
                 f"{self._name}: the loss could not be compared with the likelihood, and is taken for {c:.4g} times its "
                 "mean negative logarithm; loss_scale= says otherwise"
             )
@@ -152,12 +166,12 @@ def add_prior_gradient(
     """Add `strength · θ` to the gradients that the optimizer is about to use, which are `scale` times what they stand
     for.
 
-    A parameter without a gradient is left alone, as by torch's own weight decay. No strength is above `1/lr`, with
-    which plain gradient descent takes weights to zero in one step: more would throw them beyond it.
+    A parameter without a gradient is left alone, as by torch's own weight decay. For `SGD` no strength is above `1/lr`,
+    with which gradient descent takes weights to zero in one step: more would throw them beyond it.
     """
     names = {p: name for name, p in parameters.items()}
     for group in optimizer.param_groups:
-        lr = float(group.get("lr", 0.0))
+        lr = float(group["lr"]) if isinstance(optimizer, torch.optim.SGD) else 0.0
         most = 1 / lr if lr > 0 else math.inf
         for p in group["params"]:
             if p.grad is not None and p in names:

@@ -141,6 +141,14 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     return n if batches is None else min(n, size * batches)
 
 
+def count_passed(trainer: Trainer) -> int:
+    """How many examples one pass over the training data takes; `limit_train_batches` cuts it also where training
+    shuffles."""
+    loader = single(trainer.train_dataloader)
+    indices = _indices(loader)
+    return len(indices[: _limit(trainer.limit_train_batches, len(indices), batch_size(loader) or 1)])
+
+
 def drawn_batches(trainer: Trainer) -> int | None:
     """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out."""
     loader = single(trainer.train_dataloader)

@@ -51,7 +51,7 @@ class PosteriorCallback(Callback):
     save: bool | str | None = _option("save")
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
-    turn: int = 1  # when it comes among several callbacks, whatever their order on the Trainer
+    turn: int = 2  # when it comes among several callbacks, whatever their order on the Trainer
 
     def __init__(self, use: UseOptions) -> None:
         super().__init__()
@@ -227,7 +227,10 @@ class PosteriorCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        waits = self._dry_run is not None and pl_module.automatic_optimization  # for a step that returns a loss
         self._end_dry_run()
+        if waits:
+            self._dry_run = DryRun(self)
 
     def _end_dry_run(self) -> None:
         if self._dry_run is not None:

@@ -104,6 +104,16 @@ def last_saved_step(checkpoint: Any) -> int | None:
     return getattr(checkpoint, "_last_global_step_saved", None)
 
 
+def acts_at_validation(trainer: Trainer, callback: Any) -> bool:
+    """Whether a checkpoint or early stopping reads its monitor after validation, not at the end of an epoch of
+    training; by default as the Trainer validates, which their `setup` may have settled."""
+    unset = object()
+    at_end = getattr(callback, "_save_on_train_epoch_end", getattr(callback, "_check_on_train_epoch_end", unset))
+    if at_end is None:
+        at_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+    return not at_end
+
+
 def finish_writing(trainer: Trainer) -> None:
     """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
     plugin: Any = trainer.strategy.checkpoint_io

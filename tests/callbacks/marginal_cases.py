@@ -91,6 +91,8 @@ def fixed(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
 def trained(folder: Path, model: Any, *callbacks: Any, path: Any = None, **options: Any) -> Any:
     """A copy of `model` after a fit in float64, and its Trainer."""
     model, data, val = copy.deepcopy(model), options.pop("data", None), options.pop("val", None)
+    if any(getattr(callback, "burn_in_epochs", 0) > 3 for callback in callbacks):
+        options = {"max_steps": 10_000, **options}  # it is not known, then, that no prior will be learned
     fit = trainer(folder, *callbacks, **{"precision": "64-true", "max_epochs": 3, **options})
     fit.fit(model, data_of(model) if data is None else data, val, ckpt_path=path)
     return model, fit

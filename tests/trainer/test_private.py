@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import multiprocessing
@@ -90,6 +90,8 @@ EXISTS: dict[str, Callable[[], Any]] = {
     "_sampler": lambda: DistributedSamplerWrapper(SubsetRandomSampler([0]), num_replicas=1, rank=0).dataset._sampler,
     "_last_checkpoint_saved": lambda: ModelCheckpoint()._last_checkpoint_saved,
     "_last_global_step_saved": lambda: ModelCheckpoint()._last_global_step_saved,
+    "_save_on_train_epoch_end": lambda: ModelCheckpoint()._save_on_train_epoch_end,
+    "_check_on_train_epoch_end": lambda: EarlyStopping("loss")._check_on_train_epoch_end,
     "_step_supports_amp_scaling": lambda: (
         torch.optim.Adam([nn.Parameter(torch.ones(1))], fused=True)._step_supports_amp_scaling
     ),
