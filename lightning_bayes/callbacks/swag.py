@@ -35,7 +35,7 @@ from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
-from lightning_bayes.trainer.private import forward_context, is_dev_run
+from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import report
 from lightning_bayes.trainer.strategy import refuse_sharded, share
 
@@ -119,6 +119,7 @@ class SWAGCallback(PosteriorCallback):
         self._data = FitData(data, max_batches)
         self._moments, self._step, self._resumed = WeightMoments(), 0, False
         self._trained: dict[str, Tensor] | None = None  # what the optimizer ended with, once the average is in place
+        self._too_few = ""  # why there is no posterior
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class SWAGCallback(PosteriorCallback):
         return unwrap(network_of(module, self.network))
 
     def _missing(self) -> str:
-        return f"{super()._missing()}; {_AVERAGE_ONLY}"
+        return f"{self.name}: {self._too_few}" if self._too_few else f"{super()._missing()}; {_AVERAGE_ONLY}"
 
     # -- before training ---------------------------------------------------------------------------------------------
 
@@ -165,9 +166,17 @@ class SWAGCallback(PosteriorCallback):
         if sum(isinstance(callback, SWAGCallback) for callback in posterior_callbacks(trainer)) > 1:
             raise ValueError("training ends with the weights of one average: give the Trainer one SWAGCallback")
         self._resumed, self._data.epoch = False, Epoch()  # what a checkpoint holds comes after this
+        if stage == "fit":
+            self._moments, self._step, self._trained, self._too_few = WeightMoments(), 0, None, ""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
+        averaging = [name for callback in callbacks_of(trainer) if (name := class_name(callback, {"WeightAveraging"}))]
+        if averaging:
+            raise ValueError(
+                f"training ends with the weights of one average, but {averaging[0]} has its own: give the Trainer one "
+                "of it and SWAGCallback"
+            )
         self._data.check_name(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,6 +195,12 @@ class SWAGCallback(PosteriorCallback):
             raise ValueError(
                 f"start={self.start} is a share of the training, but the Trainer does not know how long it is: give "
                 "start= as an epoch, or max_epochs="
+            )
+        steps = trainer.estimated_stepping_batches
+        if self.every_n_steps is not None and steps // self.every_n_steps < FEWEST:
+            raise ValueError(
+                f"every_n_steps={self.every_n_steps} is for longer trainings than this one of {steps} steps: a "
+                f"variance needs {FEWEST} snapshots"
             )
         if self.every_n_steps is None and epochs > 0 and trainer.max_steps <= 0:
             first = self.start if isinstance(self.start, int) else math.ceil(self.start * epochs)
@@ -234,10 +249,11 @@ class SWAGCallback(PosteriorCallback):
         taken, dev = self._moments.snapshots, is_dev_run(trainer)
         if taken < (1 if dev else FEWEST):
             if not dev:
-                rank_zero_warn(
-                    f"{self.name}: training ended with {taken} snapshots of the weights, and a variance needs "
-                    f"{FEWEST}: there is no posterior; start earlier, or use every_n_steps="
+                self._too_few = (
+                    f"training ended with {taken} snapshots of the weights, and a variance needs {FEWEST}: there is no "
+                    "posterior; start earlier, or use every_n_steps="
                 )
+                rank_zero_warn(f"{self.name}: {self._too_few}")
             return
         of_last_weights = [] if dev else [stored for stored in self._survey(trainer) if stored.in_memory]
         posterior = self.fit_now(trainer, module)

@@ -43,6 +43,8 @@ class Curvature:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
+    weight_sharing: str = "expand"  # with which words it was fitted
+    hessian: str = "exact"
     normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
 
     @property
@@ -78,7 +80,7 @@ class CurvatureSum:
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
-        self._gradient = torch.zeros(plan.subset.full_size, dtype=dtype, device=first.device)
+        self._gradient = torch.zeros(plan.subset.size, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -160,13 +162,13 @@ class CurvatureSum:
             likelihood=self._likelihood,
             kind=self._curvature,
             **name_totals(self._totals),
-            gradient=self._plan.subset.narrow(self._gradient),
+            gradient=self._gradient,
         )
 
     def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
         parameters = list(self._parameters.values())
         gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
-        self._gradient += torch.cat([g.reshape(-1) for g in gradients])
+        self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
 
 
 def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def fit_curvature(
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        return replace(total.finish(), normalised=normalised)
+        return replace(total.finish(), normalised=normalised, weight_sharing=weight_sharing, hessian=hessian)
 
 
 def check_options(

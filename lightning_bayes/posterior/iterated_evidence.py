@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.curvature.fit import check_processes
-from lightning_bayes.network import Processes
+from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -116,6 +116,11 @@ def _check(
     if loader is None:
         raise ValueError("tune_prior('linear', iterate=True) makes passes over the training data: pass them as loader=")
     check_loader(loader)
+    if isinstance(loader, Iterator):
+        raise DataError(
+            "tune_prior('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
+            "DataLoader"
+        )
     if not posterior.likelihood.is_convex:
         raise PosteriorError(
             f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum: "

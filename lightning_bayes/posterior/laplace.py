@@ -23,7 +23,7 @@ from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
-from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.borrowed import preserved_rng, unwrap
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
@@ -272,7 +272,8 @@ class LaplacePosterior(GaussianPosterior):
         """
         from lightning_bayes.posterior.tuning import tune
 
-        return tune(self, method, loader, per_layer, **options)
+        with preserved_rng():
+            return tune(self, method, loader, per_layer, **options)
 
     def refine(
         self,
@@ -284,7 +285,8 @@ class LaplacePosterior(GaussianPosterior):
         seed: int = 0,
     ) -> LaplacePosterior:
         """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
-        predictions are then those of the linearised network.
+        predictions are then those of the linearised network. Its mean belongs to this prior and noise: with others,
+        refine the fitted posterior again.
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.

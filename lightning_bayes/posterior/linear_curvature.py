@@ -4,6 +4,7 @@ with the Fisher of the linear model's outputs `h(θ, x) = f(x) + J(x)(θ − θ�
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,13 +50,15 @@ def curvature_at(
                         plan,
                         posterior.likelihood,
                         word,
+                        posterior.curvature.weight_sharing,
                         processes=processes,
                         root_at=root_at or own_root_at,
                     )
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: a curvature needs the training data")
-        return total.finish()
+        known = posterior.curvature
+        return replace(total.finish(), normalised=known.normalised, weight_sharing=known.weight_sharing)
 
 
 def check_refit(posterior: LaplacePosterior, who: str) -> None:
@@ -67,3 +70,5 @@ def check_refit(posterior: LaplacePosterior, who: str) -> None:
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
         raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")
+    if posterior.curvature.hessian != "exact":
+        raise PosteriorError(f"{who} needs a fit with hessian='exact', not {posterior.curvature.hessian!r}")

@@ -31,7 +31,7 @@ from lightning_bayes.posterior.prior_precision import per_parameter
 from lightning_bayes.structures import Structure
 
 _ENOUGH = 1e-4  # Armijo's share of the decrease that the slope promises
-_SHORTEST = 2.0**-10
+_SHORTEST = 2.0**-40
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.curvature_sum import RootAt
 from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -44,9 +45,11 @@ METHODS = ("laplace", "variational")
 VARIATIONAL = ("full", "diag")
 _ROUNDS = 100  # of mean and covariance, at most
 _FORCING = 0.1  # how well to solve for the mean's step
-_SHORTEST = 1e-3
+_SHORTEST = 1e-5
+_WORTH_A_WARNING = 1e-2  # of the bound
 
 
+@torch.inference_mode(False)
 def refine(
     posterior: LaplacePosterior,
     loader: Iterable[Any],
@@ -66,7 +69,8 @@ def refine(
     _check(posterior, method)
     if posterior.shift is not None:  # one that was refined before
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
-    batches = [inputs.split_targets(batch) for batch in loader]
+    with preserved_rng():
+        batches = [inputs.split_targets(batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
@@ -94,10 +98,12 @@ def _laplace(
 ) -> LaplacePosterior:
     optimum = LinearModel(batches).minimum(posterior, passes, tolerance)
     if optimum.residual > tolerance:
+        advice = "raise `passes`" if optimum.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
         logger.warning(
-            "refinement stopped after %d passes at a relative gradient of %.1g: raise `passes`",
+            "refinement stopped after %d passes at a relative gradient of %.1g: %s",
             optimum.passes,
             optimum.residual,
+            advice,
         )
     refined = LinearModel(batches).at(_around(posterior, batches, optimum.theta), optimum.theta - posterior.mean)
     if refined.points is None:
@@ -112,7 +118,6 @@ def _around(
     """With curvature at the linearised outputs of these weights. What it says of the data is of the network's own."""
     shift = mean - posterior.mean
     curvature = curvature_at(posterior, shift, batches, root_at)
-    curvature = replace(curvature, normalised=posterior.curvature.normalised)
     return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
 
 
@@ -139,9 +144,9 @@ class _Variational:
     def maximum(self, passes: int, tolerance: float) -> LaplacePosterior:
         """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
         samples no longer tell a better one."""
-        at, ρ, gain = self._at(self._posterior), 1.0, math.inf
+        at, ρ, gain = self._at(self._posterior, self._fisher_of_network()), 1.0, math.inf
         for _ in range(_ROUNDS):
-            if gain <= tolerance * abs(at.bound) or ρ < _SHORTEST:
+            if gain <= tolerance * abs(at.bound):
                 break
             g = self._gradient(at)
             step = conjugate_gradients(self._hessian(at.q, at.fisher), g, at.q.precision, _FORCING, passes)
@@ -152,6 +157,15 @@ class _Variational:
                     at, ρ = moved, min(2 * ρ, 1.0)
                     break
                 ρ /= 2
+            else:  # the samples tell no better one
+                if gain > _WORTH_A_WARNING * abs(at.bound):
+                    logger.warning(
+                        "variational refinement found no way up at a lower bound of %.6g, though the last round gained "
+                        "%.1g: raise `samples`, or the prior precision",
+                        at.bound,
+                        gain,
+                    )
+                break
         else:
             logger.warning(
                 "variational refinement still gains %.1g nats per round after %d rounds, more than tolerance=%g of the "
@@ -162,9 +176,20 @@ class _Variational:
             )
         return self._finished(at)
 
-    def _at(self, q: LaplacePosterior, W: Tensor | None = None) -> _Iterate:
+    def _fisher_of_network(self) -> Tensor:
+        """`Λ` at the network's own outputs, with which the posterior was fitted.  # [N + M, C, C]"""
+        likelihood, points = self._posterior.likelihood, self._posterior.points
+        data = [*self._batches, *([] if points is None else [(points.x, None)])]
+        return torch.cat(
+            [
+                _mean_fisher(likelihood.fisher_root(f, None if y is None else y.to(f.device)), 1)
+                for f, y in ((self._posterior.functional(x)[0], y) for x, y in data)
+            ]
+        )
+
+    def _at(self, q: LaplacePosterior, W: Tensor) -> _Iterate:
         fit, residual, fisher = self._expectations(q)
-        return _Iterate(q, fisher if W is None else W, fit / q.temperature - self._divergence(q), residual, fisher)
+        return _Iterate(q, W, fit / q.temperature - self._divergence(q), residual, fisher)
 
     def _divergence(self, q: LaplacePosterior) -> float:
         """`KL(q ‖ N(0, diag(1/δ)))`."""
@@ -177,7 +202,7 @@ class _Variational:
         root = _root(W)
 
         def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
-            return root[examples].movedim(-1, 0).reshape(root.shape[-1], len(examples), -1)
+            return root[examples].movedim(-1, 0).reshape(root.shape[-1], *at.residual[examples].shape)
 
         mean = at.q.mean + ρ * step
         return self._at(_around(self._posterior, self._batches, mean, root_at), W)

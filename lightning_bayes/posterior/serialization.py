@@ -56,6 +56,8 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "gradient": curvature.gradient,
         "squared_error": curvature.squared_error,
         "normalised": None if curvature.normalised is None else list(curvature.normalised),
+        "weight_sharing": curvature.weight_sharing,
+        "hessian": curvature.hessian,
         "prior_precision": posterior.prior_precision,
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
@@ -81,6 +83,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "calibrations": [],
         "shift": None,
         "normalised": None,
+        "weight_sharing": "expand",
+        "hessian": "exact",
         "points": None,
     }  # than some files
     state = {**newer, **state}
@@ -115,6 +119,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         squared_error=state["squared_error"],
         gradient=None if state["gradient"] is None else state["gradient"].to(device),
         normalised=None if state["normalised"] is None else tuple(state["normalised"]),
+        weight_sharing=state["weight_sharing"],
+        hessian=state["hessian"],
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)

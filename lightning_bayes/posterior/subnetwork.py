@@ -12,7 +12,7 @@ subnetwork's own posterior has all its correlations.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Subnetwork:
         with torch.inference_mode(False), torch.no_grad():
             δ = as_precision(prior_precision, whole, whole.flatten(network))
             if self.by == "laplace_diag":
-                if iter(loader) is loader:
+                if isinstance(loader, Iterator):
                     raise DataError(
                         "Subnetwork(by='laplace_diag') passes over the data twice, but the loader is an iterator: pass "
                         "a list or a DataLoader"

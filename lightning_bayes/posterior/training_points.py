@@ -63,6 +63,7 @@ class TrainingPoints:
     x: Any
     root: Tensor  # S [M, C, R]
     index: Tensor  # their places in the data [M]
+    has_target: Tensor  # [M]
     weighting: str
     outputs: str
 
@@ -78,12 +79,11 @@ class TrainingPoints:
         return replace(self, root=self.root * torch.as_tensor(factor).to(self.root))
 
     def with_root(self, root: Tensor) -> TrainingPoints:
-        """With another `Λ`; where it is zero (no target) it stays so."""
-        has_target = self.root.flatten(1).any(1).reshape(-1, 1, 1)
-        return replace(self, root=root.cpu() * has_target)
+        """With another `Λ`; without a target it stays zero."""
+        return replace(self, root=root.cpu() * self.has_target.reshape(-1, 1, 1))
 
     def to_state(self) -> dict[str, Any]:
-        names = ("x", "root", "index", "weighting", "outputs")
+        names = ("x", "root", "index", "has_target", "weighting", "outputs")
         return {name: getattr(self, name) for name in names}
 
     @staticmethod
@@ -132,7 +132,10 @@ class PointSelection:
             rows = part.tolist()
             f = _outputs(self._network, inputs.take(self._network, x, rows))
             roots.append(_root(posterior.likelihood, f, y[rows].to(f.device)).cpu())
-        points = TrainingPoints(x, torch.cat(roots), index, self._options.weighting, self._options.outputs)
+        ignored = posterior.likelihood.ignore_index
+        has_target = torch.ones(len(y)) if ignored is None else (y.reshape(len(y), -1) != ignored).any(1)
+        words = (self._options.weighting, self._options.outputs)
+        points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), *words)
         return replace(posterior, points=points)
 
     def _keep_random(self, x: Any, y: Tensor) -> None:

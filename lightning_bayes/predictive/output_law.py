@@ -4,7 +4,7 @@
   form. With many outputs (1,000 classes, images) it is sampled, by forward-mode products with weight samples, so that
   neither cost nor memory grow with the square of the outputs.
 - `bnn`: of the network itself at weight samples (eq. (9)).
-- `map`: the outputs at the mean, known exactly.
+- `map`: the outputs of the network itself, known exactly.
 - `gp`: of the linearised network in function space (eqs. (15) and (16)), conditioned on training points: Gaussian.
 """
 
@@ -81,8 +81,10 @@ def output_law(
     if predictive == "gp":
         return output_laws([posterior], x, predictive)[0]
     if predictive == "bnn" or has_many_outputs(posterior, x):
-        draws = sample_functions(posterior, x, samples, generator, linearised=predictive == "glm")
-        return OutputLaw(outputs(posterior, x), draws=draws, linear=predictive == "glm")
+        linear = predictive == "glm"
+        draws = sample_functions(posterior, x, samples, generator, linearised=linear)
+        mean = posterior.shifted(x) if linear and posterior.shift is not None else outputs(posterior, x)
+        return OutputLaw(mean, draws=draws, linear=linear)
     return OutputLaw(*posterior.functional(x))
 
 

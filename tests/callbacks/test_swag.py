@@ -8,7 +8,7 @@ import pytest
 import torch
 from callback_cases import Classifier, held_out, labelled, train_loader
 from helpers.training import LitNet, loader, trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -189,6 +189,7 @@ def test_an_exception_leaves_the_trained_weights(tmp_path: Path) -> None:
         ({}, {"max_epochs": 4}, "start=0.75 and every_n_epochs=1 take in 1 of 4 epochs, but a variance needs 2"),
         ({"start": 9}, {"max_epochs": 4}, "take in 0 of 4 epochs"),
         ({}, {"max_epochs": -1}, "the Trainer does not know how long it is: give start= as an epoch"),
+        ({"every_n_steps": 100}, {"max_epochs": 4}, "every_n_steps=100 is for longer trainings than this one of"),
     ],
 )
 def test_a_training_that_is_too_short_is_refused_before_it(
@@ -207,6 +208,8 @@ def test_a_training_that_stops_early_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="ended with 0 snapshots of the weights.*there is no posterior"):
         trainer(tmp_path, kept, stop, callback, max_epochs=20, **DOUBLE).fit(module, loader(), loader(seed=5))
     assert torch.equal(flat(module), kept.steps[-1])
+    with pytest.raises(RuntimeError, match="ended with 0 snapshots"):
+        _ = callback.posterior
 
 
 def test_a_run_of_one_batch_works(tmp_path: Path) -> None:
@@ -218,6 +221,29 @@ def test_a_run_of_one_batch_works(tmp_path: Path) -> None:
 def test_two_averages_on_one_trainer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give the Trainer one SWAGCallback"):
         trainer(tmp_path, SWAGCallback(), SWAGCallback(name="b"), **DOUBLE).fit(LitNet(), loader())
+
+
+def test_an_average_of_lightnings_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one average, but WeightAveraging has its own"):
+        trainer(tmp_path, SWAGCallback(start=0), EMAWeightAveraging(), **DOUBLE).fit(LitNet(), loader())
+
+
+def test_a_second_training_begins_anew_also_after_a_search_for_its_learning_rate(tmp_path: Path) -> None:
+    """The finder saves a checkpoint before training, and restores it."""
+    callback = SWAGCallback(start=0)
+    trainer(tmp_path, callback, **DOUBLE).fit(LitNet(), loader())
+    first, kept = callback.posterior.mean.clone(), Kept()
+
+    class Searching(LitNet):
+        lr = 0.1
+
+    second = Searching()
+    with torch.no_grad():
+        second.net[0].weight.add_(1.0)
+    finder = LearningRateFinder(num_training_steps=3, min_lr=1e-3, max_lr=1e-2)
+    trainer(tmp_path, finder, kept, callback, **DOUBLE).fit(second, loader())
+    assert not torch.equal(callback.posterior.mean, first)
+    check_moments(callback, kept.epochs[-2:])
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
@@ -198,6 +200,66 @@ def test_a_refined_posterior_survives_its_file(tmp_path: Any) -> None:
     for predictive in ("glm", "bnn", "map"):
         a, b = (q.predict(x, predictive, generator=torch.Generator().manual_seed(0)).probs for q in (refined, loaded))
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("method", ["laplace", "variational"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_saturated_network_is_refined_to_its_optimum(method: str, inference: bool) -> None:
+    """Newton's first steps are far too long there; outputs are `[B]`, and the loader draws random numbers."""
+    torch.manual_seed(0)
+    network, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double(),
+        problem("binary")[1],
+    )
+    with torch.no_grad():
+        network[2].weight.mul_(40)
+    y = torch.randint(0, 2, (len(x),)).double()
+    loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+    fitted = fit_laplace(network, batches(x, y), "binary", structure="full", prior_precision=δ)
+    before = torch.get_rng_state()
+    with torch.inference_mode(inference):
+        refined = fitted.refine(loader, method, passes=2000, tolerance=1e-7)
+    assert torch.equal(torch.get_rng_state(), before)
+    optimum = Dense(network, x).optimum(Bernoulli(), y)
+    if method == "laplace":
+        torch.testing.assert_close(refined.mean, optimum, rtol=1e-4, atol=1e-4)
+    else:
+        wide = fitted.with_prior(10 * δ).refine(loader, method)
+        assert elbo(refined, x, y) > elbo(wide.with_prior(δ), x, y) - 0.05
+        assert elbo(refined, x, y) > elbo(fitted.refine(loader, tolerance=1e-4), x, y)
+
+
+def elbo(q: LaplacePosterior, x: Tensor, y: Tensor) -> float:
+    mean, covariance = q.functional(x)
+    points, weights = (torch.tensor(t) for t in np.polynomial.hermite_e.hermegauss(60))
+    f = mean + covariance.reshape(-1).sqrt() * points[:, None]
+    fit = (weights / weights.sum()) @ -nn.functional.softplus(torch.where(y.bool(), -f, f)).sum(1)
+    P, m = q.precision.to_dense(), q.mean
+    kl = δ * (torch.linalg.inv(P).trace() + m @ m) - len(m) + P.logdet() - len(m) * math.log(δ)
+    return float(fit - 0.5 * kl)
+
+
+def test_a_refined_posterior_with_many_outputs_predicts_around_its_own_mean() -> None:
+    torch.manual_seed(0)
+    network, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 70)).double(), torch.randn(9, 2).double()
+    y = torch.randn(9, 70).double() + 3
+    refined = fit_laplace(network, [(x, y)], "regression").refine([(x, y)], passes=400)
+    prediction = refined.predict(x, samples=2000, generator=torch.Generator().manual_seed(0))
+    mean, covariance = refined.functional(x)
+    torch.testing.assert_close(prediction.mean, mean)
+    torch.testing.assert_close(prediction.epistemic, covariance.diagonal(dim1=1, dim2=2), rtol=0.3, atol=0)
+
+
+def test_refinement_keeps_the_words_of_the_fit() -> None:
+    """A Gaussian's curvature is that of the fit."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
+    x, y = torch.randn(7, 1, 3, 3).double(), torch.randn(7, 2).double()
+    fitted = fit_laplace(network, [(x, y)], "regression", weight_sharing="reduce")
+    refined = fitted.refine([(x, y)], tolerance=1e-3)
+    torch.testing.assert_close(refined.precision.to_dense(), fitted.precision.to_dense())
+    with pytest.raises(PosteriorError, match="needs a fit with hessian='exact', not 'approx'"):
+        fit_laplace(network, [(x, y)], "regression", "diag", hessian="approx").refine([(x, y)])
 
 
 def test_dense_outputs_are_refused() -> None:

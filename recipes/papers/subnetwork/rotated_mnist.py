@@ -1,4 +1,4 @@
-"""Rotated MNIST, as in figure 3 of Daxberger et al. (2021), at a smaller scale: how probabilities fare under rotation.
+"""Rotated MNIST after Daxberger et al. (2021), at a smaller scale: how probabilities fare under rotation.
 
 The paper trains a ResNet-18 (11 million weights) on all of MNIST and puts a full covariance on 42,438 of them (0.38 %).
 Here a convolutional network of 79,510 weights trains on 5,000 images, and the subnetwork has 1,500 of them (1.9 %). The
