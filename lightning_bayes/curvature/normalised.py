@@ -56,7 +56,8 @@ def normalised_layers(network: nn.Module, x: Any, subset: Subset) -> tuple[str, 
                 names[rows.name] += rows.start == 0 and rows.stop == len(parameters[rows.name])
     scaled = {name for name, n in names.items() if n > 0 and n == total[id(parameters[name])]}
     layers = {layer: [name for name in parameters if layer_of(name) == layer] for layer in subset.layers}
-    return tuple(layer for layer, own in layers.items() if scaled.issuperset(own))
+    weights = {name for name in scaled if parameters[name].ndim > 1}  # not a bias whose weights are computed
+    return tuple(layer for layer, own in layers.items() if scaled.issuperset(own) and not weights.isdisjoint(own))
 
 
 class _Marking(Recorder):

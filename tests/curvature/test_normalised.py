@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers.networks import Wired, made
 from helpers.tensors import real
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
@@ -50,6 +51,11 @@ CASES: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     "instance": (lambda: image_net(conv(), nn.InstanceNorm2d(4), nn.ReLU()), IMAGE, ("0",)),
     "layer": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
     "rms": (lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
+    "weights that are computed": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.LayerNorm(4), nn.Linear(4, 2)),
+        (3,),
+        (),
+    ),
     "rms of one's own": (lambda: nn.Sequential(nn.Linear(3, 4), RMSNorm(4), nn.Linear(4, 2)), (3,), ("0",)),
     "transposed": (lambda: image_net(nn.ConvTranspose2d(1, 4, 2), nn.BatchNorm2d(4)), IMAGE, ("0",)),
     "two in a row": (
