@@ -283,6 +283,7 @@ class LaplacePosterior(GaussianPosterior):
         tolerance: float = 1e-6,
         samples: int = 256,
         seed: int = 0,
+        progress: bool = False,
     ) -> LaplacePosterior:
         """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
         predictions are then those of the linearised network. Its mean belongs to this prior and noise: with others,
@@ -297,10 +298,11 @@ class LaplacePosterior(GaussianPosterior):
                 relative to the lower bound.
             samples: quasi-random outputs that stand for their distribution, for "variational".
             seed: of those.
+            progress: show a progress bar.
         """
         from lightning_bayes.posterior.refinement import refine
 
-        return refine(self, loader, method, passes, tolerance, samples, seed)
+        return refine(self, loader, method, passes, tolerance, samples, seed, progress)
 
     def _precision(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
         """At noise `ρσ`, or at `σ`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
-from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -23,9 +23,8 @@ def curvature_at(
     shift: Tensor,
     loader: Iterable[Any],
     root_at: RootAt | None = None,
-    processes: Processes | None = None,
 ) -> Curvature:
-    """At `θ̃ + shift`, in one pass over the data `(x, y)`; `root_at` gives another root of the output Fisher."""
+    """At `θ̃ + shift`, in one pass over all data `(x, y)`; `root_at` gives another root of the output Fisher."""
     from lightning_bayes.predictive.functions import linearised_outputs
 
     def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
@@ -51,7 +50,6 @@ def curvature_at(
                         posterior.likelihood,
                         word,
                         posterior.curvature.weight_sharing,
-                        processes=processes,
                         root_at=root_at or own_root_at,
                     )
             total.add(x, y)

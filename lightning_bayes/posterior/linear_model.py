@@ -130,17 +130,14 @@ class LinearModel:
         self.passes += 1
         assert posterior.shift is not None
         known = posterior.curvature
-        H = curvature_at(posterior, posterior.shift, self._loader, processes=self._processes).structure
+        H = curvature_at(posterior, posterior.shift, self._loader).structure
         self._on_pass()
         return replace(posterior, curvature=replace(known, structure=H)).with_prior(posterior.prior_precision)
 
-    def minimum(
-        self, posterior: LaplacePosterior, passes: int, tolerance: float, start: Tensor | None = None
-    ) -> Optimum:
-        """`θ⋆` by Newton's method from the weights `start`, or from `θ̃`, within a number of passes."""
+    def minimum(self, posterior: LaplacePosterior, passes: int, tolerance: float) -> Optimum:
+        """`θ⋆` by Newton's method from `θ̃`, within a number of passes."""
         first, last = self.passes, self.passes + passes
-        origin = torch.zeros_like(posterior.mean) if start is None else start - weights_of(posterior)
-        at = self.at(posterior, origin)
+        at = self.at(posterior, torch.zeros_like(posterior.mean))
         initial = gradient_norm(at)
         residual = 1.0 if initial > 0 else 0.0
         while residual > tolerance and last - self.passes >= 2:

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm, trange
 
-from lightning_bayes.arguments import count, positive, word
+from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.curvature_sum import RootAt
 from lightning_bayes.network import DataError, inputs
@@ -58,8 +59,10 @@ def refine(
     tolerance: float,
     samples: int,
     seed: int,
+    progress: bool,
 ) -> LaplacePosterior:
     """See `LaplacePosterior.refine`."""
+    flag("progress", progress)
     word("method", method, METHODS)
     count("passes", passes, 2)
     count("samples", samples)
@@ -75,8 +78,8 @@ def refine(
         raise DataError("the loader is empty: refinement needs the training data")
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.
     if method == "laplace" or posterior.likelihood.noise_std is not None:
-        return _laplace(posterior, batches, passes, tolerance)
-    return _Variational(posterior, batches, samples, seed).maximum(passes, tolerance)
+        return _laplace(posterior, batches, passes, tolerance, progress)
+    return _Variational(posterior, batches, samples, seed).maximum(passes, tolerance, progress)
 
 
 def _check(posterior: LaplacePosterior, method: str) -> None:
@@ -94,9 +97,10 @@ def _check(posterior: LaplacePosterior, method: str) -> None:
 
 
 def _laplace(
-    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], passes: int, tolerance: float
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], passes: int, tolerance: float, progress: bool
 ) -> LaplacePosterior:
-    optimum = LinearModel(batches).minimum(posterior, passes, tolerance)
+    with tqdm(total=passes, desc="refinement", disable=not progress, unit="pass") as bar:
+        optimum = LinearModel(batches, on_pass=bar.update).minimum(posterior, passes, tolerance)
     if optimum.residual > tolerance:
         advice = "raise `passes`" if optimum.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
         logger.warning(
@@ -141,11 +145,12 @@ class _Variational:
         self._model = LinearModel(batches)
         self._δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
 
-    def maximum(self, passes: int, tolerance: float) -> LaplacePosterior:
+    def maximum(self, passes: int, tolerance: float, progress: bool) -> LaplacePosterior:
         """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
         samples no longer tell a better one."""
         at, ρ, gain = self._at(self._posterior, self._fisher_of_network()), 1.0, math.inf
-        for _ in range(_ROUNDS):
+        for _ in (bar := trange(_ROUNDS, desc="variational refinement", disable=not progress, unit="round")):
+            bar.set_postfix(bound=f"{at.bound:.6g}")
             if gain <= tolerance * abs(at.bound):
                 break
             g = self._gradient(at)
@@ -178,14 +183,13 @@ class _Variational:
 
     def _fisher_of_network(self) -> Tensor:
         """`Λ` at the network's own outputs, with which the posterior was fitted.  # [N + M, C, C]"""
-        likelihood, points = self._posterior.likelihood, self._posterior.points
-        data = [*self._batches, *([] if points is None else [(points.x, None)])]
-        return torch.cat(
-            [
-                _mean_fisher(likelihood.fisher_root(f, None if y is None else y.to(f.device)), 1)
-                for f, y in ((self._posterior.functional(x)[0], y) for x, y in data)
-            ]
-        )
+        from lightning_bayes.predictive.functions import outputs
+
+        P = self._posterior
+        roots = [P.likelihood.fisher_root(outputs(P, x).to(P.mean), y.to(P.device)) for x, y in self._batches]
+        if P.points is not None:
+            roots.append(P.likelihood.fisher_root(outputs(P, P.points.x).to(P.mean)))
+        return torch.cat([_mean_fisher(columns.detach(), 1) for columns in roots])
 
     def _at(self, q: LaplacePosterior, W: Tensor) -> _Iterate:
         fit, residual, fisher = self._expectations(q)

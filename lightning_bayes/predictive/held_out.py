@@ -144,7 +144,9 @@ def held_out_laws(
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
             laws = output_laws(present, x, scoring.predictive, scoring.samples, scoring.seed) if present else []
-            mean = (laws or output_laws([posterior], x, "map"))[0].mean
+            # The linearised network has the plain one's mean, unless it was refined.
+            of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, "map")
+            mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)
             targets.append(y.detach().cpu())
             remaining = iter(laws)  # in float64 probabilities round to zero or one much later

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
+from helpers.cli import run_cli
 from helpers.processes import environment
 from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -289,37 +289,12 @@ def test_a_compiled_module(tmp_path: Path) -> None:
     assert callback.posterior.subset.names == plain.posterior.subset.names
 
 
-YAML = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 1
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  default_root_dir: {folder}
-  callbacks:
-    - class_path: lightning_bayes.L2MCallback
-      init_args: {words}
-"""
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return train_loader()
-
-
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
+def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, per_layer: false,
         loss_scale: 1.0, n_data: 100, predictive: bnn, link: mc, samples: 7, name: mine, ood: false, plots: false,
         seed: 3}"""
-    path = tmp_path / "config.yaml"
-    path.write_text(YAML.format(folder=tmp_path, words=words))
-    arguments: Any = {"save_config_callback": None, "seed_everything_default": 0}
-    cli = LightningCLI(Classifier, Data, args=["fit", "--config", str(path)], **arguments)
+    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words})
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
     expected = fit_l2m(
         cli.model, cli.trainer.optimizers, n_data=100, batch_size=callback._batches.size, loss_scale=1.0,
@@ -331,8 +306,7 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, mo
 
     words = """{likelihood: {class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}, scaling: paper,
         prior_precision: [1.0, 2.0], tune: marglik}"""
-    path.write_text(YAML.format(folder=tmp_path, words=words))
-    cli = LightningCLI(Classifier, Data, args=["--config", str(path)], run=False, **arguments)
+    cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words}, run=False)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
     assert isinstance(callback.likelihood, Gaussian)
     assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], "marglik")

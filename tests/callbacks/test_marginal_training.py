@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import draw, trainer
+from helpers.cli import run_cli
 from helpers.untouched import assert_same, snapshot
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from marginal_cases import (
     BATCH,
     EXAMPLES,
@@ -371,42 +371,18 @@ class Drift(L.Callback):
             pl_module.net[1].running_mean.add_(5.0)
 
 
-YAML = """
-trainer:
-  max_epochs: 2
-  accelerator: cpu
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  default_root_dir: {folder}
-  callbacks:
-    - class_path: lightning_bayes.MarginalLikelihoodCallback
-      init_args: {words}
-"""
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return loader()
-
-
 class CLINet(Net):
     def __init__(self, width: int = 5) -> None:
         super().__init__()
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program"])
+def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     words = """{likelihood: classification, structure: diag, curvature: ggn, subset: [net.0], prior_precision: 2.5,
         noise: false, every_n_epochs: 2, burn_in_epochs: 0, steps: 3, lr: 0.2, mode: gradient, evidence: linear,
         keep: last, loss_scale: 1.0, n_data: 11, predictive: glm, link: probit, samples: 7, name: mine, seed: 3,
         progress: false}"""
-    path = tmp_path / "config.yaml"
-    path.write_text(YAML.format(folder=tmp_path, words=words))
-    arguments: Any = {"save_config_callback": None, "seed_everything_default": 0}
-    cli = LightningCLI(CLINet, Data, args=["fit", "--config", str(path)], **arguments)
+    cli = run_cli(tmp_path, CLINet, loader, {"MarginalLikelihoodCallback": words}, epochs=2)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, MarginalLikelihoodCallback)]
     expected = MarginalLikelihoodCallback(
         structure="diag", subset=["net.0"], prior_precision=2.5, every_n_epochs=2, steps=3, lr=0.2, evidence="linear",

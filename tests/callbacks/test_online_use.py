@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Regressor, draw, held_out, labelled, laplace, measured, train_loader, trainer
-from lightning.pytorch.cli import LightningCLI
+from helpers.cli import run_cli
 from lightning.pytorch.tuner import Tuner
 from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, online, same, still, trained, vectors
 from torch import Tensor, nn
@@ -348,38 +348,13 @@ def test_a_learning_rate_finder_comes_before_and_leaves_no_trace(tmp_path: Path)
     same(callback._memory.C, run.C)
 
 
-YAML = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 1
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  default_root_dir: {folder}
-  callbacks:
-    - class_path: lightning_bayes.OnlineLaplaceCallback
-      init_args: {words}
-"""
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return train_loader(shuffle=False)
-
-
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
+def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     words = """{likelihood: classification, memory_factor: 0.01, hessian: mixed, samples: 2, prior_precision: 2.5,
         scale: 0.5, average: true, at: sample, same_sample: true, initial_curvature: 3.0, scaling: batch, max_std: 0.1,
         threshold: 4, n_data: 100, subset: [net.0, net.4.bias], predictive: glm, link: probit, predictive_samples: 7,
         network: null, name: mine, ood: false, plots: false, seed: 3}"""
-    path = tmp_path / "config.yaml"
-    path.write_text(YAML.format(folder=tmp_path, words=words))
-    arguments: Any = {"save_config_callback": None, "seed_everything_default": 0}
-    cli = LightningCLI(Classifier, Data, args=["fit", "--config", str(path)], **arguments)
+    cli = run_cli(tmp_path, Classifier, lambda: train_loader(shuffle=False), {"OnlineLaplaceCallback": words})
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
 
     L.seed_everything(0, verbose=False)
@@ -396,8 +371,8 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path, mo
     assert (callback.predictive, callback.link, callback.samples) == ("glm", "probit", 7)
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"
 
-    path.write_text(YAML.format(folder=tmp_path, words="{likelihood: {class_path: lightning_bayes.Gaussian}}"))
-    cli = LightningCLI(Classifier, Data, args=["--config", str(path)], run=False, **arguments)
+    words = "{likelihood: {class_path: lightning_bayes.Gaussian}}"
+    cli = run_cli(tmp_path, Classifier, train_loader, {"OnlineLaplaceCallback": words}, run=False)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
     assert isinstance(callback.likelihood, Gaussian)
     assert (callback.rule.memory_factor, callback.hessian, callback.at) == (1e-4, "auto", "mean")

@@ -7,9 +7,9 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, held_out, labelled, train_loader
+from helpers.cli import run_cli
 from helpers.training import LitNet, loader, trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -304,29 +304,6 @@ def test_other_posteriors_are_those_of_the_averaged_weights(first: bool, tmp_pat
         assert torch.equal(callback.posterior.mean, swag.posterior.mean)
 
 
-YAML = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 4
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  default_root_dir: {folder}
-  callbacks:
-    - class_path: lightning_bayes.LaplaceCallback
-      init_args: {{subset: {subset}, progress: false}}
-    - class_path: lightning_bayes.SWAGCallback
-      init_args: {{start: 1, every_n_epochs: 1, samples: 7}}
-"""
-
-
-class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return train_loader()
-
-
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.parametrize(
     "subset",
@@ -335,12 +312,12 @@ class Data(L.LightningDataModule):
         "{n: 6, by: swag, seed: 3}",
     ],
 )
-def test_lightning_cli_builds_both_from_yaml(subset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
-    path = tmp_path / "config.yaml"
-    path.write_text(YAML.format(folder=tmp_path, subset=subset))
-    arguments = ["fit", "--config", str(path)]
-    cli = LightningCLI(Classifier, Data, args=arguments, save_config_callback=None, seed_everything_default=0)
+def test_lightning_cli_builds_both_from_yaml(subset: str, tmp_path: Path) -> None:
+    words = {
+        "LaplaceCallback": f"{{subset: {subset}, progress: false}}",
+        "SWAGCallback": "{start: 1, every_n_epochs: 1, samples: 7}",
+    }
+    cli = run_cli(tmp_path, Classifier, train_loader, words, epochs=4)
     swag, laplace = (
         next(each for each in cli.trainer.callbacks if isinstance(each, kind))
         for kind in (SWAGCallback, LaplaceCallback)

@@ -19,6 +19,7 @@ from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGau
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.linear_model import LinearModel
+from lightning_bayes.predictive.held_out import Scoring, held_out_laws
 
 δ = 0.4
 
@@ -85,12 +86,11 @@ def test_the_optimum_is_that_of_the_dense_linear_model(kind: str, structure: str
     assert optimum.residual <= 1e-9
 
 
-def test_the_optimum_with_a_prior_per_layer_and_from_elsewhere() -> None:
+def test_the_optimum_with_a_prior_per_layer() -> None:
     network, x, y, likelihood = problem("classification")
     prior = torch.tensor([0.1, 2.0], dtype=torch.float64)
     posterior = fit_laplace(network, batches(x, y), likelihood, prior_precision=prior)
-    start = torch.zeros_like(posterior.mean)
-    optimum = LinearModel(batches(x, y)).minimum(posterior, passes=600, tolerance=1e-9, start=start)
+    optimum = LinearModel(batches(x, y)).minimum(posterior, passes=600, tolerance=1e-9)
     Λ = prior[posterior.subset.layer_index]
     torch.testing.assert_close(optimum.theta, Dense(network, x).optimum(likelihood, y, Λ), rtol=1e-6, atol=1e-8)
 
@@ -248,6 +248,14 @@ def test_a_refined_posterior_with_many_outputs_predicts_around_its_own_mean() ->
     mean, covariance = refined.functional(x)
     torch.testing.assert_close(prediction.mean, mean)
     torch.testing.assert_close(prediction.epistemic, covariance.diagonal(dim1=1, dim2=2), rtol=0.3, atol=0)
+
+
+def test_beside_a_refined_posterior_the_plain_network_is_scored_as_it_is() -> None:
+    network, x, y, likelihood = problem("classification")
+    refined = fit_laplace(network, batches(x, y), likelihood, prior_precision=δ).refine(batches(x, y), tolerance=1e-3)
+    ((laws, _),) = held_out_laws(refined, [refined, None], [(x, y)], Scoring())
+    torch.testing.assert_close(laws[0].mean, refined.shifted(x))
+    torch.testing.assert_close(laws[1].mean, network(x).detach())
 
 
 def test_refinement_keeps_the_words_of_the_fit() -> None:
