@@ -264,9 +264,9 @@ class LaplaceCallback(PosteriorCallback):
             return f"{super()._missing()}(trainer, module, datamodule) for trained weights"
         if self._best_path is None:
             return (
-                f"{os.path.basename(str(self._checkpoint))} holds no posterior: load its weights into the module, then "
-                f"call {type(self).__name__}'s fit_now(trainer, module, datamodule), or "
-                "lightning_bayes.fit(module, datamodule, trainer=trainer)"
+                f"{type(self).__name__} {self.name!r} has no posterior yet, and {os.path.basename(str(self._checkpoint))} "
+                "holds none: load its weights into the module, then call the callback's fit_now(trainer, module, "
+                "datamodule), or lightning_bayes.fit(module, datamodule, trainer=trainer)"
             )
         return (
             f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "

@@ -117,7 +117,9 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
         prior_precision=_bounds(δ),
         effective_parameters=None if laplace is None else float(laplace.effective_parameters),
         log_evidence=evidence,
-        noise_std=None if noise is None else tuple(torch.as_tensor(noise).detach().double().flatten().tolist()),
+        noise_std=None
+        if noise is None
+        else tuple(torch.as_tensor(noise, dtype=torch.float64).detach().flatten().tolist()),
         calibrations=posterior.calibrations,
     )
 
