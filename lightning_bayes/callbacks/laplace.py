@@ -263,10 +263,11 @@ class LaplaceCallback(PosteriorCallback):
         if self._best_path is None and not self._checkpoint:
             return f"{super()._missing()}(trainer, module, datamodule) for trained weights"
         if self._best_path is None:
+            path = os.path.basename(str(self._checkpoint))
             return (
-                f"{type(self).__name__} {self.name!r} has no posterior yet, and {os.path.basename(str(self._checkpoint))} "
-                "holds none: load its weights into the module, then call the callback's fit_now(trainer, module, "
-                "datamodule), or lightning_bayes.fit(module, datamodule, trainer=trainer)"
+                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} holds none: load its weights into "
+                "the module, then call the callback's fit_now(trainer, module, datamodule), or "
+                "lightning_bayes.fit(module, datamodule, trainer=trainer)"
             )
         return (
             f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "
