@@ -265,8 +265,8 @@ class LaplaceCallback(PosteriorCallback):
         if self._best_path is None:
             path = os.path.basename(str(self._checkpoint))
             return (
-                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} holds none: load its weights into "
-                "the module, then call the callback's fit_now(trainer, module, datamodule), or "
+                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} holds none: load its weights "
+                "into the module, then call the callback's fit_now(trainer, module, datamodule), or "
                 "lightning_bayes.fit(module, datamodule, trainer=trainer)"
             )
         return (
