@@ -104,7 +104,7 @@ class _PlainNetwork(LightningModule):
         self.train(network.training)
 
     def split_batch(self, batch: Any) -> Any:
-        return inputs.split_targets(batch)
+        return inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:
