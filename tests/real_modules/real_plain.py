@@ -52,7 +52,7 @@ class PackedRecurrent(L.LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
+        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
 
     validation_step = test_step
 
@@ -83,7 +83,7 @@ class BagOfWords(L.LightningModule):
         return F.cross_entropy(self(text, offsets), y)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
+        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
 
     validation_step = test_step
 
