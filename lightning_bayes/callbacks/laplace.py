@@ -210,6 +210,8 @@ class LaplaceCallback(PosteriorCallback):
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
+            probe = data.probe()
+            x = None if probe is None else self.read_by_targets(module, *probe)
             return fit_laplace(
                 self.network_in(module),
                 data,
@@ -217,7 +219,7 @@ class LaplaceCallback(PosteriorCallback):
                 subset=with_posterior(self.subset, trainer),
                 progress=self._shows_progress(trainer),
                 processes=Processes.current(),
-                probe=data.probe(),
+                probe=x,
             )
 
     def _shows_progress(self, trainer: Trainer | None) -> bool:

@@ -71,7 +71,10 @@ def without_targets(batch: Any) -> Any:
 
 def predicts_next_token(network: nn.Module) -> bool:
     """Whether it is, or holds, a language model of Hugging Face's, whose labels are its own inputs."""
-    return any(getattr(module, "loss_type", None) == "ForCausalLM" for module in unviewed(network).modules())
+    return any(
+        getattr(module, "loss_type", None) == "ForCausalLM" or type(module).__name__.endswith("LMHeadModel")
+        for module in unviewed(network).modules()
+    )
 
 
 def next_tokens(x: Mapping[str, Any], labels: Any) -> Any:
