@@ -117,6 +117,7 @@ def fit_curvature(
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
     """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
     output alone."""
+    inputs.batch_size(x)  # an error where x holds no tensor
     output = replace(output_of(network), together=isinstance(x, inputs.Together))
     if likelihood.chooses_one_class and output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):

@@ -147,7 +147,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 2)), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 1 if together else 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
