@@ -175,3 +175,15 @@ def test_sparse_embedding_is_borrowed_dense_and_given_back(kind: Any) -> None:
     with pytest.raises(RuntimeError, match="inside"), borrowed(network, ()):
         raise RuntimeError("inside")
     assert network[0].sparse
+
+
+def test_call_that_does_not_reach_the_output_leaves_the_mean_over_inputs_alone() -> None:
+    """As DoRA's layers, which run an adapter on unit vectors for a norm that they detach."""
+    parts = {"inner": nn.Linear(3, 4), "head": nn.Linear(4, OUTPUTS)}
+    once = Wired(lambda s, x: s.head(s.inner(x).tanh()), **parts).double()
+    norm = once.inner(torch.eye(3, dtype=torch.float64)).norm().detach()
+    once = Wired(lambda s, x: s.head(s.inner(x).tanh() / norm), **parts)
+    twice = Wired(lambda s, x: s.head(s.inner(x).tanh() / s.inner(torch.eye(3).to(x)).norm().detach()), **parts)
+    x, y = real(N, 3), torch.randint(OUTPUTS, (N,))
+    found, expected = (fit(Case(network, x, y, Categorical()), 1, 3).to_dense() for network in (twice, once))
+    torch.testing.assert_close(found, expected, **TIGHT)
