@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.curvature.plan import make_plan
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -187,3 +188,26 @@ def test_call_that_does_not_reach_the_output_leaves_the_mean_over_inputs_alone()
     x, y = real(N, 3), torch.randint(OUTPUTS, (N,))
     found, expected = (fit(Case(network, x, y, Categorical()), 1, 3).to_dense() for network in (twice, once))
     torch.testing.assert_close(found, expected, **TIGHT)
+
+
+def test_eigenvectors_take_the_place_of_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten equal layers, never more than the sums and a few matrices of the one that is being decomposed."""
+    network = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))).double()
+    x, y = real(3, 64), real(3, 64)
+    one, live, decompose = 64 * 64 * 8, [], Factor.from_matrix
+
+    def watched(matrix: Tensor) -> Factor:
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape == (1, 64, 64)]
+        live.append(sum(t.untyped_storage().nbytes() for t in tensors))
+        return decompose(matrix)
+
+    monkeypatch.setattr(Factor, "from_matrix", staticmethod(watched))
+    gc.collect()
+    gc.freeze()  # what lives now is left out
+    try:
+        fit_curvature(network, [(x, y)], Gaussian(1.0))
+    finally:
+        gc.unfreeze()
+    assert len(live) == 20
+    assert max(live) <= (20 + 4) * one
