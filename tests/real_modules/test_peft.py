@@ -91,15 +91,6 @@ def inputs_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-class Logits(nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **x: Tensor) -> Tensor:
-        return self.model(**x).logits
-
-
 class Tuned(L.LightningModule):
     """An ordinary module around a model with an adapter."""
 
@@ -107,17 +98,14 @@ class Tuned(L.LightningModule):
         super().__init__()
         self.model = model
 
-    def forward(self, **batch: Tensor) -> Tensor:
-        return self.model(**batch).logits
-
-    def split_batch(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        return inputs_of(batch), batch["labels"]
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(**batch).loss
+        return self(**batch).loss
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self.model(**batch).loss)
+        self.log("test_loss", self(**batch).loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 0.05)
@@ -129,20 +117,20 @@ def test_from_training_to_a_posterior_beside_the_adapter(
 ) -> None:
     module, loader = Tuned(adapted(family)), DataLoader(texts(), 4)
     frozen = {name: p.clone() for name, p in module.named_parameters() if not p.requires_grad}
-    laplace = LaplaceCallback(tune=None, progress=False)
+    laplace = LaplaceCallback(network="model", tune=None, progress=False)
     runner = trainer(tmp_path, laplace, max_epochs=3)
     with caplog.at_level(logging.INFO, logger="lightning_bayes"):
         runner.fit(module, loader)
     lines = [message for message in caplog.messages if message.startswith("curvature blocks")]
     named = set(re.findall(r"[\w.]+\.(?:weight|bias)", lines[-1]))
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
     assert named == trained == set(laplace.posterior.subset.names)
     assert all("lora_" in name or "modules_to_save" in name for name in named)
     assert all(torch.equal(p, frozen[name]) for name, p in module.named_parameters() if name in frozen)
     predictions = torch.cat([prediction.probs for prediction in runner.predict(module, loader)])
     scores = runner.test(module, loader, verbose=False)[0]
     x, y = inputs_of(batch(texts())), batch(texts())["labels"]
-    nll = {"laplace": F.nll_loss(predictions.log(), y), "map": F.cross_entropy(module.eval()(**x), y)}
+    nll = {"laplace": F.nll_loss(predictions.log(), y), "map": module.eval().model(**x, labels=y).loss}
     assert {name: scores[f"test_nll_{name}"] for name in nll} == pytest.approx({n: v.item() for n, v in nll.items()})
     assert nll["laplace"] != nll["map"]
 
@@ -150,7 +138,7 @@ def test_from_training_to_a_posterior_beside_the_adapter(
     module.model.save_pretrained(folder)
     laplace.posterior.save(folder / "posterior.pt")
     torch.manual_seed(0)  # the same base weights, which a user has from a hub
-    fresh = Tuned(peft.PeftModel.from_pretrained(FAMILIES[family][0](), folder))
+    fresh = peft.PeftModel.from_pretrained(FAMILIES[family][0](), folder)
     posterior = GaussianPosterior.load(folder / "posterior.pt", fresh)
     torch.testing.assert_close(posterior.predict(x).probs, predictions)
     torch.testing.assert_close(laplace.posterior.predict(x).probs, predictions)
@@ -173,10 +161,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_posterior_is_that_of_a_dense_matrix(family: str, variant: str, fresh: bool) -> None:
     """`P = Σₙ JₙᵀΛₙJₙ + δI` by one backward pass per output, over the adapter alone. In a fresh adapter B is zero."""
     model = adapted(family, **VARIANTS[variant])
-    network = Logits(model if fresh else moved(model)).double()
+    network = (model if fresh else moved(model)).double()
     data = batch(texts())
     x, y = inputs_of(data), data["labels"]
-    loader = [({k: v[part] for k, v in x.items()}, y[part]) for part in (slice(0, 1), slice(1, 6))]
+    loader = [{key: value[part] for key, value in data.items()} for part in (slice(0, 1), slice(1, 6))]
     f, J = jacobian(network, x)
     close = ROUNDED if family == "llama" else TIGHT
     p = f.softmax(1)
@@ -196,10 +184,9 @@ def test_posterior_is_that_of_a_dense_matrix(family: str, variant: str, fresh: b
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_matrices_of_an_adapter_have_kronecker_blocks(family: str) -> None:
     """`G ⊗ A`, with `A = Σ aaᵀ/(N·T)` and `G = Σ ggᵀ` as hooks see the layers."""
-    network = Logits(moved(adapted(family))).double().eval()
+    network = moved(adapted(family)).double().eval()
     data = batch(texts())
-    x, y = inputs_of(data), data["labels"]
-    structure = fit_curvature(network, [(x, y)]).structure
+    structure = fit_curvature(network, [data]).structure
     assert isinstance(structure, BlockDiagonal)
     adapters = {n: m for n, m in network.named_modules() if re.search(r"lora_[AB]\.default$", n)}
     assert len(adapters) == 4  # A and B of two layers
@@ -207,7 +194,7 @@ def test_both_matrices_of_an_adapter_have_kronecker_blocks(family: str) -> None:
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     for name, layer in adapters.items():
         layer.register_forward_hook(lambda _, args, z, name=name: seen.update({name: (args[0].detach(), z)}))
-    f = network(**x)
+    f = network(**inputs_of(data)).logits
     p = f.detach().softmax(1)
     roots = torch.stack([p[:, c].sqrt()[:, None] * (torch.eye(CLASSES)[c] - p) for c in range(CLASSES)])
     for name in adapters:
@@ -225,27 +212,27 @@ def test_of_several_adapters_the_active_one_is_fitted() -> None:
     data = batch(texts())
     for active in ("default", "other", "default"):
         model.set_adapter(active)
-        posterior = fit_laplace(Logits(model), [(inputs_of(data), data["labels"])])
+        posterior = fit_laplace(model, [data])
         assert all(f".{active}." in name for name in posterior.subset.names)
         assert sum("lora_" in name for name in posterior.subset.names) == 4
 
 
 def test_merged_adapter_is_refused_until_it_is_unmerged() -> None:
-    network = Logits(moved(adapted("bert"))).double()
+    network = moved(adapted("bert")).double()
     data = batch(texts())
-    x, y = inputs_of(data), data["labels"]
-    posterior = fit_laplace(network, [(x, y)])
+    x = inputs_of(data)
+    posterior = fit_laplace(network, [data])
     expected = posterior.predict(x).probs
-    network.model.merge_adapter()
+    network.merge_adapter()
     with pytest.raises(CurvatureError, match=r"query.lora_A.default.weight does not reach .* unmerge_adapter\(\)"):
-        fit_laplace(network, [(x, y)])
+        fit_laplace(network, [data])
     with pytest.raises(PosteriorError, match="weights are not those the posterior was fitted to"):
         posterior.predict(x)
-    network.model.unmerge_adapter()
+    network.unmerge_adapter()
     torch.testing.assert_close(posterior.predict(x).probs, expected)
-    merged = Logits(copy.deepcopy(network.model).merge_and_unload())
-    names = fit_laplace(merged, [(x, y)]).subset.names  # what is left to train
-    assert names == ("model.classifier.weight", "model.classifier.bias")
+    merged = copy.deepcopy(network).merge_and_unload()
+    names = fit_laplace(merged, [data]).subset.names  # what is left to train
+    assert names == ("classifier.weight", "classifier.bias")
 
 
 def jacobian(network: nn.Module, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -254,7 +241,7 @@ def jacobian(network: nn.Module, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     weights = [p for p in network.parameters() if p.requires_grad]
     outputs, rows = [], []
     for n in range(len(x["input_ids"])):
-        (f,) = network(**{key: value[n : n + 1] for key, value in x.items()})
+        (f,) = network(**{key: value[n : n + 1] for key, value in x.items()}).logits
         outputs.append(f.detach())
         grads = [torch.autograd.grad(c, weights, retain_graph=True, materialize_grads=True) for c in f]
         rows.append(torch.stack([torch.cat([g.flatten() for g in by_weight]) for by_weight in grads]))
