@@ -18,6 +18,7 @@ from benchmarks import (
     distributed,
     evidence,
     l2m,
+    lora,
     online_step,
     peers,
     predictive,
@@ -37,6 +38,7 @@ TOPICS = {
     "diagonal": diagonal,
     "evidence": evidence,
     "subnetwork": subnetwork,
+    "lora": lora,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,19 @@ def check_network(network: Any) -> nn.Module:
         if p.is_meta:
             raise CurvatureError(f"{name} is on the meta device and has no values: use to_empty and load the weights")
     return network
+
+
+def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
+    """Refuse `unused` weights of an adapter (as of `peft`) that is merged into its base layer: they do nothing."""
+    layers = [(path, module) for path, module in network.named_modules() if hasattr(module, "unmerge")]
+    merged = [path for path, layer in layers if getattr(layer, "merged", False) is True]
+    for name in unused:
+        for path in merged:
+            if name.startswith(f"{path}."):
+                raise CurvatureError(
+                    f"{name} does not reach the output, because its adapter is merged into {path}: call "
+                    "unmerge_adapter() first"
+                )
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
