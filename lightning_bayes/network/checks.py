@@ -42,6 +42,14 @@ def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
                 )
 
 
+def check_device(device: Any) -> torch.device:
+    """One that this machine has."""
+    try:
+        return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
+    except (RuntimeError, AssertionError, TypeError):  # torch's own ways to say that it has no such device
+        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {shown(device)}") from None
+
+
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
     """The submodule at a dotted path, or an error with the existing names."""
     text("network", path, "the dotted name of a submodule")

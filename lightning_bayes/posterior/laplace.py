@@ -130,7 +130,7 @@ def from_curvature(
     return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(GaussianPosterior):
     """`N(θ*, (H/T + diag(δ))⁻¹)`."""
 
@@ -165,6 +165,17 @@ class LaplacePosterior(GaussianPosterior):
             temperature=temperature,
             damping=damping,
         ).with_prior(prior_precision)
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        known = super()._on(device)
+        g = self.curvature.gradient
+        curvature = replace(
+            self.curvature,
+            structure=self.curvature.structure.to(device),
+            likelihood=known["likelihood"],
+            gradient=None if g is None else g.to(device),
+        )
+        return {**known, "curvature": curvature, "prior_precision": self.prior_precision.to(device)}
 
     @property
     def noise_power(self) -> int:

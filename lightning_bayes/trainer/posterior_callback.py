@@ -72,6 +72,7 @@ class PosteriorCallback(Callback):
         self._scores: TrainerScores | None = None  # of the running `validate` or `test`
         self._predict_step: PredictStep | None = None  # while `predict` runs
         self._said_replaced = False
+        self._checkpoint: Any = None  # that the weights of the running `validate`, `test` or `predict` came from
 
     @property
     def state_key(self) -> str:
@@ -356,6 +357,7 @@ class PosteriorCallback(Callback):
 
     def _load_beside(self, trainer: Trainer) -> None:
         """A checkpoint of weights only has the posterior in a file beside it."""
+        self._checkpoint = trainer.ckpt_path
         path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
             network = self.network_in(self._module)
