@@ -33,6 +33,7 @@ from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
+from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -109,9 +110,10 @@ def fit_laplace(
             lambda: fit(loader, structure="diag").structure.diagonal() / temperature,
             options.get("processes"),
         )
-    fitted = fit(chosen.watched(loader), structure=structure, subset=subset, hessian=hessian)
+    used = UsedData(network, chosen.watched(loader), "fit", options.get("processes"))
+    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
-    return chosen.put_into(posterior, loader, progress)
+    return chosen.put_into(used.noted(posterior), loader, progress)
 
 
 def from_curvature(

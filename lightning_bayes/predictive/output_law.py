@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class Integral:
         def back(t: Tensor) -> Tensor:
             return t.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
 
-        return replace(flat, mean=back(flat.mean), epistemic=back(flat.epistemic), aleatoric=back(flat.aleatoric))
+        return replace(flat, **{f.name: back(t) for f in fields(flat) if (t := getattr(flat, f.name)) is not None})
 
     def _integrate(self, mean: Tensor, covariance: Tensor) -> Predictive:
         return self.likelihood.integrate(mean, covariance, self.link, self.samples, self.generator)
