@@ -22,7 +22,7 @@ from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
-from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.shards import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.posterior import LaplacePosterior
@@ -35,7 +35,6 @@ from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
 from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
-from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
@@ -54,6 +53,8 @@ class L2MCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
         scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
             "paper_literal", with the prior's variance instead of its precision, as the paper prints it.
@@ -89,6 +90,8 @@ class L2MCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         *,
         network: str | None = None,
+        output: str | int | None = None,
+        class_dim: int | None = None,
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
         loss_scale: float | None = None,
@@ -108,7 +111,8 @@ class L2MCallback(PosteriorCallback):
     ) -> None:
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
-            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            network=network, output=output, class_dim=class_dim,
+            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
         )  # fmt: skip
         super().__init__(use)
         self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
@@ -138,7 +142,7 @@ class L2MCallback(PosteriorCallback):
             if self.tune == "auto" and trainer.val_dataloaders is not None:  # they say what weight decay does not
                 warnings.filterwarnings("ignore", "the optimizer has no weight decay")
             posterior = fit_l2m(
-                network_of(module, self.network),
+                self.network_in(module),
                 trainer.optimizers,
                 self.likelihood,
                 n_data=self._batches.n_data,
@@ -184,7 +188,7 @@ class L2MCallback(PosteriorCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        network = unwrap(network_of(pl_module, self.network))
+        network = self.network_in(pl_module)
         check_optimizers(trainer.optimizers, trainable(network))
         if is_sharded(network) and self.predictive == "glm":
             raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
@@ -203,7 +207,7 @@ class L2MCallback(PosteriorCallback):
         if not self._resumed:
             self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
-        self._decay = longest_memory(trainer.optimizers, trainable(unwrap(network_of(pl_module, self.network))))
+        self._decay = longest_memory(trainer.optimizers, trainable(self.network_in(pl_module)))
         self._count_step(trainer, pl_module)  # of a checkpoint that was written before this callback's turn
         if self.tune == "grid":
             data.check_validation(trainer)
@@ -234,6 +238,7 @@ class L2MCallback(PosteriorCallback):
         x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
         if not self._batches.n_targets:
             self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
+        x = inputs.contained(self.network_in(pl_module), x, y)
         self._batches.add(inputs.batch_size(x) * data.replicas(trainer))
 
     def on_train_batch_end(

@@ -44,7 +44,7 @@ from lightning_bayes.trainer.checkpoints import (
 from lightning_bayes.trainer.data import check_validation
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
-from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
+from lightning_bayes.trainer.module import check_module, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import forward_context, is_dev_run
@@ -62,6 +62,8 @@ class LaplaceCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
         structure: "kron", "diag" or "full"; for a `Subnetwork`, "kron" is "full".
         subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
@@ -117,6 +119,8 @@ class LaplaceCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         *,
         network: str | None = None,
+        output: str | int | None = None,
+        class_dim: int | None = None,
         structure: str = "kron",
         subset: str | list[str] | Subnetwork = "all",
         weights: str = "both",
@@ -152,7 +156,8 @@ class LaplaceCallback(PosteriorCallback):
     ) -> None:
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
-            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            network=network, output=output, class_dim=class_dim,
+            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
             has_points=gp_points != 0,
         )  # fmt: skip
         super().__init__(use)
@@ -206,7 +211,7 @@ class LaplaceCallback(PosteriorCallback):
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
             return fit_laplace(
-                network_of(module, self.network),
+                self.network_in(module),
                 data,
                 **self._words(),
                 subset=with_posterior(self.subset, trainer),

@@ -53,6 +53,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`, whose noise is the first one).
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
         structure: "kron", "diag" or "full".
         subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
@@ -102,6 +104,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         likelihood: str | Likelihood = "classification",
         *,
         network: str | None = None,
+        output: str | int | None = None,
+        class_dim: int | None = None,
         structure: str = "kron",
         subset: str | list[str] = "all",
         prior_precision: float | list[float] = 1.0,
@@ -137,7 +141,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
                 f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
             )
         super().__init__(
-            likelihood, network=network, structure=structure, subset=subset, prior_precision=prior_precision,
+            likelihood, network=network, output=output, class_dim=class_dim,
+            structure=structure, subset=subset, prior_precision=prior_precision,
             tune=None, calibrate=calibrate, predictive=predictive, link=link, samples=samples,
             predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
             mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
@@ -162,7 +167,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._refitted = 0  # epochs of training when it was made
         self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.loss_scale)
-        self._gradient = PriorGradient(self.name, self.network, self.subset, self.prior_precision, scale)
+        self._gradient = PriorGradient(self.name, self.network_in, self.subset, self.prior_precision, scale)
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 

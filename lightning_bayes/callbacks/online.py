@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 from lightning_bayes.arguments import between, count, flag, plain_values, word
 from lightning_bayes.callbacks.memory import CurvatureMemory, MemoryRule, stored_subset
@@ -31,13 +30,12 @@ from lightning_bayes.curvature.backprop import MODES
 from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
-from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_countable, single
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
-from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import callbacks_of, forward_context
@@ -51,6 +49,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
     Args:
         likelihood: "regression" (an autoencoder's, too), "classification" or "binary" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
         subset: "all" that train at the first step, "last_layer", or a list of parameter or module names.
 
         prior_precision: `δ`.
@@ -93,6 +93,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         likelihood: str | Likelihood = "regression",
         *,
         network: str | None = None,
+        output: str | int | None = None,
+        class_dim: int | None = None,
         subset: str | list[str] = "all",
         prior_precision: float = 1.0,
         memory_factor: float = 1e-4,
@@ -121,7 +123,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         count("predictive_samples", predictive_samples)
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=predictive_samples,
-            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            network=network, output=output, class_dim=class_dim,
+            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
         )  # fmt: skip
         super().__init__(use)
         self.rule = MemoryRule(
@@ -153,14 +156,11 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._end_step()
         if self._memory is None:
             raise RuntimeError(self._missing())
-        self._posterior = posterior = self._memory.posterior(self._network_of(module), self.likelihood)
+        self._posterior = posterior = self._memory.posterior(self.network_in(module), self.likelihood)
         hessian = self.hessian if self._sampled is None else self._sampled.diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
         return posterior
-
-    def _network_of(self, module: LightningModule) -> nn.Module:
-        return unwrap(network_of(module, self.network))
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._trainer, self._n_data, self._memory, self._sampled = trainer, self._count(trainer), None, None
         stored, self._remembered = self._remembered, None
         if stored is not None:
-            self._memory = self._remember(pl_module, stored_subset(self._network_of(pl_module), stored))
+            self._memory = self._remember(pl_module, stored_subset(self.network_in(pl_module), stored))
             self._memory.load(stored)
         self._step = SampledStep(pl_module, lambda batch: self._begin(pl_module, batch), self.at, self.train_samples)
         self._step.start()
@@ -199,14 +199,14 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     def _remember(self, module: LightningModule, subset: Subset) -> CurvatureMemory:
         assert self._trainer is not None
-        weights = subset.flatten(self._network_of(module))
+        weights = subset.flatten(self.network_in(module))
         dtype = torch.promote_types(weights.dtype, torch.float32)
         C = torch.full_like(weights, self.rule.initial_curvature, dtype=dtype)
         return CurvatureMemory(C, subset, self._n_data, self.rule, self._trainer.global_step)
 
     def _begin(self, module: LightningModule, batch: Any) -> SampledNetwork:
-        x, _ = split(module, batch)
-        network = self._network_of(module)
+        network = self.network_in(module)
+        x, _ = split(module, network, batch)
         diagonal = trace(network, x, self.subset, self.likelihood, self.hessian, self.threshold)
         if self._memory is None:
             self._memory = self._remember(module, diagonal.subset)
@@ -282,7 +282,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._end_step()
         state = super().state_dict()
         if self._trainer is not None and self._module is not None:  # in training the posterior is that of the moment
-            state["posterior"] = self._memory.posterior(self._network_of(self._module), self.likelihood).state_dict()
+            state["posterior"] = self._memory.posterior(self.network_in(self._module), self.likelihood).state_dict()
         return {**state, "memory": self._memory.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

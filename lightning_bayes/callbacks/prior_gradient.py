@@ -10,7 +10,7 @@ know that `σ` is tuned: at another `σ`, it is `c · (σ/σ₀)²` times the ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ from lightning_bayes.callbacks.best_evidence import Hyperparameters
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
-from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior.l2m import default_loss_scale
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 from lightning_bayes.trainer.dry_run import split_training_batch
 from lightning_bayes.trainer.loss_check import SAME_SCALE
-from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.private import is_dev_run, scale_before_step
 
 Parameters = Mapping[str, nn.Parameter]
@@ -39,9 +37,14 @@ class PriorGradient:
     """Adds the prior's part to the gradients of the chosen parameters, before each step of an optimizer."""
 
     def __init__(
-        self, name: str, network: str | None, subset: str | list[str], prior_precision: Any, scale: LossScale
+        self,
+        name: str,
+        network_in: Callable[[LightningModule], nn.Module],
+        subset: str | list[str],
+        prior_precision: Any,
+        scale: LossScale,
     ) -> None:
-        self._name, self._network, self._of = name, network, subset
+        self._name, self._network_in, self._of = name, network_in, subset
         self._given, self.scale = prior_precision, scale
         self.subset: Subset | None = None  # from an epoch's first batch on
         self._x: Any = None  # of that batch
@@ -52,7 +55,7 @@ class PriorGradient:
 
     def choose(self, trainer: Trainer, module: LightningModule, x: Any = None) -> Subset | None:
         """The parameters that have a prior here, and nowhere else; None before lazy layers have any."""
-        network = unwrap(network_of(module, self._network))
+        network = self._network_in(module)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return None
         subset = choose_subset(network, x, self._of)
@@ -66,7 +69,8 @@ class PriorGradient:
 
     def begin_batch(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         if self.subset is None:
-            self._x, y = split_training_batch(trainer, module, batch)
+            x, y = split_training_batch(trainer, module, batch)
+            self._x = inputs.contained(self._network_in(module), x, y)
             self._n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
             self.subset = self.choose(trainer, module, self._x)
 
@@ -82,7 +86,7 @@ class PriorGradient:
             return
         factor = c * learned.noise**2 * part / self.n_data
         strengths = {name: factor * δ for name, δ in self._priors(self.subset, learned).items()}
-        parameters = self.subset.parameters(unwrap(network_of(module, self._network)))
+        parameters = self.subset.parameters(self._network_in(module))
         add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer))
 
     def compare_n_data(self, trainer: Trainer, n_data: int) -> None:

@@ -145,7 +145,7 @@ class SampledNetwork:
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
 
     def measure(self, batch: Any) -> None:
-        x, y = split(self._module, batch)
+        x, y = split(self._module, self.diagonal.network, batch)
         self.memory.measure(self.diagonal(x, y), inputs.batch_size(x))
 
     def draw(self, number: int) -> Moves:
@@ -168,6 +168,7 @@ def trace(
     return BatchDiagonal(network, chosen, likelihood, mode, threshold)
 
 
-def split(module: LightningModule, batch: Any) -> tuple[Any, Any]:
+def split(module: LightningModule, network: nn.Module, batch: Any) -> tuple[Any, Any]:
     with preserved_rng(), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
-        return split_batch(module, batch)
+        x, y = split_batch(module, batch)
+    return inputs.contained(network, x, y), y

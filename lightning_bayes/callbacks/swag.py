@@ -24,7 +24,7 @@ from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network.batch_norm import update_statistics, with_statistics
-from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments
@@ -32,7 +32,6 @@ from lightning_bayes.trainer.checkpoints import Stored, is_of_weights, put_poste
 from lightning_bayes.trainer.data import as_list, count_examples, is_countable
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit
-from lightning_bayes.trainer.module import network_of
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
 from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
@@ -56,6 +55,8 @@ class SWAGCallback(PosteriorCallback):
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
         start: from when on weights are taken in: an epoch, counted from 0, or a share of the training.
         every_n_epochs: weights are taken in at the end of every so many epochs.
@@ -87,6 +88,8 @@ class SWAGCallback(PosteriorCallback):
         likelihood: str | Likelihood = "classification",
         *,
         network: str | None = None,
+        output: str | int | None = None,
+        class_dim: int | None = None,
         start: int | float = 0.75,
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
@@ -106,7 +109,8 @@ class SWAGCallback(PosteriorCallback):
     ) -> None:
         use = UseOptions(
             name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
-            network=network, ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
+            network=network, output=output, class_dim=class_dim,
+            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
         )  # fmt: skip
         super().__init__(use)
         if not is_number(start) or start < 0 or (not isinstance(start, int) and start >= 1):
@@ -129,7 +133,7 @@ class SWAGCallback(PosteriorCallback):
         self._module = module
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
-        network, moments = self._network_of(module), self._moments
+        network, moments = self.network_in(module), self._moments
         trained = {name: t.detach().clone() for name, t in _tensors(network).items()}
         try:
             moments.put_mean(network)
@@ -151,9 +155,6 @@ class SWAGCallback(PosteriorCallback):
         quiet = not (self.progress and trainer.is_global_zero and trainer.progress_bar_callback is not None)
         batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
         return (x for x, _ in tqdm(batches, desc="batch norm statistics", disable=quiet, unit="batch"))
-
-    def _network_of(self, module: LightningModule) -> nn.Module:
-        return unwrap(network_of(module, self.network))
 
     def _missing(self) -> str:
         return f"{self.name}: {self._too_few}" if self._too_few else f"{super()._missing()}; {_AVERAGE_ONLY}"
@@ -184,7 +185,7 @@ class SWAGCallback(PosteriorCallback):
         if not self._resumed:
             self._moments, self._step = WeightMoments(), trainer.global_step
         elif self._trained is not None:
-            _restore(self._network_of(pl_module), self._trained)
+            _restore(self.network_in(pl_module), self._trained)
         self._resumed, self._trained = False, None
         if not is_dev_run(trainer):
             self._check_length(trainer)
@@ -234,7 +235,7 @@ class SWAGCallback(PosteriorCallback):
         )
         if due and step > self._step and self._has_begun(trainer):
             self._step = step
-            self._moments.add(self._network_of(pl_module))
+            self._moments.add(self.network_in(pl_module))
 
     def _has_begun(self, trainer: Trainer) -> bool:
         if isinstance(self.start, int):

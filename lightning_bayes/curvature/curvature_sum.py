@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_bayes.curvature.recorder import Recorder
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
 
 logger = logging.getLogger("lightning_bayes")
@@ -46,6 +47,7 @@ class Curvature:
     weight_sharing: str = "expand"  # with which words it was fitted
     hessian: str = "exact"
     normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
+    output: Output = field(default_factory=Output)  # how the network is read
 
     @property
     def knows_likelihood(self) -> bool:

@@ -23,7 +23,8 @@ from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.checks import check_loader, check_network
+from lightning_bayes.network.checks import check_loader, check_network, explained
+from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
 from lightning_bayes.network.subset import check_subset, resolve_subset
 
 
@@ -42,12 +43,15 @@ def fit_curvature(
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
+    output: str | int | None = None,
+    class_dim: int | None = None,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
     Args:
         network: maps x to f(x): logits, or the mean of a regression. It is run in eval mode and left as it was.
-        loader: an iterable of pairs; x may be a tuple or dict of tensors for a network with several inputs.
+        loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
+            network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         structure: "full", "diag" or "kron".
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
@@ -62,15 +66,17 @@ def fit_curvature(
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
-        probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
-            the first batch.
+        probe: a batch to trace the network on, for a process whose own share of the data may be empty; by default the
+            first one.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
     """
     check_options(structure, subset, curvature, weight_sharing, progress, hessian)
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
     likelihood = resolve(likelihood)
-    network = check_network(unwrap(network))
+    network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
     total: CurvatureSum | None = None
     normalised: tuple[str, ...] = ()
@@ -79,8 +85,9 @@ def fit_curvature(
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any) -> CurvatureSum:
-            nonlocal normalised
+        def begin(x: Any, y: Tensor) -> CurvatureSum:
+            nonlocal normalised, network
+            network = read_by_targets(network, x, y, likelihood)
             chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
@@ -94,14 +101,27 @@ def fit_curvature(
             return begun
 
         if probe is not None:
-            total = begin(inputs.to_device(probe, inputs.device_of(network)))
+            total = begin(*_prepare(network, probe))
         for batch in bar:
             x, y = _prepare(network, batch)
-            total = total or begin(x)
+            total = total or begin(x, y)
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        return replace(total.finish(), normalised=normalised, weight_sharing=weight_sharing, hessian=hessian)
+        fitted = replace(total.finish(), normalised=normalised, output=output_of(network))
+        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian)
+
+
+def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
+    """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
+    output alone."""
+    output = replace(output_of(network), together=isinstance(x, inputs.Together))
+    if likelihood.chooses_one_class and output.class_dim is None:
+        one = inputs.take(network, x, [0])
+        with borrowed(network, ()), torch.no_grad(), explained(network, x):
+            args, kwargs = inputs.arguments(network, one)
+            output = output.with_targets(unviewed(network)(*args, **kwargs), y[:1])
+    return viewed(network, output)
 
 
 def check_options(
@@ -161,4 +181,4 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    return inputs.to_device(inputs.split_targets(batch), inputs.device_of(network))
+    return inputs.to_device(inputs.split_targets(network, batch), inputs.device_of(network))

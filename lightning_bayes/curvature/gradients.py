@@ -20,7 +20,6 @@ from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import inputs
-from lightning_bayes.network.at_weights import call_with
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
@@ -108,7 +107,7 @@ class ParameterGradients:
                     consume(name, J, part)
 
     def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
-        if self._vectorised:
+        if self._vectorised and not isinstance(x, inputs.Container):
             try:
                 with quiet():
                     gradients = self._vmapped(parameters, x, columns)
@@ -146,7 +145,7 @@ class ParameterGradients:
         def one(x_n: Any, columns_n: Tensor) -> dict[str, Tensor]:
             def f(p: dict[str, Tensor]) -> Tensor:
                 batch = inputs.map_batched(x_n, has_batch, lambda leaf: leaf.unsqueeze(0))
-                return call_with(self._network, p, *inputs.arguments(batch)).squeeze(0)
+                return inputs.run(self._network, batch, p).squeeze(0)
 
             output, pullback = vjp(f, values)[:2]
             return vmap(lambda c: pullback(c.to(output.dtype))[0])(columns_n)

@@ -145,7 +145,9 @@ class Plan:
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
-    few = inputs.few(network, x, max(3, min(inputs.batch_size(x), PROBE)))
+    # Of examples that are computed together, one alone has rows of its own.
+    together = isinstance(x, inputs.Together)
+    few = inputs.few(network, x, 1 if together else max(3, min(inputs.batch_size(x), PROBE)))
     with Recorder(parameters) as recorder:
         f = inputs.call(network, few)
     calls = recorder.calls

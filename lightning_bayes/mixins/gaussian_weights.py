@@ -10,6 +10,7 @@ example gets `(β/N) Σ_λ KL_λ`. (The printed eq. (30) has σ² where eq. (12)
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_bayes.mixins.options import VariationalOptions
 from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.output import Output, viewed
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal
@@ -45,6 +47,7 @@ class GaussianWeights:
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
         self.n_data = options.n_data  # N; None until training starts, if it is to be counted
+        self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
         self.draws = 0  # random draws so far; each has its number
         self.called_vl_loss = False  # by the training step that runs
         self.checked_kinks = False  # in the fit that runs
@@ -108,7 +111,7 @@ class GaussianWeights:
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
     def posterior(self) -> GaussianPosterior:
-        network = unwrap(self.network)
+        network = viewed(unwrap(self.network), self.read_as)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
@@ -195,10 +198,12 @@ class GaussianWeights:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds besides the parameters."""
         from_decay = {name: self.prior_std[name] for name in self.decayed if name in self.prior_std}
-        return {"n_data": self.n_data, "draws": self.draws, "prior_std": from_decay}
+        state = {"n_data": self.n_data, "draws": self.draws, "prior_std": from_decay}
+        return {**state, "output": asdict(self.read_as)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.draws = state.get("draws", 0)
+        self.read_as = Output(**state.get("output", asdict(self.read_as)))
         if self.options.n_data is None:
             self.n_data = state.get("n_data")
         self.prior_std.update({n: s for n, s in state.get("prior_std", {}).items() if n in self.decayed})

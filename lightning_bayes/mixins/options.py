@@ -29,6 +29,8 @@ class VariationalOptions(UseOptions):
             zero), or one of these for each name pattern, as in {"head": 0.1, "*": "he"}.
         n_data: examples in the training data of all processes together; by default they are counted.
         network: the submodule that maps x to f; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
         deterministic: name patterns of parameters without a distribution, such as ["*.bias", "net.1"].
         loss: "returned" (`training_step` returns the mean negative log-likelihood, which is checked) or "likelihood"
             (whatever it returns, the likelihood's own is trained on).

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import Buffers, kept_buffers
+from lightning_bayes.network.output import Output
 from lightning_bayes.network.recomputation import refuse_recomputation
 from lightning_bayes.trainer.loss_check import mean_nll
 from lightning_bayes.trainer.module import call_step, split_batch
@@ -38,7 +39,17 @@ class ForwardCall:
     versions: list[int]  # of the input tensors
     rng: list[tuple[torch.device, Tensor]]
     buffers: Buffers
-    output: Any = None
+    returned: Any = None
+    read_as: Output = field(default_factory=Output)
+    x: Any = None  # what the batch says that the input is
+
+    @property
+    def output(self) -> Any:
+        return self._read(self.returned)
+
+    def _read(self, returned: Any) -> Any:
+        f = self.read_as(returned)
+        return self.x.rows(f) if isinstance(self.x, inputs.Container) else f
 
     @property
     def input_requires_grad(self) -> bool:
@@ -61,7 +72,7 @@ class ForwardCall:
                 else:
                     torch.set_rng_state(state)
             self.buffers.restore()
-            yield self.network(*self.args, **self.kwargs)
+            yield self._read(self.network(*self.args, **self.kwargs))
 
 
 @dataclass
@@ -100,8 +111,11 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     loss = _loss_of(returned)
     if loss is None:
         return returned
-    call = _one_call(calls, module, options.network)
-    _, y = split_batch(module, batch)
+    call = _one_call(calls, module, options.network, q.read_as)
+    x, y = split_batch(module, batch)
+    if options.likelihood.chooses_one_class:
+        q.read_as = q.read_as.with_targets(call.returned, y)
+    call.read_as, call.x = q.read_as, inputs.contained(q.network, x, y)
     f = call.output
     options.likelihood.check(f.detach(), y)
     if options.loss == "likelihood":
@@ -125,7 +139,7 @@ def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = started.pop()
-        call.output = output
+        call.returned = output
         calls.append(call)
 
     # First in, last out: the user's own hooks belong to the network.
@@ -149,12 +163,12 @@ def _loss_of(returned: Any) -> Tensor | None:
     return loss.reshape(())
 
 
-def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None) -> ForwardCall:
+def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None, output: Output) -> ForwardCall:
     if len(calls) == 1:
-        if not isinstance(calls[0].output, Tensor):
+        if output.select(calls[0].returned) is None:
             raise StepError(
-                f"the network must return one tensor of outputs, but it returned {type(calls[0].output).__name__}: "
-                "name the submodule that does with variational={'network': …}"
+                f"the network must return one tensor of outputs, but it returned {type(calls[0].returned).__name__}: "
+                "name the submodule that does with variational={'network': …}, or the entry with 'output'"
             )
         return calls[0]
     children = ", ".join(name for name, _ in module.named_children() if name != "log_sigma") or "none"

@@ -32,6 +32,7 @@ def update_statistics(network: nn.Module, batches: Iterable[Any]) -> None:
                 layer.train()
             seen = largest = 0
             for x in batches:
+                x = inputs.contained(network, x)
                 size = inputs.batch_size(x)
                 if size == 1 and largest > 1:  # the rest of the data: one value has no variance
                     continue

@@ -1,4 +1,5 @@
-"""Batches `(x, y)`, where `x` is a tensor, or a tuple, list or dict of tensors for a network with several inputs."""
+"""Batches `(x, y)`, where `x` is a tensor; a tuple, list or dict of tensors for a network with several inputs; or what
+`containers` knows."""
 
 from __future__ import annotations
 
@@ -11,14 +12,48 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_bayes.network.at_weights import call_with
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import explained
+from lightning_bayes.network.containers import (
+    Container,
+    Graphs,
+    Together,
+    arguments,
+    contained,
+    is_graph,
+    labelled_nodes,
+    map_tensors,
+    tensors,
+)
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.output import output_of, unviewed
 from lightning_bayes.network.slow_path import is_out_of_memory
 
+LABELS = ("labels", "label")  # keys of the targets in a dict
 
-def split_targets(batch: Any) -> tuple[Any, Tensor]:
-    """`(x, y)` of a batch, or one sentence on what the batch is instead."""
+
+def split_targets(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, Tensor]:
+    """`(x, y)` of a batch, `x` in its container if it needs one; or one sentence on what the batch is instead."""
+    x, y = split(network, batch, stage)
+    if not isinstance(y, Tensor):
+        raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}")
+    return contained(network, x, y), y
+
+
+def split(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, Any]:
+    """A pair; a dict with `labels`, as Hugging Face has them; or graphs, whose targets are their `y`."""
+    if isinstance(batch, Mapping):
+        key = next((key for key in LABELS if key in batch), None)
+        if key is None:
+            raise DataError(
+                f"a batch must be a pair (x, y), or a dict with {' or '.join(map(repr, LABELS))}, but the loader gave "
+                f"a dict with {', '.join(map(str, batch))}"
+            )
+        x = {name: value for name, value in batch.items() if name != key}
+        return x, next_tokens(x, batch[key]) if predicts_next_token(network) else batch[key]
+    if is_graph(batch):
+        return split_graphs(batch, stage)
     if not isinstance(batch, (tuple, list)):
         raise DataError(f"a batch must be a pair (x, y), but the loader gave a {type(batch).__name__}")
     if len(batch) != 2:
@@ -26,32 +61,54 @@ def split_targets(batch: Any) -> tuple[Any, Tensor]:
             f"a batch must be a pair (x, y), but the loader gave {len(batch)} parts; "
             "group a network's several inputs as ((x1, x2), y)"
         )
-    x, y = batch
-    if not isinstance(y, Tensor):
-        raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}")
-    return x, y
+    return batch[0], batch[1]
+
+
+def without_targets(batch: Any) -> Any:
+    """The input of a batch whose targets are not wanted, or that has none."""
+    return {name: v for name, v in batch.items() if name not in LABELS} if isinstance(batch, Mapping) else batch
+
+
+def predicts_next_token(network: nn.Module) -> bool:
+    """Whether it is, or holds, a language model of Hugging Face's, whose labels are its own inputs."""
+    return any(getattr(module, "loss_type", None) == "ForCausalLM" for module in unviewed(network).modules())
+
+
+def next_tokens(x: Mapping[str, Any], labels: Any) -> Any:
+    """Labels that belong to the same places as the outputs: those of the token after it. Hugging Face's models shift
+    them within their loss."""
+    ids = x.get("input_ids")
+    if not isinstance(labels, Tensor) or not isinstance(ids, Tensor) or labels.shape != ids.shape:
+        return labels
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+
+
+def split_graphs(data: Any, stage: str) -> tuple[Any, Any]:
+    """Targets of graphs, or of the nodes that have one in this stage."""
+    nodes = labelled_nodes(data, stage)
+    return (data, data.y) if nodes is None else (Together(Graphs(data), nodes), data.y[nodes.to(data.y.device)])
 
 
 def call(network: nn.Module, x: Any) -> Tensor:
     """`f(x)`, or an error that says what the network was run on."""
-    args, kwargs = arguments(x)
     with explained(network, x):
-        return network(*args, **kwargs)
+        return run(network, x)
 
 
-def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple or list is passed as positional arguments, a mapping as keyword arguments."""
-    if isinstance(x, Mapping):
-        return (), dict(x)
-    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
-
-
-def tensors(x: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+def run(network: nn.Module, x: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """`f(x)`, at other weights if they are given."""
+    args, kwargs = arguments(network, x)
+    returned = network(*args, **kwargs) if weights is None else call_with(network, weights, args, kwargs)
+    f = returned if isinstance(returned, Tensor) else output_of(network)(returned)
+    return x.rows(f) if isinstance(x, Container) else f
 
 
 def batch_size(x: Any) -> int:
     """The number of examples: the first dimension of the first tensor that has one."""
+    if isinstance(x, Container):
+        if not x.size:
+            raise DataError("a batch has no examples")
+        return x.size
     for leaf in tensors(x):
         if leaf.ndim:
             if not len(leaf):
@@ -62,6 +119,8 @@ def batch_size(x: Any) -> int:
 
 def take(network: nn.Module, x: Any, examples: list[int] | slice) -> Any:
     """The given examples of `x`; parts that all examples share are passed on as they are."""
+    if isinstance(x, Container):
+        return x.take(list(range(x.size))[examples] if isinstance(examples, slice) else examples)
     return map_batched(x, batched(network, x), lambda leaf: leaf[examples])
 
 
@@ -80,7 +139,7 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
     fits = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
     if sum(isinstance(leaf, Tensor) for leaf in leaves) == 1:
         return fits
-    learned = _LEARNED.setdefault(network, {})
+    learned = _LEARNED.setdefault(unviewed(network), {})
     form = (str(spec), *(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves))
     if form not in learned:
         learned[form] = _ask(network, x, fits) if sum(fits) > 1 else fits
@@ -101,7 +160,7 @@ def to_device(x: Any, device: torch.device) -> Any:
         leaf = leaf.to(device)
         return leaf.clone() if leaf.is_inference() else leaf
 
-    return pytree.tree_map_only(Tensor, move, x)
+    return map_tensors(x, move)
 
 
 def device_of(network: nn.Module) -> torch.device:

@@ -107,8 +107,9 @@ class GaussianPosterior:
         """The network, borrowed for a backward pass at the mean, with its plan and `x` on its device."""
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
-            x = inputs.to_device(x, self.device)
-            shapes = tuple(leaf.shape[1:] for leaf in inputs.tensors(x))  # positions may be merged with the batch
+            x = inputs.to_device(inputs.contained(self.network, x), self.device)
+            # Positions may be merged with the batch; those of a container are so in any number.
+            shapes = () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
             if shapes not in self.plans:
                 self.plans[shapes] = make_plan(self.network, x, self.subset)
             yield self.plans[shapes], x

@@ -24,6 +24,7 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng, unwrap
+from lightning_bayes.network.output import read_as, viewed
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
@@ -59,13 +60,15 @@ def fit_laplace(
     gp_selection: str = "random",
     gp_weighting: str = "prior",
     gp_outputs: str = "auto",
+    output: str | int | None = None,
+    class_dim: int | None = None,
     **options: Unpack[FitOptions],
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`.
 
     Args:
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
-        loader: an iterable of `(x, y)`.
+        loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
@@ -84,14 +87,20 @@ def fit_laplace(
         gp_weighting: how they stand for all data: the "prior" precision counts N/M times, or the "data" do.
         gp_outputs: whether a network's outputs are "joint" or "independent" of each other; "auto" is joint while points
             times outputs are few.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
     """
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
-    network, points = unwrap(network), PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
+    points = PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
+    network = read_as(unwrap(network), output, class_dim)
     chosen = PointSelection(points, network, options.get("seed", 0), options.get("processes"))
-    fit = partial(fit_curvature, network, likelihood=likelihood, curvature=curvature, progress=progress, **options)
+    fit = partial(
+        fit_curvature, network, likelihood=likelihood, curvature=curvature, progress=progress,
+        output=output, class_dim=class_dim, **options,
+    )  # fmt: skip
     if isinstance(subset, Subnetwork):
         subset, prior_precision = subset.in_network(
             network,
@@ -114,6 +123,7 @@ def from_curvature(
     damping: str | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
+    network = viewed(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)

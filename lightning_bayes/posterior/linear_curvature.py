@@ -41,7 +41,7 @@ def curvature_at(
     total: CurvatureSum | None = None
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
         for batch in loader:
-            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
             if total is None:
                 with posterior.linearised(x) as (plan, _):
                     total = CurvatureSum(

@@ -155,7 +155,7 @@ class LinearModel:
         posterior.check_weights()
         start = 0
         for batch in self._loader:
-            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
             with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
                 yield Batch(posterior, x, y, start)
             start += len(y)

@@ -81,6 +81,6 @@ def with_normalised(posterior: LaplacePosterior, loader: Iterable[Any]) -> Lapla
         raise DataError("the loader is empty: prior_groups='normalised' needs an example to run the network on")
     posterior.check_weights()
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-        x = inputs.to_device(inputs.split_targets(batch)[0], posterior.device)
+        x = inputs.to_device(inputs.split_targets(posterior.network, batch)[0], posterior.device)
         names = normalised_layers(posterior.network, x, posterior.subset)
     return replace(posterior, curvature=replace(posterior.curvature, normalised=names))

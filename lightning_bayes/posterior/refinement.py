@@ -73,7 +73,7 @@ def refine(
     if posterior.shift is not None:  # one that was refined before
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     with preserved_rng():
-        batches = [inputs.split_targets(batch) for batch in loader]
+        batches = [inputs.split_targets(posterior.network, batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
     # A Gaussian's Fisher does not depend on its outputs: its variational posterior is the exact one.

@@ -16,6 +16,7 @@ from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.output import Output, output_of, viewed
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
@@ -43,6 +44,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "fingerprint": posterior.fingerprint,
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
         "shift": posterior.shift,
+        "output": asdict(output_of(posterior.network)),
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": posterior.precision.to_state()}
@@ -86,8 +88,10 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "weight_sharing": "expand",
         "hessian": "exact",
         "points": None,
+        "output": {},
     }  # than some files
     state = {**newer, **state}
+    network = viewed(network, Output(**state["output"]))
     matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
     for key in (*_COMMON, *(_OF_LAPLACE if matrix == "curvature" else ("precision",))):
         if key not in state:
@@ -121,6 +125,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         normalised=None if state["normalised"] is None else tuple(state["normalised"]),
         weight_sharing=state["weight_sharing"],
         hessian=state["hessian"],
+        output=output_of(network),
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)

@@ -113,7 +113,7 @@ class PointSelection:
         if self._options.points == 0:
             return loader
         look = self._keep_random if self._options.selection == "random" else self._check_outputs
-        return _Watched(check_loader(loader), look)
+        return _Watched(self._network, check_loader(loader), look)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
@@ -123,7 +123,7 @@ class PointSelection:
             with preserved_rng():
                 bar = tqdm(loader, desc="leverage", disable=not progress, unit="batch")
                 for batch in bar:
-                    self._keep_by_leverage(posterior, *inputs.split_targets(batch))
+                    self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
             if not self._seen and self._processes.size == 1:
                 raise DataError("the loader was empty when it was read again: leverage needs a second pass")
         x, y, index = self._best.gathered(self._processes)
@@ -188,13 +188,13 @@ class PointSelection:
 class _Watched:
     """A loader of which each batch is looked at once it has been used."""
 
-    def __init__(self, loader: Iterable[Any], look: Any) -> None:
-        self._loader, self._look = loader, look
+    def __init__(self, network: nn.Module, loader: Iterable[Any], look: Any) -> None:
+        self._network, self._loader, self._look = network, loader, look
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             yield batch
-            self._look(*inputs.split_targets(batch))
+            self._look(*inputs.split_targets(self._network, batch))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

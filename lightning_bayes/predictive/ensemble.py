@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.output import unviewed
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.fingerprint import same_weights
 from lightning_bayes.predictive.checkpoint import read_checkpoint
@@ -207,7 +208,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
         for other in range(number):
             # Compared as `check_weights` does, which at least one of the two would fail.
             same = same_weights(member.fingerprint, posteriors[other].fingerprint)
-            if member.network is posteriors[other].network and not same:
+            if unviewed(member.network) is unviewed(posteriors[other].network) and not same:
                 raise PosteriorError(
                     f"members {other} and {number} share one network, but belong to different weights of it: give each "
                     "member a network of its own"

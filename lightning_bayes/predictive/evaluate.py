@@ -47,14 +47,15 @@ def evaluate(
         check_loader(others, "ood_loaders", "batches")
     check_seed("seed", seed)
     device = predictor.device
+    network = (predictor.posteriors[0] if isinstance(predictor, DeepEnsemble) else predictor).network
 
     def predict(x: Any) -> Prediction:
         return predictor.predict(x, predictive, link, samples, torch.Generator().manual_seed(seed))
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:
-            return (batch[0] if isinstance(batch, (tuple, list)) else batch), None
-        x, y = inputs.split_targets(batch)
+            return (batch[0] if isinstance(batch, (tuple, list)) else inputs.without_targets(batch)), None
+        x, y = inputs.split_targets(network, batch, "test")
         return x, y.to(device)
 
     others = {f"ood_loaders[{number}]": loader for number, loader in enumerate(ood_loaders)}

@@ -20,7 +20,7 @@ from lightning_bayes.arguments import count, flag
 from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
-from lightning_bayes.network.at_weights import at_weights, call_with
+from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import explained
 from lightning_bayes.network.shards import is_sharded, local, reshard
@@ -74,6 +74,7 @@ def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor) -> Te
 @contextmanager
 def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
     posterior.check_weights()
+    x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # an error where x holds no tensor
     with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
         yield inputs.to_device(x, posterior.device)
@@ -136,7 +137,7 @@ class Linearised:
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
         with explained(self._network, self._x):
-            return call_with(self._network, parameters, *inputs.arguments(self._x))
+            return inputs.run(self._network, self._x, parameters)
 
     @torch.enable_grad()
     def _double_backward(self, reason: str) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:

@@ -142,7 +142,7 @@ def held_out_laws(
     targets = []
     with preserved_rng():
         for batch in loader:
-            x, y = inputs.to_device(inputs.split_targets(batch), posterior.device)
+            x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
             laws = output_laws(present, x, scoring.predictive, scoring.samples, scoring.seed) if present else []
             # The linearised network has the plain one's mean, unless it was refined.
             of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, "map")

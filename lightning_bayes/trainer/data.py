@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -45,6 +45,7 @@ class ExactPass:
     probe_loader: Any
     module: LightningModule
     trainer: Trainer | None
+    stage: str = "train"  # or "val"
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.loader:
@@ -56,8 +57,8 @@ class ExactPass:
         return len(self.loader)
 
     def probe(self) -> Any:
-        """The first examples of the dataset, to trace the network on."""
-        return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))[0]
+        """A batch of the first examples of the dataset, to trace the network on."""
+        return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))
 
     def is_random(self) -> bool:
         """Whether the first examples differ when they are read again, as augmented ones do."""
@@ -69,7 +70,7 @@ class ExactPass:
             return any(differ(first, other) for other in again)
 
     def _prepare(self, batch: Any) -> tuple[Any, Any]:
-        return split_batch(self.module, to_module(batch, self.module, self.trainer))
+        return split_batch(self.module, to_module(batch, self.module, self.trainer), stage=self.stage)
 
 
 def exact_pass(
@@ -119,7 +120,7 @@ def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPa
     if trainer is None or trainer.val_dataloaders is None:
         raise RuntimeError(_NO_VALIDATION)
     first = as_list(trainer.val_dataloaders)[0]
-    return exact_pass(as_list(first)[0], module, trainer, trainer.limit_val_batches)
+    return replace(exact_pass(as_list(first)[0], module, trainer, trainer.limit_val_batches), stage="val")
 
 
 def check_validation(trainer: Trainer) -> None:

@@ -11,23 +11,23 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.network import CurvatureError, DataError, inputs
-from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng, unwrap
+from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng
+from lightning_bayes.network.output import Output, output_of, unviewed
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.trainer.data import as_list
-from lightning_bayes.trainer.loss_check import LossFit, Watch, compare_gradients, compare_values
-from lightning_bayes.trainer.module import ModuleError, is_variational, network_of, split_batch
+from lightning_bayes.trainer.loss_check import LossFit, Reading, Watch, compare_gradients, compare_values
+from lightning_bayes.trainer.module import ModuleError, is_variational, split_batch
 from lightning_bayes.trainer.private import forward_context, gradient_scale, is_compiled
 
 if TYPE_CHECKING:
@@ -54,25 +54,28 @@ class DryRun:
         if not self._waiting:
             return
         self._waiting, callback = False, self._callback
-        network = unwrap(network_of(module, callback.network))
+        network = callback.network_in(module)
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return  # the first step gives the lazy layers their shape
         pair = split_training_batch(trainer, module, batch, callback.needs_targets)
         if pair is None:
             return
         x, y = pair
-        size, modules = inputs.batch_size(x), [network]
         if not isinstance(y, Tensor):
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
+        x = inputs.contained(network, x, y)
+        size, modules = inputs.batch_size(x), [network]
         if not is_sharded(network):  # whose first forward pass must be the step's own
             with preserved_rng(), forward_context(trainer), kept_buffers(network):
+                callback.read_by_targets(module, x, y)
+                network = callback.network_in(module)
                 self.f, modules = _run(network, callback.network, x, size)
                 y = callback.align_targets(self.f, y)
                 callback.likelihood.check(self.f, y)
                 some = slice(EXAMPLES)
                 callback.try_fit(network, inputs.take(network, x, some), y[some])
         if module.automatic_optimization and not is_compiled(module):
-            self._watch = Watch(modules, size, None if self.f is None else self.f.shape)
+            self._watch = Watch(modules, size, None if self.f is None else self.f.shape, Reading(network, x))
         self._x, self._y, self._rng = x, y, torch.get_rng_state()
 
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
@@ -84,12 +87,13 @@ class DryRun:
         scale = trainer.accumulate_grad_batches / gradient_scale(trainer)
         seen = [] if watch is None else watch.outputs
         with torch.autocast(module.device.type, enabled=False):
-            if seen and f is None:
-                y = self._callback.align_targets(seen[0], y)
-                likelihood.check(seen[0].detach(), y)
-            fit = compare_gradients(likelihood, loss, seen, y, scale) if seen else None
+            if watch and seen and f is None:
+                outputs = watch.reading(seen[0].detach())
+                y = self._callback.align_targets(outputs, y)
+                likelihood.check(outputs, y)
+            fit = compare_gradients(likelihood, loss, seen, y, scale, watch.reading) if watch and seen else None
         if fit is None and f is not None and self._callback.trains_at_its_weights:
-            network = unwrap(network_of(module, self._callback.network))
+            network = self._callback.network_in(module)
             now = _in_own_mode(network, self._x, self._rng, trainer)
             if isinstance(now, Tensor) and now.shape == f.shape:
                 fit = compare_values(likelihood, loss, now, y, scale)
@@ -133,11 +137,13 @@ _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
 def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
     """The outputs, as the fit will see them, and the modules that return them, the network first."""
     what = f"the network {path!r}" if path else f"the network {type(network).__name__}"
+    read_as = output_of(network)
     returned: list[tuple[nn.Module, Any]] = []  # weak references: activations need not be kept
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            returned.append((module, weakref.ref(output)))
+        tensor = read_as.select(output) if module is unviewed(network) else Output().select(output)
+        if tensor is not None:
+            returned.append((module, weakref.ref(tensor)))
 
     with borrowed(network, ()), torch.no_grad(), _silence(), ExitStack() as stack:
         stack.callback(register_module_forward_hook(note).remove)
@@ -155,14 +161,16 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
     if not isinstance(f, Tensor):
         raise CurvatureError(
             f"{what} must return one tensor, but it returned {type(f).__name__}: name the submodule that does with "
-            "network=, or wrap it in one"
+            "network=, or the entry that is f with output="
         )
     if f.ndim == 0 or len(f) != size:
         raise CurvatureError(
             f"of {what} the output must have one row per example, but {size} examples gave an output of "
             f"shape {tuple(f.shape)}: name the submodule that gives it with network="
         )
-    modules = dict.fromkeys([network, *(module for module, output in reversed(returned) if output() is f)])
+    # `f` may be the same tensor with its dimensions in another order.
+    same = [module for module, t in reversed(returned) if (o := t()) is not None and o.data_ptr() == f.data_ptr()]
+    modules = dict.fromkeys([unviewed(network), *same])
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 
@@ -172,11 +180,10 @@ def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> A
         return None  # it would wait for all processes
     # On copies: the graph of the step still needs the buffers as they are.
     buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
-    args, kwargs = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, (tuple, list)) else (x,), {})
     with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
         torch.set_rng_state(rng)
         try:
-            return functional_call(network, buffers, tuple(args), dict(kwargs))
+            return inputs.run(network, x, buffers)
         except Exception as error:  # anything, for the step itself may never call the network so
             if is_out_of_memory(error):
                 raise

@@ -157,6 +157,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
     losses: list[list[Tensor]] = [[], [], []]
     scoring, start = choice.scoring, 0
     for x, y in data:
+        x = inputs.contained(choice.posterior.network, x, y)
         for half, (chosen, plain) in enumerate(by_other):
             rows = [n for n in range(len(y)) if (start + n) % 2 == half]
             if not rows:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
+from lightning_bayes.network import inputs
+from lightning_bayes.network.output import Output, output_of, unviewed
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior.l2m import default_loss_scale
 
@@ -47,16 +49,17 @@ def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def compare_gradients(
-    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float
+    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float, reading: Reading
 ) -> LossFit | None:
-    """A `LossFit` from the graph of `loss` (times `scale`); None where that says nothing."""
+    """A `LossFit` from the graph of `loss` (times `scale`), in which `outputs` are as the network returned them; None
+    where that says nothing."""
     try:
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
     except RuntimeError as error:  # the graph cannot be walked twice, or not by `autograd.grad`
         if is_out_of_memory(error):
             raise
         return None
-    used = [(f, g) for f, g in zip(outputs, gradients, strict=True) if g is not None]
+    used = [(reading(f), reading(g)) for f, g in zip(outputs, gradients, strict=True) if g is not None]
     if not used:
         return None
     with torch.no_grad():
@@ -135,11 +138,26 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
     return None
 
 
+class Reading:
+    """From a tensor that the network returned for `x` to its output `f`; the same of a gradient."""
+
+    def __init__(self, network: nn.Module, x: Any) -> None:
+        self._network, self._output, self._x = unviewed(network), output_of(network), x
+
+    def select(self, module: nn.Module, returned: Any) -> Tensor | None:
+        """Among what the network, or a module inside it, returned."""
+        return (self._output if module is self._network else Output()).select(returned)
+
+    def __call__(self, t: Tensor) -> Tensor:
+        t = self._output.arranged(t)
+        return self._x.rows(t) if isinstance(self._x, inputs.Container) else t
+
+
 class Watch:
     """Notes the outputs of some modules, of a given shape if it is known, until it is stopped."""
 
-    def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None) -> None:
-        self._size, self._shape = size, shape
+    def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, reading: Reading) -> None:
+        self._size, self._shape, self.reading = size, shape, reading
         self._seen: dict[nn.Module, list[Tensor]] = {module: [] for module in modules}
         self._handles = [module.register_forward_hook(self._note) for module in self._seen]
 
@@ -154,7 +172,9 @@ class Watch:
         self._handles, self._seen = [], {}
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or not output.requires_grad or not output.ndim:
+        tensor = self.reading.select(module, output)
+        if tensor is None or not tensor.requires_grad or not tensor.ndim:
             return  # under DDP, a call of the module may also be that of its step
-        if output.shape == self._shape or (self._shape is None and len(output) == self._size):
-            self._seen[module].append(output)
+        shape = self.reading(tensor).shape
+        if shape == self._shape or (self._shape is None and shape[0] == self._size):
+            self._seen[module].append(tensor)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import shown
+from lightning_bayes.network import inputs
 from lightning_bayes.network.checks import submodule
 
 
@@ -30,8 +31,9 @@ def network_of(module: LightningModule, path: str | None) -> nn.Module:
     return module if path is None else submodule(module, path, ModuleError)
 
 
-def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -> tuple[Any, Any]:
-    """`(x, y)` by the module's own `split_batch`, or of a pair; a bare tensor is x, and in training its own target."""
+def split_batch(module: LightningModule, batch: Any, predicting: bool = False, stage: str = "train") -> tuple[Any, Any]:
+    """`(x, y)` by the module's own `split_batch`, of a pair, a dict with `labels`, or graphs, whose nodes may have
+    targets in one stage only; a bare tensor is x, and in training its own target."""
     own = getattr(module, "split_batch", None)
     if callable(own):
         parts = own(batch)
@@ -45,6 +47,10 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False) -
         return batch, None if predicting else batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    if predicting and (isinstance(batch, Mapping) or inputs.is_graph(batch)):
+        return inputs.without_targets(batch), None
+    if inputs.is_graph(batch) or (isinstance(batch, Mapping) and any(key in batch for key in inputs.LABELS)):
+        return inputs.split(module, batch, stage)
     if isinstance(batch, (tuple, list)) and len(batch) == 1 and predicting:
         return batch[0], None
     parts = f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if hasattr(batch, "__len__") else "")

@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass
 
 from lightning_bayes.arguments import count, flag, seed, shown, text, word
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network.output import Output
 from lightning_bayes.plots.style import require_matplotlib
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
@@ -21,6 +22,8 @@ class UseOptions:
     link: str | None = None
     samples: int = 100  # drawn where a prediction draws
     network: str | None = None  # the submodule that maps x to f
+    output: str | int | None = None  # where f is in what it returns
+    class_dim: int | None = None  # of f
     ood: bool = False  # whether dataloaders after the first hold out-of-distribution data
     plots: bool = False
     seed: int = 0
@@ -42,6 +45,7 @@ class UseOptions:
         count("samples", self.samples, error=error)
         if self.network is not None:
             text("network", self.network, "the dotted name of a submodule", error)
+        Output(self.output, self.class_dim, error=error)
         flag("ood", self.ood, error)
         if flag("plots", self.plots, error):
             require_matplotlib()

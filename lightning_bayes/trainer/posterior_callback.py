@@ -13,8 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.output import Output, output_of, unviewed, viewed
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
@@ -44,6 +46,8 @@ class PosteriorCallback(Callback):
     link: str | None = _option("link")
     samples: int = _option("samples")
     network: str | None = _option("network")
+    output: str | int | None = _option("output")
+    class_dim: int | None = _option("class_dim")
     seed: int = _option("seed")
     ood: bool = _option("ood")
     plots: bool = _option("plots")
@@ -57,6 +61,7 @@ class PosteriorCallback(Callback):
         super().__init__()
         self.use = use
         self._module: LightningModule | None = None  # that was seen last
+        self._read_as = Output(use.output, use.class_dim)  # completed by the first batch
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._file = PosteriorFile(use.name, use.save)
@@ -131,14 +136,22 @@ class PosteriorCallback(Callback):
         """The posterior, on the network (and device) that the callback last saw."""
         self._receive()
         held, state = self._posterior, self._stored
-        network = None if self._module is None else unwrap(network_of(self._module, self.network))
+        network = None if self._module is None else self.network_in(self._module)
         if held is not None:
-            if held.network is network and not held.is_elsewhere():
+            if network is not None and unviewed(held.network) is unviewed(network) and not held.is_elsewhere():
                 return held
             state = held.state_dict()
         if network is not None and state is not None:
             self._posterior = GaussianPosterior.from_state_dict(network, state, self._own_likelihood())
         return self._posterior
+
+    def network_in(self, module: LightningModule) -> nn.Module:
+        """What maps x to f in the user's module."""
+        return viewed(unwrap(network_of(module, self.network)), self._read_as)
+
+    def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> None:
+        """Look at the outputs for a batch in their container: which of their dimensions counts classes."""
+        self._read_as = output_of(read_by_targets(self.network_in(module), x, y, self.likelihood))
 
     def _own_likelihood(self) -> Likelihood | None:
         """A likelihood of the user's own, which no file can hold."""
@@ -249,7 +262,8 @@ class PosteriorCallback(Callback):
             rank_zero_warn(f"nothing is scored: {self._missing()}")
             return
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        self._scores = TrainerScores(self.likelihood, pl_module, loaders, self.use.ood)
+        stage = "test" if trainer.testing else "val"
+        self._scores = TrainerScores(self.likelihood, pl_module, loaders, self.use.ood, stage)
 
     def on_validation_batch_end(
         self,
@@ -267,7 +281,7 @@ class PosteriorCallback(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._scores is not None:
-            self._scores.log(trainer, "test" if trainer.testing else "val", self.use.plots)
+            self._scores.log(trainer, self.use.plots)
             self._scores = None  # it holds the loaders
 
     on_test_start = on_validation_start
@@ -340,7 +354,7 @@ class PosteriorCallback(Callback):
         """A checkpoint of weights only has the posterior in a file beside it."""
         path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
-            network = unwrap(network_of(self._module, self.network))
+            network = self.network_in(self._module)
             self._posterior = GaussianPosterior.load(path, network, self._own_likelihood())
 
 

@@ -35,7 +35,7 @@ def score_module(
         check_loader(loader, "ood_dataloaders", "batches")
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Any]:
-        return split_batch(module, to_module(batch, module, trainer), predicting=is_ood)
+        return split_batch(module, to_module(batch, module, trainer), is_ood, "test")
 
     ood_loaders = {f"ood_dataloaders[{number}]": loader for number, loader in enumerate(others)}
     with forward_context(trainer):
@@ -45,13 +45,13 @@ def score_module(
 class TrainerScores:
     """Of the predictions for a module's batches, from `loaders` as the Trainer has them."""
 
-    def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool) -> None:
+    def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool, stage: str) -> None:
         self._loaders = as_list(loaders)
         self._table = ScoreTable(likelihood, module.device, len(self._loaders) - 1 if ood else 0)
-        self._module = module
+        self._module, self._stage = module, stage  # "val" or "test"
 
     def add(self, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        x, y = split_batch(self._module, batch, predicting=self._table.is_ood(dataloader_idx))
+        x, y = split_batch(self._module, batch, self._table.is_ood(dataloader_idx), self._stage)
         real = _without_padding(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
             prediction = predict(x)
@@ -59,11 +59,11 @@ class TrainerScores:
                 prediction = prediction.map(lambda t: t[:real])
             self._table.update(name, prediction, None if y is None else y[:real], dataloader_idx)
 
-    def log(self, trainer: Trainer, stage: str, plots: bool) -> None:
+    def log(self, trainer: Trainer, plots: bool) -> None:
         """As `<stage>_<metric>_<name>`; on all processes, because metrics gather."""
         if not trainer.barebones:
             for key, value in self._table.compute().items():
-                self._module.log(f"{stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
+                self._module.log(f"{self._stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
         if not plots:
             return
         from lightning_bayes.plots import log_figure
@@ -73,7 +73,7 @@ class TrainerScores:
         for name, metric in self._table.pictures():
             figure, _ = metric.plot()
             if trainer.is_global_zero:
-                log_figure(trainer.loggers, f"{stage}_{name}", figure, trainer.global_step, folder)
+                log_figure(trainer.loggers, f"{self._stage}_{name}", figure, trainer.global_step, folder)
 
 
 def _without_padding(loader: Any, batch_idx: int) -> int | None:
