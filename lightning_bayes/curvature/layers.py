@@ -305,7 +305,8 @@ def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> li
     """`products` of inputs that come in strips of positions."""
     if strips is None:
         return products(None, g, bias)
-    total, start = [], 0
+    total: list[Tensor] = []
+    start = 0
     for a in strips:
         parts = products(a.to(g.dtype), g[:, :, :, start : start + a.shape[2]], bias)
         total = [t.add_(part) for t, part in zip(total, parts, strict=True)] if start else parts

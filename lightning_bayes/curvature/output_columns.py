@@ -42,10 +42,13 @@ def output_columns(
     if curvature == "empirical_fisher":
         return iter([likelihood.residual(f, y).unsqueeze(0)])
     wide = torch.promote_types(f.dtype, torch.float32)
-    draws = (uniforms(seed, draw, examples, f.shape[1:], wide) for draw in range(samples))
-    labels = [likelihood.sample(f, uniform, y) for uniform in draws]
-    columns = torch.stack([likelihood.residual(f, label) for label in labels]) / samples**0.5
-    return iter(columns.split(size))
+
+    def column(draw: int) -> Tensor:
+        label = likelihood.sample(f, uniforms(seed, draw, examples, f.shape[1:], wide), y)
+        return likelihood.residual(f, label) / samples**0.5
+
+    chunks = (range(start, min(start + size, samples)) for start in range(0, samples, size))
+    return (torch.stack([column(draw) for draw in chunk]) for chunk in chunks)
 
 
 def root_columns(S: Tensor, size: int) -> Iterator[Tensor]:

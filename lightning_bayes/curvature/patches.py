@@ -147,7 +147,8 @@ def _spread(x: Tensor, distances: Sequence[int] | None) -> Tensor:
     if distances is None or all(s == 1 for s in distances):
         return x
     spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], distances, strict=True)))
-    spread[(slice(None), slice(None), *(slice(None, None, s) for s in distances))] = x
+    pixels = (slice(None), slice(None), *(slice(None, None, s) for s in distances))
+    spread[pixels] = x
     return spread
 
 
