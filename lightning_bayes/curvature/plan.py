@@ -103,8 +103,13 @@ class Plan:
     subset: Subset
     sites: tuple[Site, ...]
     leftovers: tuple[str, ...]
-    n_outputs: int  # of the network, per example
+    output_shape: torch.Size  # of the network, for some examples
     n_activations: int  # of all layers in the plan, per example
+
+    @property
+    def n_outputs(self) -> int:
+        """Of the network, per example."""
+        return self.output_shape[1:].numel()
 
     def leftover_layout(self, name: str) -> Layout:
         shape = self.subset.shapes[self.subset.names.index(name)]
@@ -177,7 +182,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     keys = {site.key for site in sites}
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
     leftovers = tuple(name for name in subset.names if name not in covered)
-    return Plan(subset, tuple(sites), leftovers, f[0].numel(), n_activations)
+    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations)
 
 
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
