@@ -13,12 +13,12 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
 from lightning_bayes.curvature.normalised import normalised_layers
-from lightning_bayes.curvature.output_columns import CURVATURES
+from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
@@ -57,7 +57,8 @@ def fit_curvature(
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
-            of the example's own gradient ("empirical_fisher").
+            of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
+            outputs at many positions.
         samples: labels drawn per example for "fisher_mc".
         seed: of those labels; each example has its own random numbers, whatever batch it comes in.
         weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
@@ -93,7 +94,8 @@ def fit_curvature(
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             if hessian == "exact":
-                options = (structure, weight_sharing, curvature, samples, seed, processes)
+                kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
+                options = (structure, weight_sharing, kind, samples, seed, processes)
                 begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
@@ -133,7 +135,7 @@ def check_options(
     word("structure", structure, tuple(STRUCTURES))
     word("curvature", curvature, tuple(CURVATURES))
     word("hessian", hessian, HESSIANS)
-    if hessian != "exact" and (structure, curvature) != ("diag", "ggn"):
+    if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
         raise ValueError(
             f"hessian={hessian!r} is a diagonal of the GGN and needs structure='diag' and curvature='ggn', got "
             f"structure={structure!r} and curvature={curvature!r}"

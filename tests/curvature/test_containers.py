@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class OfFlat(Pooled):
     """As variable-length attention has them: no tensor has a row for each sequence."""
 
     def forward(self, flat: Tensor, borders: Tensor) -> Tensor:
-        return self.pooled([flat[a:b] for a, b in zip(borders[:-1], borders[1:], strict=True)])
+        return self.pooled([flat[a:b] for a, b in pairwise(borders)])
 
 
 @dataclass
@@ -135,10 +136,19 @@ def test_curvature_is_that_of_single_examples(kind: str, structure: str) -> None
     torch.testing.assert_close(everything.probs[1:3], posterior.predict(batch([1, 2])).probs, rtol=1e-9, atol=1e-11)
 
 
-def test_what_cannot_be_taken_apart_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    loader = [(flat([0, 1]), Y[:2]), (flat([2, 3]), Y[2:])]
+class OfNeighbours(OfFlat):
+    """Each sequence also sees the first row of the next one."""
+
+    def forward(self, flat: Tensor, borders: Tensor) -> Tensor:
+        return self.pooled([flat[a : b + 1] for a, b in pairwise(borders)])
+
+
+def test_rows_that_examples_share_are_exact_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    network, loader = OfNeighbours(), [(flat([0, 1]), Y[:2]), (flat([2, 3]), Y[2:])]
     with caplog.at_level(logging.WARNING, "lightning_bayes"):
-        fit_laplace(OfFlat(), loader, structure="diag")
+        posterior = fit_laplace(network, loader, structure="diag")
+    expected = sum(ggn(network(*x), network).diagonal() for x, _ in loader)
+    torch.testing.assert_close(posterior.curvature.structure.diagonal(), expected, rtol=1e-9, atol=1e-11)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "examples cannot be taken apart in an input of type tuple" in message
     assert "structure='diag' or subset='last_layer'" in message
