@@ -18,12 +18,13 @@ from lightning_bayes.mixins import (
     replace_activations,
 )
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
-from lightning_bayes.predictive import DeepEnsemble, Prediction, Reconstruction
+from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Conformal",
     "DeepEnsemble",
     "Gaussian",
     "GaussianPosterior",

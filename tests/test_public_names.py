@@ -62,7 +62,7 @@ METRICS_BESIDES = {
 }
 PLOTS = {
     *("decision_map", "log_figure", "ood_histogram", "regression_bands", "regression_calibration_curve"),
-    *("reliability_diagram", "risk_coverage_curve"),
+    *("reliability_diagram", "risk_coverage_curve", "uncertainty_maps"),
 }
 LIKELIHOODS = {
     *("Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Likelihood", "LikelihoodError", "resolve"),
@@ -181,7 +181,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "structure": "kron",
         "subset": "all",
-        "curvature": "ggn",
+        "curvature": "auto",
         "prior_precision": 1.0,
         "progress": True,
         "tune": "auto",
@@ -220,7 +220,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "structure": "kron",
         "subset": "all",
-        "curvature": "ggn",
+        "curvature": "auto",
         "prior_precision": 1.0,
         "evidence": "marglik",
         "mode": "gradient",

@@ -101,7 +101,7 @@ class LaplaceCallback(PosteriorCallback):
             augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
         max_batches: the pass ends after so many batches. By default it has no end but that of the data; for data
             without a length, whose end training has not seen, as many as an epoch of training has taken.
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        curvature: "auto", "ggn", "fisher_mc" or "empirical_fisher"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
@@ -142,7 +142,7 @@ class LaplaceCallback(PosteriorCallback):
         save: bool | str | None = None,
         data: Any = None,
         max_batches: int | None = None,
-        curvature: str = "ggn",
+        curvature: str = "auto",
         mc_samples: int = 1,
         hessian: str = "exact",
         weight_sharing: str = "expand",
@@ -237,6 +237,8 @@ class LaplaceCallback(PosteriorCallback):
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
+            probe = data.probe()
+            x = None if probe is None else self.read_by_targets(module, *probe)
             return fit_laplace(
                 self.network_in(module),
                 data,
@@ -244,7 +246,7 @@ class LaplaceCallback(PosteriorCallback):
                 subset=with_posterior(self.subset, trainer),
                 progress=self._shows_progress(trainer),
                 processes=Processes.current(),
-                probe=data.probe(),
+                probe=x,
             )
 
     def _shows_progress(self, trainer: Trainer | None) -> bool:
@@ -262,7 +264,12 @@ class LaplaceCallback(PosteriorCallback):
         blocks = block_summary(posterior.curvature.structure)
         what = f"{self.structure} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
+        what += f", by curvature={posterior.curvature.kind!r}" if self._chose_estimate(posterior) else ""
         report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
+
+    def _chose_estimate(self, posterior: LaplacePosterior) -> bool:
+        """Whether "auto" has taken the Monte-Carlo estimate for outputs at many positions."""
+        return self.curvature == "auto" and posterior.curvature.kind != "ggn"
 
     def _missing(self) -> str:
         if self._best_path is None and not self._checkpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_bayes.posterior.summary import PosteriorSummary
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
+    from lightning_bayes.predictive.conformal import Conformal
 
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
@@ -59,6 +60,7 @@ class GaussianPosterior:
     shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
     # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
     plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
+    used_data: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # hashes of examples: see `used_data`
 
     @property
     def device(self) -> torch.device:
@@ -202,6 +204,47 @@ class GaussianPosterior:
         from lightning_bayes.predictive.held_out import calibrate
 
         return calibrate(self, loader, predictive, link, samples, seed, of)
+
+    def conformalize(
+        self,
+        loader: Iterable[Any],
+        level: float = 0.9,
+        method: str = "aps",
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        seed: int = 0,
+        *,
+        randomised: bool = True,
+        penalty: float = 0.01,
+        free_classes: int = 5,
+        allow_empty: bool = False,
+    ) -> Conformal:
+        """Sets of classes, or intervals of real targets, that hold the target with probability `level`: one pass over
+        held-out data that were used for nothing else, neither training nor tuning nor calibration; a warning says if
+        the posterior has met them before. Under several processes call it on one of them.
+
+        Args:
+            loader: held-out batches `(x, y)`.
+            level: the probability that a new example's target is in its set, averaged over examples.
+            method: of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely classes kept
+                out) or "lac" (the smallest sets on average); see `conformal_scores`.
+            predictive: as in `predict`; "map" makes sets of the plain network.
+            link: as in `predict`.
+            samples: as in `predict`.
+            seed: of what is drawn, and of the randomised scores.
+            randomised: "aps" and "raps" with a random part, without which sets are larger than they need to be.
+            penalty: λ of "raps", for each class in a set beyond `free_classes`.
+            free_classes: k₀ of "raps".
+            allow_empty: sets may be empty, as they have to be for a coverage of exactly `level` where the network is
+                right more often than that. By default the likeliest class is always among them.
+        """
+        from lightning_bayes.predictive.conformal import conformalize
+
+        return conformalize(
+            self, loader, level, method, predictive, link, samples, seed,
+            randomised=randomised, penalty=penalty, free_classes=free_classes, allow_empty=allow_empty,
+        )  # fmt: skip
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
         """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""

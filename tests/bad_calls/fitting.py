@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bayes
 from bad_calls.callbacks import COUNT, counts, flags, positives, priors, words
-from bad_calls.cases import LitNet, Of, Table, Things, mlp
+from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import (
     Categorical,
@@ -84,6 +84,12 @@ laplace("subset", Subnetwork(3, by="swag"), "by='swag' means the callback of a T
 laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
 laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 
+for _row in OUTPUT:
+    laplace(*_row)
+laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
+laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
+laplace("class_dim", 5, "class_dim=5 is no dimension of outputs of shape")
+
 curvature = Table(
     "fit_curvature",
     lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
@@ -98,6 +104,8 @@ counts(curvature, "samples")
 curvature("seed", -1, "must be a whole number of at least 0")
 flags(curvature, "progress")
 curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
+for _row in OUTPUT:
+    curvature(*_row)
 curvature("probe", 3, "must hold a tensor with a batch dimension", named=False)
 
 # -- the second moment -----------------------------------------------------------------------------------------------

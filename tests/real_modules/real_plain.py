@@ -6,7 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
-from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
+from real_data import BATCH, CLASSES, WORDS, labels, seeded, texts
 from real_frame import HELD_OUT, Real
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence

@@ -33,9 +33,7 @@ class TimmClassifier(L.LightningModule):
 
 
 def case(name: str, in_default: bool = False, **words: Any) -> Real:
-    return Real(
-        lambda: TimmClassifier(name, **words), images(), (HELD_OUT, CLASSES), {"structure": "diag"}, in_default
-    )
+    return Real(lambda: TimmClassifier(name, **words), images(), (HELD_OUT, CLASSES), {"structure": "diag"}, in_default)
 
 
 CASES = {

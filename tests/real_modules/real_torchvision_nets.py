@@ -70,7 +70,5 @@ CASES = {
     "mobilenet_v3_small": Real(lambda: Classifier("mobilenet_v3_small"), images(), OF_IMAGE, LAST),
     "lraspp_mobilenet_v3_large": Real(lambda: Segmentation("lraspp_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),
     "fcn_resnet50": Real(lambda: Segmentation("fcn_resnet50"), masks, OF_PIXELS, DENSE),
-    "deeplabv3_mobilenet_v3_large": Real(
-        lambda: Segmentation("deeplabv3_mobilenet_v3_large"), masks, OF_PIXELS, DENSE
-    ),
+    "deeplabv3_mobilenet_v3_large": Real(lambda: Segmentation("deeplabv3_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),
 }
