@@ -63,7 +63,13 @@ def masks(n: int, seed: int) -> Any:
 
 LAST: dict[str, Any] = {"subset": "last_layer"}
 # Many outputs: samples of the linearised network, few of which are enough here.
-DENSE: dict[str, Any] = {"subset": "last_layer", "curvature": "fisher_mc", "samples": 3, "tune": None, "calibrate": None}
+DENSE: dict[str, Any] = {
+    "subset": "last_layer",
+    "curvature": "fisher_mc",
+    "samples": 3,
+    "tune": None,
+    "calibrate": None,
+}
 OF_IMAGE, OF_PIXELS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, SIDE, SIDE)
 CASES = {
     "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, LAST, in_default=True),
