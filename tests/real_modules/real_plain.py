@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.demos.transformer import LightningTransformer
-from real_data import BATCH, CLASSES, WORDS, labels, seeded, texts
+from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
 from real_frame import HELD_OUT, Real
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -144,6 +144,9 @@ def boring_data(n: int, seed: int) -> Any:
 
 class Written(LightningTransformer):
     """Its output has a row for each word of each text, and so have the targets."""
+
+    def prepare_data(self) -> None:
+        """Nothing is downloaded."""
 
     def split_batch(self, batch: Any) -> Any:
         return tuple(batch), batch[1].reshape(-1)
