@@ -108,5 +108,5 @@ OF_GRAPHS, OF_NODES = (HELD_OUT, CLASSES), (NODES, CLASSES)
 CASES = {
     "GCN of graphs": Real(GraphClassifier, graphs, OF_GRAPHS, in_default=True),
     "GIN of graphs": Real(GraphIsomorphism, graphs, OF_GRAPHS),
-    "GCN of nodes": Real(NodeClassifier, one_graph, OF_NODES, in_default=True),
+    "GCN of nodes": Real(NodeClassifier, one_graph, OF_NODES),
 }

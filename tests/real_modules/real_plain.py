@@ -173,7 +173,7 @@ CASES = {
         OF_TEXT,
         in_default=True,
     ),
-    "EmbeddingBag with offsets": Real(BagOfWords, documents, OF_TEXT, in_default=True),
+    "EmbeddingBag with offsets": Real(BagOfWords, documents, OF_TEXT),
     "autoencoder": Real(AutoEncoder, pixels, (HELD_OUT, 28 * 28), {**REGRESSION, "structure": "diag"}),
     "Transformer of the demos": Real(
         lambda: Written(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer"}

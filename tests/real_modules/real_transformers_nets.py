@@ -141,7 +141,7 @@ def adapted() -> L.LightningModule:
 
 CASES = {
     "LoRA": Real(adapted, classified, OF_TEXT),
-    "BERT": of_texts("bert", in_default=True),
+    "BERT": of_texts("bert"),
     "DistilBERT": of_texts("distilbert"),
     "RoBERTa": of_texts("roberta"),
     "GPT-2": of_texts("gpt2"),
@@ -150,6 +150,6 @@ CASES = {
     "ViT": Real(lambda: HuggingFaceModule(hf.AutoModelForImageClassification, CONFIGS["vit"]), pictures, OF_TEXT),
     "BERT, tokens": of_tokens("bert", in_default=True),
     "DistilBERT, tokens": of_tokens("distilbert"),
-    "GPT-2, language model": language_model("gpt2", in_default=True),
+    "GPT-2, language model": language_model("gpt2"),
     "Llama, language model": language_model("llama"),
 }
