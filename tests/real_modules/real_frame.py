@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.curvature import blocks
+from lightning_bayes.trainer.module import split_batch
 
 TRAINED, HELD_OUT = 8, 6
 
@@ -99,6 +100,9 @@ class Journey:
         network = copy.deepcopy(module if callback.network is None else module.get_submodule(callback.network))
         loaded = GaussianPosterior.load(path, network)
         assert repr(loaded) == repr(callback.posterior)
+        x = self.split(module, next(iter(self.held_out)))
+        words = callback.predictive, callback.link, callback.samples, torch.Generator().manual_seed(callback.seed)
+        same(loaded.predict(x, *words), expected[0])
         again = LaplaceCallback(progress=False, **self.case.words)
         fresh, new = trainer(self.folder, again), self.case.module()
         actual: Any = fresh.predict(new, self.held_out, ckpt_path=str(checkpoint), weights_only=True)
@@ -111,21 +115,22 @@ class Journey:
         batch = next(iter(self.held_out))
         with untouched(module):
             callback.fit_now(None, module, self.case.loader(TRAINED, 0))
-            self.predict(callback, module, batch)
+            callback.predict(self.split(module, batch))
 
     def check_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many live tensors, and as many bytes, in and after a pass of 3k batches as in one of k; and in as many
         predictions."""
         module, callback, _ = self.fitted
         monkeypatch.setattr(blocks, "FULL", 1)  # rows that a block gathers before it multiplies them, whatever batches
-        k, batch = 3, next(iter(self.case.loader(TRAINED, 0)))
+        k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
+        x = self.split(module, batch)
         live: list[tuple[int, int]] = []
         gc.collect()
         gc.freeze()  # what there is before is not counted, which would take long
         try:
             callback._pass(None, module, Batches(batch, 3 * k + 1, live))  # type: ignore[attr-defined]
             for _ in range(3 * k + 1):
-                self.predict(callback, module, batch)
+                callback.predict(x)
                 live.append(count_live())
         finally:
             gc.unfreeze()
@@ -133,10 +138,9 @@ class Journey:
         assert of_fit[k] == of_fit[3 * k]
         assert of_predict[k] == of_predict[3 * k]
 
-    def predict(self, callback: LaplaceCallback, module: L.LightningModule, batch: Any) -> Prediction:
-        from lightning_bayes.trainer.module import split_batch
-
-        return callback.predict(split_batch(module, batch, predicting=True)[0])
+    def split(self, module: L.LightningModule, batch: Any) -> Any:
+        """The input, without targets."""
+        return split_batch(module, batch, predicting=True)[0]
 
     @property
     def is_regression(self) -> bool:

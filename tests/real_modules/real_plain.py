@@ -6,7 +6,8 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
-from real_data import BATCH, CLASSES, WORDS, labels, seeded, texts
+from lightning.pytorch.demos.transformer import LightningTransformer
+from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
 from real_frame import HELD_OUT, Real
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
@@ -52,7 +53,7 @@ class PackedRecurrent(L.LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
+        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
 
     validation_step = test_step
 
@@ -83,7 +84,7 @@ class BagOfWords(L.LightningModule):
         return F.cross_entropy(self(text, offsets), y)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
+        self.log("test_loss", self.training_step(batch, batch_idx), batch_size=len(batch[1]))
 
     validation_step = test_step
 
@@ -141,6 +142,25 @@ def boring_data(n: int, seed: int) -> Any:
     return DataLoader(torch.randn(n, 32, generator=seeded(seed)), BATCH)  # type: ignore[arg-type]
 
 
+class Written(LightningTransformer):
+    """Its output has a row for each word of each text, and so have the targets."""
+
+    def prepare_data(self) -> None:
+        """Nothing is downloaded."""
+
+    def split_batch(self, batch: Any) -> Any:
+        return tuple(batch), batch[1].reshape(-1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+    validation_step = test_step
+
+
+def next_words(n: int, seed: int) -> Any:
+    return DataLoader(TensorDataset(texts(n, seed), texts(n, seed + 1)), BATCH)
+
+
 OF_TEXT = (HELD_OUT, CLASSES)
 REGRESSION: dict[str, Any] = {"likelihood": "regression"}
 CASES = {
@@ -153,7 +173,10 @@ CASES = {
         OF_TEXT,
         in_default=True,
     ),
-    "EmbeddingBag with offsets": Real(BagOfWords, documents, OF_TEXT, in_default=True),
+    "EmbeddingBag with offsets": Real(BagOfWords, documents, OF_TEXT),
     "autoencoder": Real(AutoEncoder, pixels, (HELD_OUT, 28 * 28), {**REGRESSION, "structure": "diag"}),
+    "Transformer of the demos": Real(
+        lambda: Written(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer"}
+    ),
     "BoringModel": Real(Boring, boring_data, (HELD_OUT, 2), REGRESSION, in_default=True),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models
 
-SIDE = 32
+SIDE = 16
 
 
 class Classifier(L.LightningModule):
@@ -62,11 +62,18 @@ def masks(n: int, seed: int) -> Any:
 
 
 LAST: dict[str, Any] = {"subset": "last_layer"}
-DENSE: dict[str, Any] = {"subset": "last_layer", "curvature": "fisher_mc"}
+# Many outputs: samples of the linearised network, few of which are enough here.
+DENSE: dict[str, Any] = {
+    "subset": "last_layer",
+    "curvature": "fisher_mc",
+    "samples": 3,
+    "tune": None,
+    "calibrate": None,
+}
 OF_IMAGE, OF_PIXELS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, SIDE, SIDE)
 CASES = {
-    "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, {**LAST}, in_default=True),
-    "mobilenet_v3_small": Real(lambda: Classifier("mobilenet_v3_small"), images(), OF_IMAGE, {**LAST}),
+    "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, LAST, in_default=True),
+    "mobilenet_v3_small": Real(lambda: Classifier("mobilenet_v3_small"), images(), OF_IMAGE, LAST),
     "lraspp_mobilenet_v3_large": Real(lambda: Segmentation("lraspp_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),
     "fcn_resnet50": Real(lambda: Segmentation("fcn_resnet50"), masks, OF_PIXELS, DENSE),
     "deeplabv3_mobilenet_v3_large": Real(lambda: Segmentation("deeplabv3_mobilenet_v3_large"), masks, OF_PIXELS, DENSE),

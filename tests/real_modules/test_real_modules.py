@@ -6,17 +6,25 @@ configurations.
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import pytest
 from real_frame import Journey, Real
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-FAMILIES = {"plain": (), "torchvision_nets": ("torchvision",), "timm_nets": ("timm",)}
+FAMILIES = {
+    "plain": (),
+    "torchvision_nets": ("torchvision",),
+    "timm_nets": ("timm",),
+    "transformers_nets": ("transformers", "peft"),
+    "geometric_nets": ("torch_geometric",),
+}
 REASON = "real modules need the extra 'real': pip install lightning-bayes[real]"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # that peft asks transformers for
     # The loss of a few random examples is no test of the likelihood.
     pytest.mark.filterwarnings("ignore:.*held out"),
 ]
@@ -28,7 +36,8 @@ def rows() -> list[Any]:
         if any(importlib.util.find_spec(package) is None for package in packages):
             collected.append(pytest.param(None, id=family, marks=pytest.mark.skip(reason=REASON)))
             continue
-        cases: dict[str, Real] = importlib.import_module(f"real_{family}").CASES
+        with warnings.catch_warnings(action="ignore"):  # those of other packages, while they are imported
+            cases: dict[str, Real] = importlib.import_module(f"real_{family}").CASES
         for name, case in cases.items():
             collected.append(pytest.param(case, id=name, marks=[] if case.in_default else [pytest.mark.real]))
     return collected
