@@ -76,7 +76,7 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
         "RMSE": float(error.mean().sqrt()),
         "NLL": float(metrics.functional.gaussian_nll(mean, variance, y)),
         "coverage": float(metrics.functional.interval_coverage(mean, variance, y)),
-        "rank correlation": float(torch.corrcoef(ranks)[0, 1]) if variance.std() > 0 else 0.0,
+        "rank correlation": float(torch.corrcoef(ranks)[0, 1]) if variance.std() > 1e-6 else 0.0,
     }
 
 

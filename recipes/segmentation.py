@@ -49,7 +49,7 @@ def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
     """Scenes to train on and to hold out, and those to test on, with one known and one unknown thing."""
     digits = read_digits()
     parts = []
-    for number, (part, n) in enumerate(((digits.train, SCENES), (digits.validation, SCENES // 8))):
+    for number, (part, n) in enumerate(((digits.train, SCENES), (digits.validation, max(100, SCENES // 8)))):
         x, y = scenes(part.tensors[0], part.tensors[1] + 1, n, seed=10 * seed + number)
         parts.append(TensorDataset(noisy(x, NOISE, seed), y))
     known, labels = digits.test.tensors
@@ -58,7 +58,7 @@ def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
     # As many unknown things as known ones: a scene of two has one of each in the mean.
     things = torch.cat([known[: len(unknown)], unknown])
     marks = torch.cat([labels[: len(unknown)] + 1, torch.full((len(unknown),), UNKNOWN)])
-    x, y = scenes(things, marks, SCENES // 8, seed=10 * seed + 2)
+    x, y = scenes(things, marks, max(100, SCENES // 8), seed=10 * seed + 2)
     return *parts, noisy(x, NOISE, seed + 1), y
 
 
