@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lightning_bayes
 from lightning_bayes import (
+    Conformal,
     DeepEnsemble,
     GaussianPosterior,
     HeteroscedasticGaussian,
@@ -48,7 +49,7 @@ FIXED = {
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
 BESIDES = {
-    *("DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
+    *("Conformal", "DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
     *("evaluate", "fit", "fit_l2m", "replace_activations"),
 }
 
@@ -111,6 +112,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     LaplacePosterior.with_prior: {"self": REQUIRED, "prior_precision": REQUIRED},
     LaplacePosterior.tune_prior: {"self": REQUIRED, "method": "auto", "loader": None, "per_layer": False},
     GaussianPosterior.calibrate: {"self": REQUIRED, "loader": REQUIRED},
+    GaussianPosterior.conformalize: {"self": REQUIRED, "loader": REQUIRED, "level": 0.9, "method": "aps"},
     GaussianPosterior.functional: {"self": REQUIRED, "x": REQUIRED},
     GaussianPosterior.predict: {
         "self": REQUIRED,
@@ -129,6 +131,18 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     GaussianPosterior.summary: {"self": REQUIRED},
     GaussianPosterior.to: {"self": REQUIRED, "device": REQUIRED},
     Prediction.to: {"self": REQUIRED},
+    Prediction.interval: {"self": REQUIRED, "level": 0.95},
+    Prediction.cat: {"predictions": REQUIRED},
+    Conformal.fit: {"prediction": REQUIRED, "y": REQUIRED, "level": 0.9, "method": "aps"},
+    Conformal.sets: {"self": REQUIRED, "prediction": REQUIRED},
+    Conformal.interval: {"self": REQUIRED, "prediction": REQUIRED},
+    metrics.functional.threshold_for_risk: {
+        "confidence": REQUIRED,
+        "correct": REQUIRED,
+        "risk": REQUIRED,
+        "delta": 0.05,
+    },
+    metrics.functional.threshold_for_coverage: {"confidence": REQUIRED, "coverage": REQUIRED, "delta": None},
     DeepEnsemble: {"posteriors": REQUIRED, "weights": None},
     DeepEnsemble.predict: {
         "self": REQUIRED,
@@ -296,7 +310,7 @@ def test_every_posterior_answers_to_the_same_arguments(method: str) -> None:
 FIELDS: dict[Any, set[str]] = {
     GaussianPosterior: {"mean", "n_data", "likelihood", "network"},
     LaplacePosterior: {"mean", "n_data", "likelihood", "network", "prior_precision"},
-    Prediction: {"probs", "mean", "variance", "epistemic", "aleatoric", "entropy"},
+    Prediction: {"probs", "mean", "variance", "epistemic", "aleatoric", "entropy", "mutual_information"},
 }
 
 

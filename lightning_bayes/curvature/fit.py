@@ -88,9 +88,9 @@ def fit_curvature(
 
         def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
             nonlocal normalised, network
+            chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
-            chosen = choose_subset(network, x, subset)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             if hessian == "exact":

@@ -303,9 +303,11 @@ def forward_parameters(network: nn.Module) -> list[inspect.Parameter]:
 def _are_sequences(network: nn.Module, x: list[Any], B: int | None) -> bool:
     """Whether a list is one argument, with an entry for each example, and not a list of arguments."""
     positional = [p for p in forward_parameters(network) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) != 1 or not all(isinstance(t, Tensor) for t in x):
+    if len(positional) != 1 or not x or not all(isinstance(t, Tensor) for t in x):
         return False
-    return len(x) > 1 if B is None else len(x) == B and not (B == 1 and len(x[0]) == 1)
+    is_said = "list" in str(positional[0].annotation).lower()
+    could_be_argument = len(x) == 1 and (B is None or (x[0].ndim > 0 and len(x[0]) == B))
+    return is_said or (B in (None, len(x)) and not could_be_argument)
 
 
 def _cannot_be_taken_apart(x: Any, B: int) -> bool:

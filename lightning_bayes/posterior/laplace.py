@@ -126,7 +126,7 @@ def from_curvature(
     damping: str | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
-    network = viewed(network, curvature.output)
+    network = network if curvature.output.is_default else viewed(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between, flag, instance
+from lightning_bayes.arguments import between, flag, instance, integer
 from lightning_bayes.metrics.functional.inputs import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import preserved_rng
@@ -81,6 +81,8 @@ class Conformal:
     ) -> Conformal:
         """From predictions of held-out examples and their targets; for the arguments see `conformalize`."""
         instance("prediction", prediction, Prediction, "a Prediction; Prediction.cat puts batches together")
+        if ignore_index is not None:
+            integer("ignore_index", ignore_index)
         score = ClassScore(method, randomised, penalty, free_classes, seed)
         scores = TargetScores(score, ignore_index)
         scores.update(prediction, y)

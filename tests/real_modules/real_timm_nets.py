@@ -44,5 +44,5 @@ CASES = {
     "timm byobnet": case("test_byobnet"),
     "timm nfnet": case("test_nfnet"),
     "timm mambaout": case("test_mambaout"),
-    "timm mixer": case("mixer_s32_224", in_default=True, img_size=32, patch_size=8, num_blocks=2, embed_dim=32),
+    "timm mixer": case("mixer_s16_224", in_default=True, img_size=32, num_blocks=2, embed_dim=32),
 }
