@@ -27,7 +27,7 @@ class Docstrings:
     """`read(library, label, n)`: up to `n` docstrings of a library, none of which was read before."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, ...]] = set()
+        self.seen: set[tuple[int, ...]] = set()
 
     def read(self, library: str, label: int, n: int) -> Examples:
         examples: Examples = []
@@ -38,8 +38,8 @@ class Docstrings:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
                 tokens = tokenize(text or "")
-                if len(tokens) > 5 and tokens not in self._seen and len(examples) < n:
-                    self._seen.add(tokens)
+                if len(tokens) > 5 and tokens not in self.seen and len(examples) < n:
+                    self.seen.add(tokens)
                     examples.append(example(tokens, label))
             if len(examples) == n:
                 break
