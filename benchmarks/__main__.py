@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (
     curvature,
+    dense,
     diagonal,
     distributed,
     evidence,
@@ -31,6 +32,7 @@ from benchmarks.report import memory, number
 TOPICS = {
     "curvature": curvature,
     "predictive": predictive,
+    "dense": dense,
     "distributed": distributed,
     "variational": variational,
     "l2m": l2m,

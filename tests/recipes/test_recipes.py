@@ -95,6 +95,19 @@ def test_subnetwork(run: Any) -> None:
     assert (folder / "gap.png").read_bytes().startswith(PNG)
 
 
+def test_conformal(run: Any) -> None:
+    table, folder = run("conformal", SEEDS=2)
+    assert list(table) == ["MAP", "Laplace"]
+    for row in table.values():
+        assert row["wrong of kept"] < 0.03
+        assert row["kept"] > 0.4
+        assert row["aps holds"] > 0.94
+        assert row["lac holds"] > 0.92
+        assert row["lac size"] < row["aps size"] < 2.5
+        assert row["aps holds hard"] > row["lac holds hard"]
+    assert (folder / "conformal.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]
@@ -170,3 +183,27 @@ def test_no_docstring_is_in_two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(part) for part in parts] == [40, 10, 20]
     tokens = [tuple(example["input_ids"].tolist()) for part in parts for example in part]
     assert len(set(tokens)) == len(tokens)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")  # a run this short may say so
+def test_segmentation(run: Any) -> None:
+    table, folder = run("segmentation", EPOCHS=4, SCENES=60, HELD_OUT=24, SAMPLES=4)
+    assert list(table) == ["MAP", "Laplace"]
+    for row in table.values():
+        assert row["accuracy"] > 0.7
+        assert row["coverage"] > 0.8
+        assert row["AUROC entropy"] > 0.5
+    assert table["MAP"]["AUROC epistemic"] == 0.5  # which it has not
+    assert table["Laplace"]["NLL"] < table["MAP"]["NLL"] + 0.05
+    assert (folder / "maps.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")
+def test_denoising(run: Any) -> None:
+    table, folder = run("denoising", EPOCHS=4, SCENES=64, HELD_OUT=24, SAMPLES=6)
+    assert list(table) == ["MAP, digits", "Laplace, digits", "MAP, letters", "Laplace, letters"]
+    for name in ("digits", "letters"):
+        assert table[f"MAP, {name}"]["rank correlation"] == 0
+        assert table[f"Laplace, {name}"]["rank correlation"] > 0.2
+        assert 0.85 < table[f"Laplace, {name}"]["coverage"] <= 1
+    assert (folder / "maps.png").read_bytes().startswith(PNG)

@@ -150,6 +150,6 @@ def _of_weight(layer: Layer, g: Tensor) -> Tensor:
     """In the order in which the weight is stored.  # [G·O·I]"""
     layout = Layout((layer.weight,))
     total, stored = g.new_zeros(layout.shape), g.new_empty(layout.size)
-    add_diagonal_(total, lambda part: layer.inputs_of(part, PLAIN), g)
+    add_diagonal_(total, lambda part: layer.strips(part, PLAIN), g)
     layout.scatter(total.flatten(), stored)
     return stored
