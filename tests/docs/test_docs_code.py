@@ -244,6 +244,25 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
+    pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6}
+
+    def make_base() -> Any:
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=9, num_labels=3, **sizes))
+
+    tokens, labels = torch.randint(1, 9, (8, 5)), torch.arange(8) % 3
+    loader = DataLoader([{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)], 3)
+    own = {"torch": torch, "make_base": make_base, "loader": loader, "x": {"input_ids": tokens}}
+    names = run_page(DOCS / "lora.md", folder=tmp_path / "adapter", **own)
+    expected = names["laplace"].posterior.predict(own["x"]).probs
+    torch.testing.assert_close(names["posterior"].predict(own["x"]).probs, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so
 def test_variational(tmp_path: Path) -> None:
     torch.manual_seed(0)
