@@ -184,6 +184,20 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert list(names["net"].log_sigma.keys()) == weights
 
 
+def test_a_module_that_is_trained_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    loader = Data().loader()
+    before = L.Trainer(logger=False, max_epochs=1, enable_progress_bar=False, accelerator="cpu")
+    before.fit(Model(), Data())
+    before.save_checkpoint("last_week.ckpt")
+    names = run_page(DOCS / "trained.md", LitNet=Model, dm=Data(), x=next(iter(loader))[0])
+    assert {"test_nll_map", "test_nll_laplace"} <= set(names["model"].tested)
+    assert [len(p) for p in names["out"]] == [10, 10, 4]
+    summary = names["posterior"].summary()
+    assert (summary.n_weights, summary.n_data) == (67, 24)
+
+
 class Autoencoder(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
