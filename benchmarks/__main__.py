@@ -14,10 +14,12 @@ import torch
 
 from benchmarks import (
     curvature,
+    dense,
     diagonal,
     distributed,
     evidence,
     l2m,
+    lora,
     online_step,
     peers,
     predictive,
@@ -30,6 +32,7 @@ from benchmarks.report import memory, number
 TOPICS = {
     "curvature": curvature,
     "predictive": predictive,
+    "dense": dense,
     "distributed": distributed,
     "variational": variational,
     "l2m": l2m,
@@ -37,6 +40,7 @@ TOPICS = {
     "diagonal": diagonal,
     "evidence": evidence,
     "subnetwork": subnetwork,
+    "lora": lora,
 }
 
 

@@ -6,6 +6,7 @@ What the design fixes but the package does not have yet stands in the tables as 
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -49,7 +50,7 @@ FIXED = {
 }
 BESIDES = {
     *("Conformal", "DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
-    *("evaluate", "fit_l2m", "replace_activations"),
+    *("evaluate", "fit", "fit_l2m", "replace_activations"),
 }
 
 FIXED_METRICS = {
@@ -62,7 +63,7 @@ METRICS_BESIDES = {
 }
 PLOTS = {
     *("decision_map", "log_figure", "ood_histogram", "regression_bands", "regression_calibration_curve"),
-    *("reliability_diagram", "risk_coverage_curve"),
+    *("reliability_diagram", "risk_coverage_curve", "uncertainty_maps"),
 }
 LIKELIHOODS = {
     *("Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Likelihood", "LikelihoodError", "resolve"),
@@ -84,6 +85,11 @@ def test_exactly_these_names_are_public(module: Any, names: set[str]) -> None:
     assert list(module.__all__) == sorted(names)
     for name in names:
         assert getattr(module, name).__name__.rpartition(".")[2] == name
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = (Path(lightning_bayes.__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{lightning_bayes.__version__}"\n' in project
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -122,6 +128,8 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     GaussianPosterior.load: {"path": REQUIRED, "network": REQUIRED},
     GaussianPosterior.state_dict: {"self": REQUIRED},
     GaussianPosterior.from_state_dict: {"network": REQUIRED, "state": REQUIRED},
+    GaussianPosterior.summary: {"self": REQUIRED},
+    GaussianPosterior.to: {"self": REQUIRED, "device": REQUIRED},
     Prediction.to: {"self": REQUIRED},
     Prediction.interval: {"self": REQUIRED, "level": 0.95},
     Prediction.cat: {"predictions": REQUIRED},
@@ -146,6 +154,8 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     },
     evaluate: {"predictor": REQUIRED, "loader": REQUIRED, "ood_loaders": ()},
     fit_l2m: {"network": REQUIRED, "optimizers": REQUIRED, "likelihood": "classification"},
+    lightning_bayes.fit: {"module": REQUIRED, "datamodule": None, "val_dataloader": None},
+    LaplaceCallback.fit_now: {"self": REQUIRED, "trainer": REQUIRED, "module": REQUIRED, "dataloader": REQUIRED},
     replace_activations: {"module": REQUIRED, "replacement": nn.Softplus},
     VariationalLaplaceMixin.vl_loss: {"self": REQUIRED, "f": REQUIRED, "y": REQUIRED, "y_sampled": None},
     LaplaceCallback: {"likelihood": "classification"},
@@ -185,7 +195,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "structure": "kron",
         "subset": "all",
-        "curvature": "ggn",
+        "curvature": "auto",
         "prior_precision": 1.0,
         "progress": True,
         "tune": "auto",
@@ -224,7 +234,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "structure": "kron",
         "subset": "all",
-        "curvature": "ggn",
+        "curvature": "auto",
         "prior_precision": 1.0,
         "evidence": "marglik",
         "mode": "gradient",
@@ -252,6 +262,8 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
     fit_l2m: {"n_data": REQUIRED, "batch_size": REQUIRED, "scaling": "dataset", "prior_precision": None},
     evaluate: {"predictive": "glm", "link": None, "samples": 100, "seed": 0},
+    lightning_bayes.fit: {"likelihood": "classification", "trainer": None},
+    LaplaceCallback.fit_now: {"val_dataloader": None},
 }
 
 

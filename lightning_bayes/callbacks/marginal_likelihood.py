@@ -89,7 +89,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
 
         data: what the passes go over instead of the training data, for instance the same examples without
             augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        curvature: "auto", "ggn", "fisher_mc" or "empirical_fisher"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
@@ -129,7 +129,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         plots: bool = False,
         save: bool | str | None = None,
         data: Any = None,
-        curvature: str = "ggn",
+        curvature: str = "auto",
         mc_samples: int = 1,
         hessian: str = "exact",
         weight_sharing: str = "expand",

@@ -12,14 +12,14 @@ Only lower triangles are accumulated; `structure` mirrors them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.gradients import CACHE
-from lightning_bayes.curvature.layers import BatchAxis, Embedding, Rows, products
+from lightning_bayes.curvature.layers import BatchAxis, Embedding, Rows, strip_products
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
@@ -64,7 +64,7 @@ class DiagonalBlock(Block):
         if site.kind == "embedding":
             self._values += _embedding_diagonal(calls, g.to(self._values.dtype))
             return
-        add_diagonal_(self._values.view(site.layout.shape), partial(site.inputs, calls), g)
+        add_diagonal_(self._values.view(site.layout.shape), partial(site.strips, calls), g)
 
     def add_jacobian(self, J: Tensor) -> None:
         """Per-example gradients themselves.  # [K, B, p]"""
@@ -85,9 +85,7 @@ class DenseBlock(Block):
         self._matrix = torch.zeros(1, size, size, dtype=dtype, device=device)
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
-        dtype = self._matrix.dtype
-        a = site.inputs(calls)
-        self.add_jacobian(site.jacobian(None if a is None else a.to(dtype), g.to(dtype)))
+        self.add_jacobian(site.jacobian(calls, g.to(self._matrix.dtype)))
 
     def add_jacobian(self, J: Tensor) -> None:
         """Per-example gradients themselves.  # [K, B, p]"""
@@ -126,14 +124,16 @@ class KroneckerBlock(Block):
                 self._A[:, : total.shape[1], : total.shape[1]] += gram
                 self._add_border(total, rows)
             return
-        a = site.inputs(calls)
-        if a is None:
+        strips = site.strips(calls)
+        if strips is None:
             self._add_border(self._A[:, 0, :0], self._count(site, calls))
             return
-        a = a.to(self._A.dtype)
-        self._pending.append(a.mean(2) if self._reduce else a.flatten(1, 2))  # [G, rows, I]
-        if sum(part.shape[1] for part in self._pending) >= FULL:
-            self._add_pending()
+        if self._reduce:
+            self._pending.append(_mean_input(a.to(self._A.dtype) for a in strips))
+        for a in strips:  # none are left where they were reduced
+            self._pending.append(a.to(self._A.dtype).flatten(1, 2))  # [G, rows, I]
+            if sum(part.shape[1] for part in self._pending) >= FULL:
+                self._add_pending()
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
         g = g.to(self._G.dtype)
@@ -196,6 +196,12 @@ class KroneckerBlock(Block):
         return sum(call.output_shape.numel() for call in calls) // (site.layout.shape[0] * site.layout.shape[1])
 
 
+def _mean_input(strips: Iterable[Tensor]) -> Tensor:
+    """Over the positions of each example.  # [G, B, t, I] each -> [G, B, I]"""
+    sums, positions = zip(*((a.sum(2), a.shape[2]) for a in strips), strict=True)
+    return torch.stack(sums).sum(0) / sum(positions)
+
+
 def add_gram_(total: Tensor, x: Tensor) -> None:
     """`total += xᵀx`, of which wide matrices get the lower triangle only, panel by panel.  # [G, D, D], [G, N, D]"""
     x = x.to(total.dtype)
@@ -213,20 +219,19 @@ def symmetric(lower: Tensor) -> Tensor:
     return lower.tril() + lower.tril(-1).mT
 
 
-def add_diagonal_(total: Tensor, inputs: Callable[[slice], Tensor | None], g: Tensor) -> None:
-    """`total += Σₙ Σ_k j²`, from the `inputs` of some examples at a time.  # [G, O, I + 1], or I without a bias"""
+def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | None], g: Tensor) -> None:
+    """`total += Σₙ Σ_k j²`, from the inputs of some examples at a time, which come in `strips`.
+    # [G, O, I + 1], or I without a bias"""
     K, G, B, T, O = g.shape
     if T == 1:
-        _add_unshared_diagonal(total, inputs(slice(None)), g)
+        of_all = strips(slice(None))
+        _add_unshared_diagonal(total, None if of_all is None else next(of_all), g)
         return
     chunk = max(1, CACHE // (G * total.shape[2] * (T + K * O) * total.element_size()))
     for start in range(0, B, chunk):
         part = slice(start, start + chunk)
-        a = inputs(part)
-        a = None if a is None else a.to(total.dtype)
-        has_bias = total.shape[2] > (0 if a is None else a.shape[3])
-        parts = products(a, g[:, :, part].to(total.dtype), has_bias)
-        total += torch.cat([J.square_().sum((1, 2)) for J in parts], dim=-1)
+        parts = strip_products(strips(part), g[:, :, part].to(total.dtype), bias=True)
+        total += torch.cat([J.square_().sum((1, 2)) for J in parts], dim=-1)[..., : total.shape[2]]
 
 
 def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:

@@ -13,12 +13,12 @@ from tqdm.auto import tqdm  # Lightning's own progress bar, and so always instal
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
 from lightning_bayes.curvature.normalised import normalised_layers
-from lightning_bayes.curvature.output_columns import CURVATURES
+from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
@@ -57,7 +57,8 @@ def fit_curvature(
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
-            of the example's own gradient ("empirical_fisher").
+            of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
+            outputs at many positions.
         samples: labels drawn per example for "fisher_mc".
         seed: of those labels; each example has its own random numbers, whatever batch it comes in.
         weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
@@ -66,8 +67,8 @@ def fit_curvature(
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
-        probe: a batch to trace the network on, for a process whose own share of the data may be empty; by default the
-            first one.
+        probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
+            that of the first batch. Then nothing is learned from the shape of the targets.
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
     """
@@ -85,14 +86,16 @@ def fit_curvature(
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any, y: Tensor) -> CurvatureSum:
+        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
             nonlocal normalised, network
-            network = read_by_targets(network, x, y, likelihood)
             chosen = choose_subset(network, x, subset)
+            if y is not None:
+                network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             if hessian == "exact":
-                options = (structure, weight_sharing, curvature, samples, seed, processes)
+                kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
+                options = (structure, weight_sharing, kind, samples, seed, processes)
                 begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
@@ -101,7 +104,8 @@ def fit_curvature(
             return begun
 
         if probe is not None:
-            total = begin(*_prepare(network, probe))
+            probe = inputs.contained(network, probe)
+            total = begin(inputs.to_device(probe, inputs.device_of(network)))
         for batch in bar:
             x, y = _prepare(network, batch)
             total = total or begin(x, y)
@@ -115,12 +119,12 @@ def fit_curvature(
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
     """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
     output alone."""
+    inputs.batch_size(x)  # an error where x holds no tensor
     output = replace(output_of(network), together=isinstance(x, inputs.Together))
     if likelihood.chooses_one_class and output.class_dim is None:
-        one = inputs.take(network, x, [0])
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
-            args, kwargs = inputs.arguments(network, one)
-            output = output.with_targets(unviewed(network)(*args, **kwargs), y[:1])
+            args, kwargs = inputs.arguments(network, x)
+            output = output.with_targets(unviewed(network)(*args, **kwargs), y)
     return viewed(network, output)
 
 
@@ -131,7 +135,7 @@ def check_options(
     word("structure", structure, tuple(STRUCTURES))
     word("curvature", curvature, tuple(CURVATURES))
     word("hessian", hessian, HESSIANS)
-    if hessian != "exact" and (structure, curvature) != ("diag", "ggn"):
+    if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
         raise ValueError(
             f"hessian={hessian!r} is a diagonal of the GGN and needs structure='diag' and curvature='ggn', got "
             f"structure={structure!r} and curvature={curvature!r}"

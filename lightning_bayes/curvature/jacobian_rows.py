@@ -41,8 +41,7 @@ class JacobianRows:
         site = self._plan.sites[index]
         g = site.gradients(calls, grads).to(self._dtype)
         if self._mask is None:
-            a = site.inputs(calls)
-            site.layout.scatter(site.jacobian(None if a is None else a.to(self._dtype), g), self.rows)
+            site.layout.scatter(site.jacobian(calls, g), self.rows)
         else:
             chosen = self._chosen_in(site.layout, self._mask)
             if len(chosen.places):  # of weights packed in one parameter, a layer may have none

@@ -10,7 +10,8 @@ respect to the layer's *output*:
 
 | layer                  | groups   | shared positions        | features                  |
 |------------------------|----------|-------------------------|---------------------------|
-| linear                 | 1        | all but batch and last  | inputs                    |
+| linear, `x @ W`        | 1        | all but batch and last  | inputs                    |
+| bias alone, `z + b`    | 1        | all but batch and last  | none                      |
 | (transposed) conv      | groups   | pixels                  | channel × kernel offset   |
 | embedding              | 1        | tokens                  | one-hot of the vocabulary |
 | norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
@@ -21,7 +22,7 @@ respect to the layer's *output*:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -29,8 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_bayes.curvature.patches import patch_gram, patches, transposed_patches
+from lightning_bayes.curvature.patches import Patches, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
+
+STRIP = 2**23  # bytes of a convolution's patches that are made at a time
 
 
 class Layer(ABC):
@@ -47,6 +50,10 @@ class Layer(ABC):
     def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
         """# [G, b, T, I]"""
         return self.inputs(axis)[:, examples]
+
+    def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
+        """The same, some positions after the other where all at once would take much memory.  # [G, b, t, I]"""
+        yield self.inputs_of(examples, axis)
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
         """Some features.  # [G, B, T, columns]"""
@@ -87,8 +94,35 @@ class LinearLayer(Layer):
 
 
 @dataclass(frozen=True)
-class _Patched(Layer):
-    """A layer that sees its input in overlapping patches, which take many times its memory."""
+class MatrixProduct(LinearLayer):
+    """`x @ W`: a linear layer whose weight is stored as (I, O)."""
+
+    kind = "matrix product"
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape), (0, 2, 1))
+
+
+@dataclass(frozen=True)
+class Bias(Layer):
+    """`z + b`: a vector along the last dimension, small enough for an exact block."""
+
+    size: int
+    kind = "bias"
+    kronecker = False
+
+    def inputs(self, axis: Rows) -> Tensor:
+        raise AssertionError("a bias alone has no input")
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, self.size, 0))
+
+
+@dataclass(frozen=True)
+class Patched(Layer):
+    """A layer that sees its input in overlapping patches, which take many times its memory: `a` comes in strips."""
 
     x: Tensor  # [B, C, *S]
     weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
@@ -97,10 +131,24 @@ class _Patched(Layer):
     groups: int
     batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
 
+    @abstractmethod
+    def patches(self) -> Patches:
+        """What each output position sees."""
+
+    def inputs(self, axis: Rows) -> Tensor:
+        return _grouped_inputs(self.patches().of(self.x), self.groups, axis)
+
     def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
         if axis == PLAIN:
             return replace(self, x=self.x[examples]).inputs(axis)
         return super().inputs_of(examples, axis)
+
+    def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
+        if axis != PLAIN:
+            yield self.inputs_of(examples, axis)
+            return
+        for strip in self.patches().strips(self.x[examples], STRIP):
+            yield _grouped_inputs(strip, self.groups, axis)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         return _channels_to_groups(g, self.groups, axis)
@@ -110,13 +158,12 @@ class _Patched(Layer):
 
 
 @dataclass(frozen=True)
-class Convolution(_Patched):
+class Convolution(Patched):
     padding: tuple[tuple[int, int], ...]  # before and after each dimension
     kind = "convolution"
 
-    def inputs(self, axis: Rows) -> Tensor:
-        a = patches(self.x, self.weight_shape[2:], self.stride, self.padding, self.dilation)  # [B, C, k, L]
-        return _grouped_inputs(a, self.groups, axis)
+    def patches(self) -> Patches:
+        return Patches(self.weight_shape[2:], self.stride, self.padding, self.dilation)
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
         if self.groups > 1:
@@ -134,21 +181,19 @@ class Convolution(_Patched):
         kernel = self.weight_shape[2:]
         if self.groups > 1 or self.stride[0] > 1 or kernel[0] == 1:
             return None
-        x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
-        gram, total, positions = patch_gram(x, kernel, self.stride, self.padding, self.dilation)
+        gram, total, positions = patch_gram(self.x, self.patches(), STRIP)
         return gram.unsqueeze(0), total.unsqueeze(0), positions
 
 
 @dataclass(frozen=True)
-class TransposedConvolution(_Patched):
+class TransposedConvolution(Patched):
     padding: tuple[int, ...]
     output_padding: tuple[int, ...]
     kind = "transposed convolution"
 
-    def inputs(self, axis: Rows) -> Tensor:
+    def patches(self) -> Patches:
         kernel = self.weight_shape[2:]
-        a = transposed_patches(self.x, kernel, self.stride, self.padding, self.output_padding, self.dilation)
-        return _grouped_inputs(a, self.groups, axis)
+        return transposed_patches(kernel, self.stride, self.padding, self.output_padding, self.dilation)
 
     @property
     def weight(self) -> Piece:
@@ -282,6 +327,19 @@ def products(a: Tensor | None, g: Tensor, bias: bool) -> list[Tensor]:
     if bias:
         parts.append(g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1))
     return parts
+
+
+def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> list[Tensor]:
+    """`products` of inputs that come in strips of positions."""
+    if strips is None:
+        return products(None, g, bias)
+    total: list[Tensor] = []
+    start = 0
+    for a in strips:
+        parts = products(a.to(g.dtype), g[:, :, :, start : start + a.shape[2]], bias)
+        total = [t.add_(part) for t, part in zip(total, parts, strict=True)] if start else parts
+        start += a.shape[2]
+    return total
 
 
 def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:

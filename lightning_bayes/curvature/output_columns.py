@@ -6,11 +6,14 @@
 | `fisher_mc`        | `∂ log p(ỹ | f) / ∂f / √S` for `S` labels `ỹ` from the model |
 | `empirical_fisher` | `∂ log p(yₙ | f) / ∂f` for the example's own label           |
 
-Positions of a dense output are independent given `f`, so the exact form has its columns at every position.
+Positions of a dense output are independent given `f`, so the exact form has its columns at every position: a backward
+pass for each class of each pixel. `auto` is `fisher_mc` there, which takes one, unless the outputs are few, and `ggn`
+everywhere else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +22,27 @@ from torch import Tensor
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.noise import uniforms
 
-CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
+logger = logging.getLogger("lightning_bayes")
+
+CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
+FEW = 64  # outputs of an example with several positions for which "auto" is exact
+SLOW = 1000  # outputs, of such an example, whose exact columns are worth a warning
+
+
+def choose_curvature(curvature: str, shape: torch.Size, trial: bool = False) -> str:
+    """What "auto" means for outputs of this shape; a `trial` does not wait for the exact columns of an image."""
+    dense, outputs = len(shape) > 2 and shape[2:].numel() > 1, shape[1:].numel()
+    if curvature == "auto" and dense and outputs > FEW:
+        logger.info("%d outputs per example: the curvature is 'fisher_mc', by one backward pass a batch", outputs)
+        return "fisher_mc"
+    if curvature == "ggn" and dense and outputs > SLOW:
+        logger.warning(
+            "curvature='ggn' takes about %d backward passes for each batch, one for each output of an example: use "
+            "curvature='fisher_mc', which takes one, or structure='diag' with hessian='approx'",
+            outputs,
+        )
+        return "fisher_mc" if trial else "ggn"
+    return "ggn" if curvature == "auto" else curvature
 
 
 def output_columns(
@@ -42,10 +65,13 @@ def output_columns(
     if curvature == "empirical_fisher":
         return iter([likelihood.residual(f, y).unsqueeze(0)])
     wide = torch.promote_types(f.dtype, torch.float32)
-    draws = (uniforms(seed, draw, examples, f.shape[1:], wide) for draw in range(samples))
-    labels = [likelihood.sample(f, uniform, y) for uniform in draws]
-    columns = torch.stack([likelihood.residual(f, label) for label in labels]) / samples**0.5
-    return iter(columns.split(size))
+
+    def column(draw: int) -> Tensor:
+        label = likelihood.sample(f, uniforms(seed, draw, examples, f.shape[1:], wide), y)
+        return likelihood.residual(f, label) / samples**0.5
+
+    chunks = (range(start, min(start + size, samples)) for start in range(0, samples, size))
+    return (torch.stack([column(draw) for draw in chunk]) for chunk in chunks)
 
 
 def root_columns(S: Tensor, size: int) -> Iterator[Tensor]:

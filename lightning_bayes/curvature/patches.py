@@ -2,16 +2,83 @@
 
 They turn it into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel offset). If it is
 transposed, it is the convolution, with flipped kernel and stride one, of the input with zeros between its pixels.
+
+Patches take as many times the memory of the image as the kernel has offsets. So they also come in strips, of some rows
+of output pixels each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Of images `[B, C, *S]`: `[B, C, k, L]`, what kernel offset k of each output position sees in channel C."""
+
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[tuple[int, int]]  # before and after each dimension; a negative number crops
+    dilation: Sequence[int]
+    spread: Sequence[int] | None = None  # the distance of the image's pixels, between which are zeros; None is one
+    flipped: bool = False  # whether the offsets are counted from the end
+
+    def of(self, x: Tensor) -> Tensor:
+        """At once."""
+        x = pad(_spread(x, self.spread), self.padding)
+        n = len(self.kernel)
+        for d in range(n):
+            x = windows(x, 2 + d, self.kernel[d], self.stride[d], self.dilation[d])  # [B, C, *L, *k]
+        x = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+        x = x.reshape(*x.shape[:2], prod(self.kernel), -1)
+        return x.flip(2) if self.flipped else x
+
+    def strips(self, x: Tensor, size: int) -> Iterator[Tensor]:
+        """A few rows of output pixels after the other, in at most `size` bytes, or one row.  # [B, C, k, l]"""
+        rows, *others = self._positions(x)
+        of_row = prod(x.shape[:2]) * prod(self.kernel) * prod(others) * x.element_size()
+        step = max(1, size // max(1, of_row))
+        for start in range(0, rows, step):
+            yield self._rows(x, start, min(start + step, rows))
+
+    def _positions(self, x: Tensor) -> list[int]:
+        """The output's pixels in each dimension."""
+        spread = self.spread or [1] * len(self.kernel)
+        sizes = [(size - 1) * s + 1 + sum(p) for size, s, p in zip(x.shape[2:], spread, self.padding, strict=True)]
+        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
+        return [(size - r - 1) // s + 1 for size, r, s in zip(sizes, reach, self.stride, strict=True)]
+
+    def _rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """The output's rows from `start` to `stop` see the image's, padding included, from `first` to `last`."""
+        before, s = self.padding[0][0], 1 if self.spread is None else self.spread[0]
+        first = start * self.stride[0] - before
+        last = (stop - 1) * self.stride[0] - before + self.dilation[0] * (self.kernel[0] - 1) + 1
+        low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the pixels among them
+        if low >= high:  # zeros alone
+            low, high = 0, 1
+            x = torch.zeros_like(x[:, :, :1])
+            first, last = 0, last - first
+        around = (low * s - first, last - ((high - 1) * s + 1))
+        return replace(self, padding=(around, *self.padding[1:])).of(x[:, :, low:high])
+
+
+def transposed_patches(
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Patches:
+    """The offsets are in the order of the transposed convolution's own weight."""
+    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
+    return Patches(kernel, [1] * len(kernel), around, dilation, spread=stride, flipped=True)
 
 
 def pad(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
@@ -25,53 +92,28 @@ def windows(x: Tensor, dim: int, kernel: int, stride: int, dilation: int) -> Ten
     return x.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
 
 
-def patches(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]
-) -> Tensor:
-    """# [B, C, *S] -> [B, C, k, L]: what kernel offset k of each output position sees in channel C"""
-    x = pad(x, padding)
-    n = len(kernel)
-    for d in range(n):
-        x = windows(x, 2 + d, kernel[d], stride[d], dilation[d])  # [B, C, *L, *k]
-    x = x.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
-    return x.reshape(*x.shape[:2], prod(kernel), -1)
+def patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, int]:
+    """`Σ aaᵀ`, `Σ a` and the number of all patches `a` of a convolution of stride one in its first dimension, in at
+    least float32. At most `size` bytes are worked on at a time, or one example.  # [B, C, *S] -> [C·k, C·k], [C·k]"""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    one = x[:1].numel() * prod(patches.kernel[1:]) * dtype.itemsize
+    parts = [_patch_gram(part.to(dtype), patches, size) for part in x.split(max(1, size // max(one, 1)))]
+    grams, totals, positions = zip(*parts, strict=True)
+    return torch.stack(grams).sum(0), torch.stack(totals).sum(0), sum(positions)
 
 
-def transposed_patches(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    """# [B, C, *S] -> [B, C, k, L], the offsets in the order of the transposed convolution's own weight"""
-    spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], stride, strict=True)))
-    pixels = (slice(None), slice(None), *(slice(None, None, s) for s in stride))
-    spread[pixels] = x
-    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
-    return patches(spread, kernel, [1] * len(kernel), around, dilation).flip(2)
-
-
-def patch_gram(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[tuple[int, int]], dilation: Sequence[int]
-) -> tuple[Tensor, Tensor, int]:
-    """`Σ aaᵀ`, `Σ a` and the number of all patches `a` of a convolution of stride one in its first dimension.
-
-    Two kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, only over different ranges of `r`.
-    So each product of rows is taken once per distance `d`, and the windows over `r` are sums of small matrices: `K`
-    products of rows where the plain Gram matrix takes `K²`. Rows of zeros that pad the image are left out.
-
-    # [B, C, *S] -> [C·k, C·k], [C·k]
-    """
-    K, dil = kernel[0], dilation[0]
+def _patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, int]:
+    """Two kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, only over different ranges of
+    `r`. So each product of rows is taken once per distance `d`, and the windows over `r` are sums of small matrices:
+    `K` products of rows where the plain Gram matrix takes `K²`. Rows of zeros that pad the image are left out."""
+    kernel, padding = patches.kernel, patches.padding
+    K, dil = kernel[0], patches.dilation[0]
     C, R = x.shape[1:3]
     top, bottom = padding[0]
     L = R + top + bottom - dil * (K - 1)  # output rows
     rows = pad(x, [(0, 0), *padding[1:]])
     for d in range(1, len(kernel)):
-        rows = windows(rows, 2 + d, kernel[d], stride[d], dilation[d])
+        rows = windows(rows, 2 + d, kernel[d], patches.stride[d], patches.dilation[d])
     m = len(kernel) - 1
     rows = rows.permute(2, 1, *range(3 + m, 3 + 2 * m), 0, *range(3, 3 + m))  # [R, C, *k', B, *L']
     F_ = C * prod(kernel[1:])
@@ -80,22 +122,34 @@ def patch_gram(
     gram = x.new_zeros(K, F_, K, F_)
     total = x.new_zeros(K, F_)
     row_sums = rows.sum(-1)  # [R, F]
+    step = max(1, size // (F_**2 * x.element_size()))
     for k in range(K):
         total[k] = row_sums[_window(k * dil - top, L, R)].sum(0)
     for d in range(K):
         reach = R - d * dil
-        if reach <= 0:
-            break
-        pairs = torch.bmm(rows[:reach], rows[d * dil :].mT)  # [R - d, F, F]
+        for start in range(0, reach, step):
+            stop = min(start + step, reach)
+            pairs = torch.bmm(rows[start:stop], rows[start + d * dil : stop + d * dil].mT)  # [r, F, F]
+            for k in range(K - d):
+                gram[k, :, k + d] += pairs[_window(k * dil - top - start, L, stop - start)].sum(0)
+    for d in range(1, K):
         for k in range(K - d):
-            block = pairs[_window(k * dil - top, L, reach)].sum(0)
-            gram[k, :, k + d] = block
-            gram[k + d, :, k] = block.mT
+            gram[k + d, :, k] = gram[k, :, k + d].mT
     # From (kernel row, channel, rest) to the weight's own order (channel, kernel row, rest).
     rest = F_ // C
     gram = gram.reshape(K, C, rest, K, C, rest).permute(1, 0, 2, 4, 3, 5)
     total = total.reshape(K, C, rest).transpose(0, 1)
     return gram.reshape(C * K * rest, C * K * rest), total.reshape(-1), L * rows.shape[2]
+
+
+def _spread(x: Tensor, distances: Sequence[int] | None) -> Tensor:
+    """With zeros between the pixels."""
+    if distances is None or all(s == 1 for s in distances):
+        return x
+    spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], distances, strict=True)))
+    pixels = (slice(None), slice(None), *(slice(None, None, s) for s in distances))
+    spread[pixels] = x
+    return spread
 
 
 def _window(start: int, length: int, limit: int) -> slice:

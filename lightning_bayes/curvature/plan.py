@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import Node
 
 from lightning_bayes.curvature.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.curvature.grouping import all_rows, find_rows
-from lightning_bayes.curvature.layers import RowIndex, products
+from lightning_bayes.curvature.layers import PLAIN, Patched, RowIndex, strip_products
 from lightning_bayes.curvature.output_checks import (
     agree,
     check_examples_apart,
@@ -29,6 +30,7 @@ from lightning_bayes.curvature.output_checks import (
 )
 from lightning_bayes.curvature.recorder import Call, ParameterRows, Recorder, Role
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
+from lightning_bayes.network.checks import check_merged
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import Layout, Piece
 
@@ -51,6 +53,12 @@ class Site(Role):
         parts = [call.layer.inputs_of(examples, call.rows) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
+    def strips(self, calls: list[Call], examples: slice = slice(None)) -> Iterator[Tensor] | None:
+        """The same, in strips of positions.  # [G, b, t, I]"""
+        if self.weight is None:
+            return None
+        return chain.from_iterable(call.layer.strips(examples, call.rows) for call in calls)
+
     def inputs_at(self, calls: list[Call], columns: Tensor, g: Tensor) -> Tensor:
         """Some columns of `[a 1]`, where `g` are the gradients of the same calls.  # [G, B, T, columns]"""
         width = 0 if self.weight is None else self.layout.shape[2] - (self.bias is not None)
@@ -64,9 +72,9 @@ class Site(Role):
         parts = [call.layer.gradients(g, call.rows) for call, g in zip(calls, grads, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    def jacobian(self, a: Tensor | None, g: Tensor) -> Tensor:
-        """Per-example gradients of `[W b]` in the block's order.  # [K, B, G·O·(I + 1)]"""
-        joint = torch.cat(products(a, g, self.bias is not None), dim=-1)
+    def jacobian(self, calls: list[Call], g: Tensor) -> Tensor:
+        """Per-example gradients of `[W b]` in the block's order.  # [K, G, B, T, O] -> [K, B, G·O·(I + 1)]"""
+        joint = torch.cat(strip_products(self.strips(calls), g, self.bias is not None), dim=-1)
         return joint.permute(2, 1, 0, 3, 4).flatten(2)
 
 
@@ -96,8 +104,13 @@ class Plan:
     subset: Subset
     sites: tuple[Site, ...]
     leftovers: tuple[str, ...]
-    n_outputs: int  # of the network, per example
+    output_shape: torch.Size  # of the network, for some examples
     n_activations: int  # of all layers in the plan, per example
+
+    @property
+    def n_outputs(self) -> int:
+        """Of the network, per example."""
+        return self.output_shape[1:].numel()
 
     def leftover_layout(self, name: str) -> Layout:
         shape = self.subset.shapes[self.subset.names.index(name)]
@@ -112,7 +125,8 @@ class Plan:
         """The calls of each site in the forward pass that ended in `f`, with the rows of each example."""
         nodes = uses(f)
         known = {site.key for site in self.sites}
-        calls = [call for call in calls if call.key in known]
+        # A call whose output does not reach f would dilute a Kronecker block's mean over inputs.
+        calls = [call for call in calls if call.key in known and call.edge.node in nodes]
         covered = {rows.name: parameters[rows.name] for site in self.sites for rows in site.parameters}
         for name in _used_elsewhere(nodes, calls, covered):
             raise CurvatureError(
@@ -147,10 +161,12 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 2)), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 1 if together else 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
+    total = parameter_uses(nodes)
+    check_merged(network, [name for name, p in parameters.items() if not total[id(p)]])
     wrong = _used_elsewhere(nodes, calls, parameters)
     calls = [call for call in calls if call.output_shape.numel()]
     grads, true = _random_gradients(f, calls, parameters)
@@ -170,7 +186,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     keys = {site.key for site in sites}
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
     leftovers = tuple(name for name in subset.names if name not in covered)
-    return Plan(subset, tuple(sites), leftovers, f[0].numel(), n_activations)
+    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations)
 
 
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
@@ -249,12 +265,13 @@ def _disagreeing(
     first = next(iter(true.values()))
     widest = max((g.dtype for g in true.values()), key=lambda dtype: torch.finfo(dtype).bits)
     flat = first.new_zeros(subset.full_size, dtype=torch.promote_types(widest, torch.float32))
-    together = [(replace(call, rows=all_rows(call)), g.unsqueeze(0)) for call, g in zip(calls, grads, strict=True)]
     for site in sites:
-        own = [(call, g) for call, g in together if call.key == site.key]
-        calls_of_site, gradients = [call for call, _ in own], [g for _, g in own]
-        J = site.jacobian(site.inputs(calls_of_site), site.gradients(calls_of_site, gradients))
-        site.layout.scatter(J[0, 0], flat)
+        total = flat.new_zeros(site.layout.size)
+        for call, g in zip(calls, grads, strict=True):
+            if call.key == site.key:
+                apart = replace(call, rows=PLAIN if isinstance(call.layer, Patched) else all_rows(call))
+                total += site.jacobian([apart], site.gradients([apart], [g.unsqueeze(0)]))[0].sum(0)
+        site.layout.scatter(total, flat)
     parts = flat.split([g.numel() for g in true.values()])
     sums = {name: part.view_as(g) for (name, g), part in zip(true.items(), parts, strict=True)}
     return {name for name, close in agree(sums, true).items() if not close}

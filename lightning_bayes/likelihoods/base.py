@@ -86,6 +86,13 @@ class Likelihood(ABC):
             return {"name": f"{kind.__module__}.{kind.__qualname__}"}
         return {"name": kind.name, **self.settings()}
 
+    def to(self, device: torch.device) -> Likelihood:
+        """The same likelihood with its tensors on another device; one without a `name` of its own is left as it is."""
+        if type(self).__dict__.get("name") is None:
+            return self
+        state = self.to_state().items()
+        return Likelihood.from_state({key: v.to(device) if isinstance(v, Tensor) else v for key, v in state})
+
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Likelihood:
         """The likelihood that `to_state` described."""

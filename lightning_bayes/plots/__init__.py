@@ -7,6 +7,7 @@ from lightning_bayes.plots.regression_bands import regression_bands
 from lightning_bayes.plots.regression_calibration import regression_calibration_curve
 from lightning_bayes.plots.reliability import reliability_diagram
 from lightning_bayes.plots.risk_coverage import risk_coverage_curve
+from lightning_bayes.plots.uncertainty_maps import uncertainty_maps
 
 __all__ = [
     "decision_map",
@@ -16,4 +17,5 @@ __all__ = [
     "regression_calibration_curve",
     "reliability_diagram",
     "risk_coverage_curve",
+    "uncertainty_maps",
 ]

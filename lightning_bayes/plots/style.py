@@ -46,8 +46,11 @@ def require_matplotlib() -> None:
 
 
 @contextmanager
-def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.2)) -> Iterator[tuple["Figure", Any]]:
-    """A figure and its axes in the house style: one Axes, or an array of `panels`. The user's settings are put back.
+def canvas(
+    ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.2), rows: int = 1
+) -> Iterator[tuple["Figure", Any]]:
+    """A figure and its axes in the house style: one Axes, or an array of `panels`, and of `rows` of them where there
+    are several. The user's settings are put back.
 
     `size` is that of one panel, in inches. A given `ax` is drawn into, its figure and layout left alone.
     """
@@ -58,16 +61,16 @@ def canvas(ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.
 
     with matplotlib.rc_context(_SETTINGS):
         if ax is None:
-            figure = Figure(figsize=(size[0] * panels, size[1]), layout="constrained", dpi=120)
-            ax = figure.subplots(1, panels)
+            figure = Figure(figsize=(size[0] * panels, size[1] * rows), layout="constrained", dpi=120)
+            ax = figure.subplots(rows, panels)
         else:
             given = np.asarray(ax, dtype=object).reshape(-1)
             if not all(isinstance(axis, Axes) for axis in given):
                 raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
-            if len(given) != panels:
-                raise ValueError(f"ax must hold {panels} Axes, one per panel, got {len(given)}.")
-            ax = given[0] if panels == 1 else given
-        yield (ax if panels == 1 else ax[0]).figure, ax
+            if len(given) != rows * panels:
+                raise ValueError(f"ax must hold {rows * panels} Axes, one per panel, got {len(given)}.")
+            ax = given[0] if rows * panels == 1 else given
+        yield (ax if rows * panels == 1 else ax.flat[0]).figure, ax
 
 
 def to_numpy(x: Tensor) -> np.ndarray:

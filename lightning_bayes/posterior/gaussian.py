@@ -6,6 +6,7 @@ model is taken at the network's own weights, which must still be the mean.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,12 +23,14 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import check_device
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
+    from lightning_bayes.posterior.summary import PosteriorSummary
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
@@ -40,7 +43,7 @@ class PosteriorError(RuntimeError):
     """A posterior asked for what it cannot give; the message says what can."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GaussianPosterior:
     """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`; all other weights are as the network has them."""
 
@@ -66,6 +69,38 @@ class GaussianPosterior:
     def is_elsewhere(self) -> bool:
         """Whether the network has since moved to another device than the posterior's."""
         return next(iter(self.subset.parameters(self.network).values())).device != self.device
+
+    def __repr__(self) -> str:
+        from lightning_bayes.posterior.summary import one_line
+
+        return one_line(self)
+
+    def summary(self) -> PosteriorSummary:
+        """What it is made of: the block of each parameter with its size, memory, prior and effective number of
+        parameters γ; noise, evidence and calibration. `print` shows a table, its fields are numbers. One that
+        is sharded over processes has the blocks of this process, and all must ask."""
+        from lightning_bayes.posterior.summary import summarise
+
+        return summarise(self)
+
+    def to(self: Posterior, device: str | torch.device) -> Posterior:
+        """The same posterior on another device. Its network is there, too: the very one, if you have moved it already,
+        or a copy, because a posterior changes nothing of yours."""
+        target = check_device(device)
+        if target == self.device and not self.is_elsewhere():
+            return self
+        home = next(iter(self.subset.parameters(self.network).values())).device
+        network = self.network if home == target else copy.deepcopy(self.network).to(target)
+        return replace(self, network=network, plans={}, **self._on(target))
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        """The fields that live on the posterior's device, on another one."""
+        return {
+            "mean": self.mean.to(device),
+            "precision": self.precision.to(device),
+            "likelihood": self.likelihood.to(device),
+            "shift": None if self.shift is None else self.shift.to(device),
+        }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""

@@ -73,7 +73,8 @@ def fit_laplace(
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
         structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
-        curvature: "ggn", "fisher_mc" or "empirical_fisher".
+        curvature: "ggn", "fisher_mc", "empirical_fisher", or "auto": "ggn", but "fisher_mc" for images and other
+            outputs at many positions, where the exact GGN takes a backward pass for each.
         prior_precision: a number, one per layer, or one per parameter. A mean loss with weight decay `wd` is
             `prior_precision = N·wd`.
         progress: show a progress bar.
@@ -125,14 +126,14 @@ def from_curvature(
     damping: str | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
-    network = viewed(network, curvature.output)
+    network = network if curvature.output.is_default else viewed(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)
     return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(GaussianPosterior):
     """`N(θ*, (H/T + diag(δ))⁻¹)`."""
 
@@ -167,6 +168,17 @@ class LaplacePosterior(GaussianPosterior):
             temperature=temperature,
             damping=damping,
         ).with_prior(prior_precision)
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        known = super()._on(device)
+        g = self.curvature.gradient
+        curvature = replace(
+            self.curvature,
+            structure=self.curvature.structure.to(device),
+            likelihood=known["likelihood"],
+            gradient=None if g is None else g.to(device),
+        )
+        return {**known, "curvature": curvature, "prior_precision": self.prior_precision.to(device)}
 
     @property
     def noise_power(self) -> int:

@@ -47,7 +47,7 @@ class UsedData:
 
 def example_hashes(x: Any, y: Tensor) -> Tensor:
     """A number for each example; none where an example is not a row of the input's tensors.  # [B] or [0]"""
-    rows = [t for t in inputs.tensors(x) if t.ndim and len(t) == len(y)]
+    rows = [] if isinstance(x, inputs.Container) else [t for t in inputs.tensors(x) if t.ndim and len(t) == len(y)]
     if not rows or not len(y):
         return torch.empty(0, dtype=torch.long, device=y.device)
     parts = [hashed(_columns(t.detach().to(y.device)), number) for number, t in enumerate([*rows, y.detach()])]

@@ -8,7 +8,7 @@ the Jacobian: in forward mode where PyTorch has it for every operator of the net
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,15 +47,27 @@ def sample_functions(
     count("n", n)
     check_generator(generator)
     flag("linearised", linearised)
+    draws: list[Tensor] = []
+    each_function(posterior, x, n, generator, linearised, draws.append)
+    return torch.stack(draws)
+
+
+def each_function(
+    posterior: GaussianPosterior,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None,
+    linearised: bool,
+    consume: Callable[[Tensor], None],
+) -> None:
+    """The same, one after the other.  # [B, ...]"""
     if linearised and posterior.is_sharded:
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
-    draws = []
     with at_mean(posterior, x) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
         for _ in range(n):
             moves = draw_moves(posterior, generator)
-            draws.append(network(moves) if linearised else network.at(moves))
-    return torch.stack(draws)
+            consume(network(moves) if linearised else network.at(moves))
 
 
 def draw_moves(posterior: GaussianPosterior, generator: torch.Generator | None) -> dict[str, Tensor]:

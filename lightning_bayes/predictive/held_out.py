@@ -19,6 +19,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.used_data import UsedData
+from lightning_bayes.predictive.draws import FunctionDraws
 from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
@@ -95,9 +96,33 @@ def temperature_table(
     likelihood, columns, link = posterior.likelihood, [], ""
     for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(likelihood, laws[0])
-        nll = [[-likelihood.predictive_log_likelihood(p, y) for p in scoring.tempered(likelihood, law)] for law in laws]
-        columns.append(torch.stack([torch.stack(row) for row in nll]).double().cpu())
+        columns.append(torch.stack([_at_temperatures(law, y, likelihood, scoring) for law in laws]).double().cpu())
     return torch.cat(columns, dim=-1), link
+
+
+def _at_temperatures(law: OutputLaw, y: Tensor, likelihood: Likelihood, scoring: Scoring) -> Tensor:
+    """# [K, B]"""
+    drawn_anew = isinstance(law.draws, FunctionDraws) and scoring.link_of(likelihood, law) == "mc"
+    if drawn_anew and scoring.of == "outputs":
+        return _nll_of_draws(law, y, likelihood)
+    return torch.stack([-likelihood.predictive_log_likelihood(p, y) for p in scoring.tempered(likelihood, law)])
+
+
+def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """The outputs at every temperature in one pass over draws that are not kept, of which the probability of each
+    label stays: `−log (1/S) Σ_s p(y | f_s/T)`.  # [K, B]"""
+    assert isinstance(law.draws, FunctionDraws)
+    labels, B = y.flatten(), len(y)
+    p = torch.zeros(len(LOG_TEMPERATURES), len(labels), dtype=torch.float64, device=y.device)  # [K, B·R]
+
+    def add(f: Tensor) -> None:
+        rows = f.movedim(1, -1).flatten(0, -2) if likelihood.chooses_one_class else f.flatten()  # [B·R, C] or [B·R]
+        for at_temperature, t in zip(p, LOG_TEMPERATURES, strict=True):
+            at_temperature += likelihood.log_likelihood_per_example(rows / math.exp(t), labels).exp()
+
+    law.draws.each(add)
+    log_p = (p / law.draws.n).clamp_min_(torch.finfo(p.dtype).tiny).log_()
+    return -log_p.reshape(len(p), B, -1).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -139,7 +164,7 @@ def held_out_laws(
     """For every batch the laws of the outputs, and its targets; data that say nothing are an error."""
     scoring.check(posterior.likelihood)
     present = [candidate for candidate in candidates if candidate is not None]
-    targets = []
+    targets = _Targets(posterior.likelihood)
     with preserved_rng():
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
@@ -148,11 +173,11 @@ def held_out_laws(
             of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, "map")
             mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)
-            targets.append(y.detach().cpu())
+            targets.add(y)
             remaining = iter(laws)  # in float64 probabilities round to zero or one much later
             laws = [OutputLaw(mean) if candidate is None else next(remaining) for candidate in candidates]
             yield [law.to(torch.float64) for law in laws], y
-    _check_targets(posterior.likelihood, targets)
+    targets.check()
 
 
 def best_temperature(nll: Tensor) -> float:
@@ -168,20 +193,34 @@ def best_temperature(nll: Tensor) -> float:
     return math.exp(LOG_TEMPERATURES[k] + step * shift)
 
 
-def _check_targets(likelihood: Likelihood, targets: list[Tensor]) -> None:
-    if not targets:
-        raise DataError("the held-out data are empty: choosing on them needs at least one batch")
-    if likelihood.has_probs:
-        labels = torch.cat([y.flatten() for y in targets])
-        labels = labels if likelihood.ignore_index is None else labels[labels != likelihood.ignore_index]
-        if not len(labels):
-            raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
-        if len(labels.unique()) < 2:
-            kind = "class" if likelihood.chooses_one_class else "label"
-            raise DataError(
-                f"the held-out data have one {kind} only ({labels[:1].tolist()}), which cannot tell whether "
-                "probabilities are right: hold out data of all classes"
+class _Targets:
+    """What is to be known of the held-out targets, of which an image has one for each pixel."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0)
+
+    def add(self, y: Tensor) -> None:
+        self._n += len(y)
+        if self._likelihood.has_probs:
+            labels = y.detach().unique().cpu()
+            labels = (
+                labels if self._likelihood.ignore_index is None else labels[labels != self._likelihood.ignore_index]
             )
-    n = sum(len(y) for y in targets)
-    if n < FEW:
-        logger.warning("only %d examples are held out: what they choose is hardly known; hold out %d or more", n, FEW)
+            self._labels = torch.cat([self._labels.to(labels.dtype), labels]).unique()
+
+    def check(self) -> None:
+        if not self._n:
+            raise DataError("the held-out data are empty: choosing on them needs at least one batch")
+        if self._likelihood.has_probs:
+            if not len(self._labels):
+                raise DataError("no held-out target counts: all are marked as unknown (ignore_index)")
+            if len(self._labels) < 2:
+                kind = "class" if self._likelihood.chooses_one_class else "label"
+                raise DataError(
+                    f"the held-out data have one {kind} only ({self._labels.tolist()}), which cannot tell whether "
+                    "probabilities are right: hold out data of all classes"
+                )
+        if self._n < FEW:
+            logger.warning(
+                "only %d examples are held out: what they choose is hardly known; hold out %d or more", self._n, FEW
+            )

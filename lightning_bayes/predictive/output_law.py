@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.function_space import process_gaussian
-from lightning_bayes.predictive.functions import outputs, sample_functions
+from lightning_bayes.predictive.draws import Draws, FunctionDraws, changed, draw_functions, each_of, mixture
+from lightning_bayes.predictive.functions import outputs
 from lightning_bayes.predictive.prediction import TensorFields
 
 PREDICTIVES = ("glm", "bnn", "map", "gp")
 LINEARISED = ("glm", "gp")  # with links
 MANY = 64  # outputs per example from which the linearised network is sampled
+BLOCKS = 2**21  # numbers of positions' covariances that are integrated over at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ class OutputLaw(TensorFields):
 
     mean: Tensor  # f(x; θ*) [B, ...]
     covariance: Tensor | None = None  # [B, C, C]
-    draws: Tensor | None = None  # [S, B, ...]
+    draws: Draws | None = None  # [S, B, ...]
     linear: bool = True  # of the linearised network, whose mean is exact
 
     def tempered(self, T: float) -> OutputLaw:
@@ -44,8 +46,12 @@ class OutputLaw(TensorFields):
         if T == 1:
             return self
         covariance = None if self.covariance is None else self.covariance / T**2
-        draws = None if self.draws is None else self.draws / T
+        draws = None if self.draws is None else changed(self.draws, lambda f: f / T)
         return replace(self, mean=self.mean / T, covariance=covariance, draws=draws)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> OutputLaw:
+        law = super().map(change)
+        return replace(law, draws=changed(law.draws, change)) if isinstance(law.draws, FunctionDraws) else law
 
     @property
     def is_point(self) -> bool:
@@ -82,9 +88,8 @@ def output_law(
         return output_laws([posterior], x, predictive)[0]
     if predictive == "bnn" or has_many_outputs(posterior, x):
         linear = predictive == "glm"
-        draws = sample_functions(posterior, x, samples, generator, linearised=linear)
         mean = posterior.shifted(x) if linear and posterior.shift is not None else outputs(posterior, x)
-        return OutputLaw(mean, draws=draws, linear=linear)
+        return OutputLaw(mean, draws=draw_functions(posterior, x, samples, generator, linear, mean), linear=linear)
     return OutputLaw(*posterior.functional(x))
 
 
@@ -137,18 +142,18 @@ class Integral:
         blocks = covariance.reshape(B, C, R, C, R).diagonal(dim1=2, dim2=4).movedim(-1, 1)  # [B, R, C, C]
         return self._by_position(mean, blocks.flatten(0, 1))
 
-    def over_draws(self, mean: Tensor, draws: Tensor) -> Predictive:
+    def over_draws(self, mean: Tensor, draws: Draws) -> Predictive:
         """What has a closed form gets the outputs' exact mean, and their covariances from the draws."""
-        sampled = self.likelihood.from_samples(draws)
         if self.link == "mc":
-            return sampled
+            return mixture(self.likelihood, draws)
         closed_form = replace(self, samples=0, generator=None)
-        moves = draws - mean  # [S, B, C, ...]
-        if self.link == "pairwise" and mean.ndim > 1:
-            moves = moves.flatten(3).movedim(2, -1).flatten(1, -2) if mean.ndim > 2 else moves  # [S, B·R, C]
-            closed = closed_form._by_position(mean, torch.einsum("sbi,sbj->bij", moves, moves) / len(moves))
-        else:
-            closed = closed_form._integrate(mean, moves.square().mean(0))
+        pairs = self.link == "pairwise" and mean.ndim > 1
+        moments = _MomentsOfMoves(mean, pairs)
+        sampled = mixture(self.likelihood, draws, moments.add)
+        if isinstance(draws, Tensor):
+            each_of(draws, moments.add)
+        covariance = moments.mean()
+        closed = closed_form._by_position(mean, covariance) if pairs else closed_form._integrate(mean, covariance)
         # Where the closed form is one of the probabilities alone, the draws have the rest.
         return replace(sampled, mean=closed.mean) if closed.epistemic.isnan().any() else closed
 
@@ -156,13 +161,40 @@ class Integral:
         """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""
         if mean.ndim == 2:
             return self._integrate(mean, covariance)
-        B, _, *positions = mean.shape
-        flat = self._integrate(mean.flatten(2).mT.flatten(0, 1), covariance)
+        B, C, *positions = mean.shape
+        flat = mean.flatten(2).mT.flatten(0, 1)  # [B·R, C]
+        few = len(flat) if self.samples else max(1, BLOCKS // C**2)  # what is drawn is drawn at once
+        parts = [self._integrate(*part) for part in zip(flat.split(few), covariance.split(few), strict=True)]
 
-        def back(t: Tensor) -> Tensor:
-            return t.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
+        def back(name: str) -> Tensor:
+            whole = torch.cat([getattr(part, name) for part in parts])
+            return whole.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
 
-        return replace(flat, **{f.name: back(t) for f in fields(flat) if (t := getattr(flat, f.name)) is not None})
+        names = [field.name for field in fields(parts[0]) if getattr(parts[0], field.name) is not None]
+        return replace(parts[0], **{name: back(name) for name in names})
 
     def _integrate(self, mean: Tensor, covariance: Tensor) -> Predictive:
         return self.likelihood.integrate(mean, covariance, self.link, self.samples, self.generator)
+
+
+class _MomentsOfMoves:
+    """`Σ mmᵀ` of the moves `m` from a mean to draws: of the outputs at each position, or, without `pairs`, of each
+    output alone."""
+
+    def __init__(self, mean: Tensor, pairs: bool) -> None:
+        self._mean, self._pairs, self._n = mean, pairs, 0
+        rows, C = mean.numel() // mean.shape[1] if pairs else 0, mean.shape[1] if pairs else 0
+        self._sum = mean.new_zeros(rows, C, C) if pairs else torch.zeros_like(mean)
+
+    def add(self, f: Tensor) -> None:
+        """# [B, C, ...]"""
+        self._n += 1
+        move = f.to(self._sum) - self._mean
+        if self._pairs:
+            rows = move.flatten(2).mT.flatten(0, 1) if move.ndim > 2 else move  # [B·R, C]
+            self._sum.baddbmm_(rows.unsqueeze(2), rows.unsqueeze(1))
+        else:
+            self._sum.addcmul_(move, move)
+
+    def mean(self) -> Tensor:
+        return self._sum.div_(self._n)

@@ -22,6 +22,8 @@ from lightning_bayes.metrics import (
 from lightning_bayes.network import DataError
 from lightning_bayes.predictive import Prediction
 
+ROWS = 2**16  # examples, or positions of a dense output, that are scored at a time
+
 
 class ScoreTable:
     """Predictors scored side by side, on several dataloaders.
@@ -116,14 +118,16 @@ class Scores:
             probs, y = probs.movedim(1, -1).flatten(0, -2), y.flatten()
         if self._ignore_index is not None:
             known = y != self._ignore_index
-            probs, y = probs[known], y[known]
-        probs = probs.double() / probs.double().sum(1, keepdim=True)
+            probs, y = (probs, y) if known.all() else (probs[known], y[known])
         metrics = self._make(nll=NegativeLogLikelihood, acc=MeanMetric, ece=CalibrationError, brier=BrierScore)
-        if len(y) == 0:
-            return
-        for name in ("nll", "ece", "brier"):
-            metrics[name].update(probs, y)
-        metrics["acc"].update((probs.argmax(1) == y).double())
+        for p, label in zip(probs.split(ROWS), y.split(ROWS), strict=True):
+            if len(label) == 0:
+                return
+            p = p.double()
+            p = p / p.sum(1, keepdim=True)
+            for name in ("nll", "ece", "brier"):
+                metrics[name].update(p, label)
+            metrics["acc"].update((p.argmax(1) == label).double())
 
     def _regression(self, prediction: Prediction, y: Tensor) -> None:
         metrics = self._make(nll=GaussianNLL, rmse=lambda: MeanSquaredError(squared=False), coverage=IntervalCoverage)
@@ -132,11 +136,13 @@ class Scores:
         self._curve = self._curve or RegressionCalibrationError().to(self._device)
         if len(y) == 0:
             return
-        mean, variance, y = (t.flatten().double() for t in (prediction.mean, prediction.variance, y))
-        metrics["nll"].update(mean, variance, y)
-        metrics["coverage"].update(mean, variance, y)
-        metrics["rmse"].update(mean, y)
-        self._curve.update(mean, variance, y)
+        flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
+        for part in zip(*flat, strict=True):
+            mean, variance, target = (t.double() for t in part)
+            metrics["nll"].update(mean, variance, target)
+            metrics["coverage"].update(mean, variance, target)
+            metrics["rmse"].update(mean, target)
+            self._curve.update(mean, variance, target)
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
         if not self._metrics:

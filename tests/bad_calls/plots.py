@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from bad_calls.cases import Of, Table
-from lightning_bayes import plots
+from lightning_bayes import Prediction, plots
 
 HALF, LABELS = torch.full((2, 2), 0.5), torch.tensor([0, 1])
 ZEROS, ONES = torch.zeros(4), torch.ones(4)
@@ -20,6 +20,9 @@ DATA: dict[str, dict[str, Any]] = {
     "regression_bands": {"x": ZEROS, "mean": ZEROS, "epistemic": ONES, "aleatoric": ONES},
     "decision_map": GRID,
 }
+MAPS = Prediction(
+    torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 5), torch.ones(2, 4, 5), probs=torch.full((2, 3, 4, 5), 1 / 3)
+)
 
 
 def _axes(n: int) -> Any:
@@ -102,3 +105,18 @@ log("directory", 3, "must be a path, got 3")
 log.anything_goes("loggers", "what takes no figures is passed over, and the figure is written to a file")
 
 PLOTS = [reliability, calibration, risk, histogram, bands, mapped, log]
+
+maps = Table(
+    "plots.uncertainty_maps",
+    lambda t, **bad: plots.uncertainty_maps(**{"image": torch.ones(2, 1, 4, 5), "prediction": MAPS, **bad}),
+    plots.uncertainty_maps,
+)
+maps("image", None, "must be a tensor, got None")
+maps("image", torch.ones(2, 2, 4, 5), "must be [B, 1, H, W] or [B, 3, H, W], got shape [2, 2, 4, 5]")
+maps("image", torch.ones(3, 1, 4, 5), "must be of the 3 images", "got shape [2, 3, 4, 5]")
+maps("prediction", None, "must be a Prediction", "got None")
+maps("prediction", torch.ones(2, 3, 4, 5), "must be a Prediction")
+maps("target", [0], "must be a tensor, got [0]")
+maps("target", torch.zeros(2, 3, 4, 5), "must have shape [2, 4, 5] for this prediction, got [2, 3, 4, 5]")
+maps("ax", "left", "must be", "Axes", "got 'left'")
+maps("ax", Of(lambda t: _axes(2), "two"), "must hold 8 Axes, one per panel, got 2")

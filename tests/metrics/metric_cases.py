@@ -25,8 +25,10 @@ def _data() -> dict[str, tuple[Tensor, ...]]:
     mean, variance = randn(N, 2), randn(N, 2).exp()
     score = (10 * randn(N)).round() / 4  # far outside [0, 1], with ties
     label = torch.rand(N, generator=generator) < 0.4
+    pixels = (2 * randn(N, 4, 2, 3)).softmax(1)
     return {
         "classification": (probs, target),
+        "dense": (pixels, torch.randint(4, (N, 2, 3), generator=generator)),
         "regression": (mean, variance, mean + 1.5 * variance.sqrt() * randn(N, 2)),
         "score": (score, label),
     }
@@ -51,7 +53,7 @@ def _case(
     metric: type, twin: Callable[..., Any], data: str, only_metric: dict[str, Any] | None = None, **shared: Any
 ) -> Case:
     options = {**shared, **(only_metric or {})}
-    name = metric.__name__ + "".join(f"-{value}" for value in options.values())
+    name = metric.__name__ + "".join(f"-{value}" for value in (*options.values(), *["dense"] * (data == "dense")))
     return Case(name, lambda: metric(**options), lambda *inputs: twin(*inputs, **shared), data)
 
 
@@ -76,6 +78,14 @@ CASES = [
             kind="class_wise",
         )
         for binning in ("width", "mass")
+    ),
+    *(
+        _case(metric, twin, "dense", ignore_index=2)
+        for metric, twin in (
+            (metrics.NegativeLogLikelihood, F.negative_log_likelihood),
+            (metrics.BrierScore, F.brier_score),
+            (metrics.CalibrationError, F.calibration_error),
+        )
     ),
     _case(metrics.GaussianNLL, F.gaussian_nll, "regression"),
     _case(metrics.GaussianCRPS, F.gaussian_crps, "regression"),

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_bayes import metrics, plots
+from lightning_bayes import Prediction, metrics, plots
 from lightning_bayes.metrics import functional as F
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -48,6 +48,9 @@ PICTURES: dict[str, Callable[..., Any]] = {
         X, Y, GRID_PROBS, GRID.norm(dim=1), GRID_PROBS.var(1), POINTS, LABELS, ax=ax
     ),
 }  # fmt: skip
+DENSE_PROBS = (2 * randn(2, 3, 6, 5)).softmax(1)
+DENSE = Prediction(DENSE_PROBS.square(), DENSE_PROBS, DENSE_PROBS[:, 0], probs=DENSE_PROBS)
+VALUES = Prediction(randn(2, 1, 6, 5).exp(), randn(2, 1, 6, 5).exp(), randn(2, 6, 5), mean=randn(2, 1, 6, 5))
 LABELS_OF = {
     "reliability": ("confidence", "accuracy"),
     "reliability by mass": ("confidence", "accuracy"),
@@ -252,3 +255,36 @@ def test_without_matplotlib_the_message_says_how_to_install_it(monkeypatch: pyte
     for draw in (PICTURES["reliability"], metric.plot):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-bayes\[recipes\]"'):
             draw()
+
+
+def shown(ax: Any) -> Tensor:
+    return torch.as_tensor(np.ma.getdata(ax.images[0].get_array()))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_uncertainty_maps_of_classes(channels: int) -> None:
+    target = torch.randint(3, (2, 6, 5), generator=GENERATOR)
+    target[0, 0] = 255
+    figure, axes = plots.uncertainty_maps(randn(2, channels, 6, 5), DENSE, target)
+    assert [ax.get_title() for ax in axes[0]] == ["input", "truth", "prediction", "epistemic", "aleatoric"]
+    for n, row in enumerate(axes):
+        assert torch.equal(shown(row[1])[1:], target[n, 1:].double())
+        assert torch.equal(shown(row[2]), DENSE_PROBS[n].argmax(0).double())
+        for ax, values in zip(row[3:], (DENSE.epistemic, DENSE.aleatoric), strict=True):
+            torch.testing.assert_close(shown(ax), values[n].sum(0).double())
+            assert ax.images[0].get_clim() == (0, pytest.approx(float(values.sum(1).max())))  # one scale for all rows
+    assert (shown(axes[0, 1])[0] == -1).all()  # grey
+    assert plots.uncertainty_maps(randn(2, 1, 6, 5), DENSE)[1].shape == (2, 4)
+    assert_nothing_clipped(figure)
+
+
+def test_uncertainty_maps_of_values() -> None:
+    target = randn(2, 1, 6, 5)
+    figure, axes = plots.uncertainty_maps(randn(2, 1, 6, 5), VALUES, target)
+    titles = ["input", "truth", "prediction", "|error|", "epistemic σ", "total σ"]
+    assert [ax.get_title() for ax in axes[0]] == titles
+    expected = ((target - VALUES.mean).abs(), VALUES.epistemic.sqrt(), (VALUES.epistemic + VALUES.aleatoric).sqrt())
+    for n, row in enumerate(axes):
+        for ax, values in zip(row[3:], expected, strict=True):
+            torch.testing.assert_close(shown(ax), values[n, 0].double())
+    assert_nothing_clipped(figure)

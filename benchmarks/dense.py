@@ -1,0 +1,118 @@
+"""The memory of dense outputs: a U-Net on images of 256 × 256 pixels with 21 classes.
+
+Every cell is what one piece of work adds to the process at most, in units of what a plain forward and backward pass of
+the same batch adds to a process of its own, and its time in such passes. Function samples are as many as the row says;
+memory does not grow with them. The noise of the images is drawn, the weights are those of a fresh network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.isolate import Failure, Job, Outcome
+from benchmarks.measure import Result, side_by_side
+from benchmarks.report import failures, number, table
+
+TITLE = "Dense outputs"
+CLASSES, SIDE = 21, 256
+BATCHES = (1, 8)
+SAMPLES = 20
+PASS = "forward and backward"
+FITS: dict[str, dict[str, Any]] = {
+    "fit, Kronecker": {},
+    "fit, diagonal": {"structure": "diag"},
+    "fit, last layer": {"subset": "last_layer"},
+    "fit, approximate diagonal": {"structure": "diag", "curvature": "ggn", "hessian": "approx"},
+}
+USES = ("predict", "evaluate", "calibrate", "tune")
+MOST = 4.0  # passes' memory
+
+
+class UNet(nn.Module):
+    """Three resolutions, 16 to 64 channels.  # [B, 3, H, W] -> [B, classes, H, W]"""
+
+    def __init__(self, classes: int = CLASSES, width: int = 16) -> None:
+        super().__init__()
+        w = width
+        self.down = nn.ModuleList([_block(3, w), _block(w, 2 * w), _block(2 * w, 4 * w)])
+        self.up = nn.ModuleList([_block(6 * w, 2 * w), _block(3 * w, w)])
+        self.head = nn.Conv2d(w, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = self.down[0](x)
+        middle = self.down[1](F.max_pool2d(fine, 2))
+        coarse = self.down[2](F.max_pool2d(middle, 2))
+        middle = self.up[0](torch.cat([middle, F.interpolate(coarse, scale_factor=2.0)], dim=1))
+        return self.head(self.up[1](torch.cat([fine, F.interpolate(middle, scale_factor=2.0)], dim=1)))
+
+
+def _block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def jobs(quick: bool) -> list[Job]:
+    side, batches = (32, (1,)) if quick else (SIDE, BATCHES)
+    return [
+        Job(f"dense/{work}/{B}", measure, {"work": work, "batch_size": B, "side": side})
+        for B in batches
+        for work in (PASS, *FITS, *USES)
+    ]
+
+
+def measure(work: str, batch_size: int, side: int) -> Result:
+    """One run, beside a plain pass."""
+    from lightning_bayes import fit_laplace
+    from lightning_bayes.predictive.evaluate import evaluate
+
+    torch.manual_seed(0)
+    net = UNet().eval()
+    x, y = torch.randn(batch_size, 3, side, side), torch.randint(CLASSES, (batch_size, side, side))
+
+    def plain_pass() -> None:
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+
+    def fit(words: dict[str, Any]) -> Any:
+        return fit_laplace(net, [(x, y)], **{"curvature": "fisher_mc", **words})
+
+    small = UNet().eval()  # what is set up at first use is no part of it
+    warm = fit_laplace(small, [(x[:1, :, :16, :16], y[:1, :16, :16])], curvature="fisher_mc")
+    warm.predict(x[:1, :, :16, :16], samples=2)
+    if work == PASS:
+        return side_by_side(lambda: plain_pass, plain_pass, 0)
+    if work in FITS:
+        return side_by_side(lambda: lambda: fit(FITS[work]), plain_pass, 0)
+    state = warm.state_dict()  # a posterior of this size, whatever it was fitted to
+    posterior = type(warm).from_state_dict(small, state)
+    options = {"samples": SAMPLES}
+    uses: dict[str, Callable[[], Any]] = {
+        "predict": lambda: posterior.predict(x, **options),
+        "evaluate": lambda: evaluate(posterior, [(x, y)], **options),
+        "calibrate": lambda: posterior.calibrate([(x, y)], **options),
+        "tune": lambda: posterior.tune_prior("auto", [(x, y)], **options),
+    }
+    return side_by_side(lambda: uses[work], plain_pass, 0)
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    batches = sorted({int(name.split("/")[2]) for name in outcomes})
+    rows = []
+    for work in (PASS, *FITS, *USES):
+        cells = [_cell(outcomes.get(f"dense/{work}/{B}"), outcomes.get(f"dense/{PASS}/{B}")) for B in batches]
+        rows.append([work, *cells])
+    headers = ["work", *(f"batch of {B}" for B in batches)]
+    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))
+
+
+def _cell(outcome: Outcome | None, plain: Outcome | None) -> str:
+    if outcome is None or isinstance(outcome, Failure):
+        return "not measured" if outcome is None else outcome.kind
+    size = f"{outcome.added / 1e6:,.0f} MB"
+    if plain is None or isinstance(plain, Failure):
+        return size
+    return f"{size}, {number(outcome.added / plain.added)} × · {number(outcome.ratio)} passes"

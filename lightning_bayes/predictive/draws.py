@@ -1,0 +1,118 @@
+"""Functions drawn from a posterior that are too large to keep: an image's classes at every pixel, a hundred times.
+
+They are made one after the other, the same ones each time, and of each only running sums stay. With `n` draws and their
+means `mₙ = E[y | fₙ]` the mean and the sum of squares around it are Welford's (1962, "Note on a method for calculating
+corrected sums of squares and products"), which do not cancel:
+
+    m ← m + (mₙ − m)/n,    s ← s + (mₙ − m_before)(mₙ − m_after).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.likelihoods import Likelihood, Predictive
+from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.predictive.functions import each_function, sample_functions
+
+KEPT = 2**26  # bytes of draws that are kept
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionDraws:
+    """`n` functions at `x`, of the linearised network or of the network itself; `each` draws them anew."""
+
+    posterior: GaussianPosterior
+    x: Any
+    n: int
+    generator: torch.Generator
+    state: Tensor  # of the generator, before the first draw
+    linearised: bool
+    change: Callable[[Tensor], Tensor]  # what is done to each
+
+    def each(self, consume: Callable[[Tensor], None]) -> None:
+        """Hand over one draw after the other.  # [B, ...]"""
+        self.generator.set_state(self.state)
+        each_function(
+            self.posterior, self.x, self.n, self.generator, self.linearised, lambda f: consume(self.change(f))
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FunctionDraws:
+        """With a further change of each."""
+        before = self.change
+        return replace(self, change=lambda f: change(before(f)))
+
+
+Draws = Tensor | FunctionDraws  # [S, B, ...], or as many one after the other
+
+
+def draw_functions(
+    posterior: GaussianPosterior,
+    x: Any,
+    n: int,
+    generator: torch.Generator | None,
+    linearised: bool,
+    f: Tensor,
+) -> Draws:
+    """`n` functions at `x`, kept where `n` outputs like `f` are small."""
+    if n * f.numel() * f.element_size() <= KEPT:
+        return sample_functions(posterior, x, n, generator, linearised)
+    if generator is None:  # the global generator's numbers, more than once
+        generator = torch.Generator().set_state(torch.get_rng_state())
+    return FunctionDraws(posterior, x, n, generator, generator.get_state(), linearised, lambda f: f)
+
+
+def each_of(draws: Draws, consume: Callable[[Tensor], None]) -> None:
+    """Hand over one draw after the other.  # [B, ...]"""
+    if isinstance(draws, FunctionDraws):
+        draws.each(consume)
+        return
+    for f in draws:
+        consume(f)
+
+
+def changed(draws: Draws, change: Callable[[Tensor], Tensor]) -> Draws:
+    return change(draws) if isinstance(draws, Tensor) else draws.map(change)
+
+
+def mixture(likelihood: Likelihood, draws: Draws, consume: Callable[[Tensor], None] | None = None) -> Predictive:
+    """The predictive of `from_samples`; draws that are not kept are handed to `consume`, too."""
+    if isinstance(draws, Tensor):
+        return likelihood.from_samples(draws)
+    sums = RunningMixture(likelihood)
+
+    def add(f: Tensor) -> None:
+        sums.add(f)
+        if consume is not None:
+            consume(f)
+
+    draws.each(add)
+    return sums.predictive()
+
+
+class RunningMixture:
+    """The mean of the predictives at outputs that come one after the other, by the law of total variance."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self._likelihood, self._n = likelihood, 0
+
+    def add(self, f: Tensor) -> None:
+        """# [B, ...]"""
+        mean, variance = self._likelihood.conditional(f)
+        self._n += 1
+        if self._n == 1:
+            self._mean, self._aleatoric = mean.clone(), variance.clone()
+            self._squares = torch.zeros_like(mean)
+            return
+        move = mean - self._mean
+        self._mean.add_(move, alpha=1 / self._n)
+        self._squares.addcmul_(move, mean - self._mean)
+        self._aleatoric += variance
+
+    def predictive(self) -> Predictive:
+        return self._likelihood.predictive(self._mean, self._squares / self._n, self._aleatoric / self._n)
