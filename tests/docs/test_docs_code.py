@@ -99,6 +99,17 @@ def test_metrics() -> None:
     assert names["ax"].get_xlabel() == "confidence"
 
 
+def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page(DOCS / "conformal.md")
+    page = (DOCS / "conformal.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"^print\(prediction\)  # (.*)$", page, re.MULTILINE)
+    assert capsys.readouterr().out.strip() == said
+    assert names["arrays"]["label"].shape == (10,)
+    assert 0 < len(names["kept"]) < 500
+    assert float(names["held"]) > 0.87
+    assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
+
+
 def test_every_name_of_the_api_page_exists() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     entries = re.split(r"^::: ", page, flags=re.MULTILINE)[1:]
