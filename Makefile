@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help quickstart test test-slow lint bench practice docs clean
+.PHONY: help quickstart test test-real test-slow lint bench practice docs clean
 
 help:
 	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
-	@echo "make test         the test suite (make test-slow: the longer checks)"
+	@echo "make test         the test suite (make test-slow: the longer checks; test-real: all modules of other libraries)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        time and memory against the peers and a plain epoch"
 	@echo "make practice     does a posterior help? ordinary trainings and methods (FULL=1: all of them)"
@@ -16,8 +16,11 @@ help:
 quickstart: $(VENV)/.recipes
 	$(BIN)/python recipes/quickstart.py
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-real: $(VENV)/.test $(VENV)/.real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/real_modules
 
 test-slow: $(VENV)/.test $(VENV)/.peers
 	$(BIN)/python -m pytest -m slow

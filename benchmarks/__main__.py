@@ -19,6 +19,7 @@ from benchmarks import (
     distributed,
     evidence,
     l2m,
+    lora,
     online_step,
     peers,
     predictive,
@@ -39,6 +40,7 @@ TOPICS = {
     "diagonal": diagonal,
     "evidence": evidence,
     "subnetwork": subnetwork,
+    "lora": lora,
 }
 
 

@@ -1,5 +1,7 @@
 """Calibrated uncertainty for any existing LightningModule: a Gaussian over its weights, and what follows from it."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from lightning_bayes.callbacks import (
     L2MCallback,
     LaplaceCallback,
@@ -7,6 +9,7 @@ from lightning_bayes.callbacks import (
     OnlineLaplaceCallback,
     SWAGCallback,
 )
+from lightning_bayes.callbacks.trained_module import fit
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
@@ -15,12 +18,13 @@ from lightning_bayes.mixins import (
     replace_activations,
 )
 from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
-from lightning_bayes.predictive import DeepEnsemble, Prediction, Reconstruction
+from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Conformal",
     "DeepEnsemble",
     "Gaussian",
     "GaussianPosterior",
@@ -38,7 +42,13 @@ __all__ = [
     "VariationalInferenceMixin",
     "VariationalLaplaceMixin",
     "evaluate",
+    "fit",
     "fit_l2m",
     "fit_laplace",
     "replace_activations",
 ]
+
+try:
+    __version__ = version("lightning-bayes")
+except PackageNotFoundError:  # a folder that was not installed
+    __version__ = "unknown"

@@ -6,6 +6,7 @@ What the design fixes but the package does not have yet stands in the tables as 
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lightning_bayes
 from lightning_bayes import (
+    Conformal,
     DeepEnsemble,
     GaussianPosterior,
     HeteroscedasticGaussian,
@@ -47,8 +49,8 @@ FIXED = {
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
 BESIDES = {
-    *("DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
-    *("evaluate", "fit_l2m", "replace_activations"),
+    *("Conformal", "DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
+    *("evaluate", "fit", "fit_l2m", "replace_activations"),
 }
 
 FIXED_METRICS = {
@@ -85,6 +87,11 @@ def test_exactly_these_names_are_public(module: Any, names: set[str]) -> None:
         assert getattr(module, name).__name__.rpartition(".")[2] == name
 
 
+def test_the_version_is_that_of_the_package() -> None:
+    project = (Path(lightning_bayes.__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{lightning_bayes.__version__}"\n' in project
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 REQUIRED = inspect.Parameter.empty
@@ -105,6 +112,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     LaplacePosterior.with_prior: {"self": REQUIRED, "prior_precision": REQUIRED},
     LaplacePosterior.tune_prior: {"self": REQUIRED, "method": "auto", "loader": None, "per_layer": False},
     GaussianPosterior.calibrate: {"self": REQUIRED, "loader": REQUIRED},
+    GaussianPosterior.conformalize: {"self": REQUIRED, "loader": REQUIRED, "level": 0.9, "method": "aps"},
     GaussianPosterior.functional: {"self": REQUIRED, "x": REQUIRED},
     GaussianPosterior.predict: {
         "self": REQUIRED,
@@ -120,7 +128,21 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     GaussianPosterior.load: {"path": REQUIRED, "network": REQUIRED},
     GaussianPosterior.state_dict: {"self": REQUIRED},
     GaussianPosterior.from_state_dict: {"network": REQUIRED, "state": REQUIRED},
+    GaussianPosterior.summary: {"self": REQUIRED},
+    GaussianPosterior.to: {"self": REQUIRED, "device": REQUIRED},
     Prediction.to: {"self": REQUIRED},
+    Prediction.interval: {"self": REQUIRED, "level": 0.95},
+    Prediction.cat: {"predictions": REQUIRED},
+    Conformal.fit: {"prediction": REQUIRED, "y": REQUIRED, "level": 0.9, "method": "aps"},
+    Conformal.sets: {"self": REQUIRED, "prediction": REQUIRED},
+    Conformal.interval: {"self": REQUIRED, "prediction": REQUIRED},
+    metrics.functional.threshold_for_risk: {
+        "confidence": REQUIRED,
+        "correct": REQUIRED,
+        "risk": REQUIRED,
+        "delta": 0.05,
+    },
+    metrics.functional.threshold_for_coverage: {"confidence": REQUIRED, "coverage": REQUIRED, "delta": None},
     DeepEnsemble: {"posteriors": REQUIRED, "weights": None},
     DeepEnsemble.predict: {
         "self": REQUIRED,
@@ -132,6 +154,8 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     },
     evaluate: {"predictor": REQUIRED, "loader": REQUIRED, "ood_loaders": ()},
     fit_l2m: {"network": REQUIRED, "optimizers": REQUIRED, "likelihood": "classification"},
+    lightning_bayes.fit: {"module": REQUIRED, "datamodule": None, "val_dataloader": None},
+    LaplaceCallback.fit_now: {"self": REQUIRED, "trainer": REQUIRED, "module": REQUIRED, "dataloader": REQUIRED},
     replace_activations: {"module": REQUIRED, "replacement": nn.Softplus},
     VariationalLaplaceMixin.vl_loss: {"self": REQUIRED, "f": REQUIRED, "y": REQUIRED, "y_sampled": None},
     LaplaceCallback: {"likelihood": "classification"},
@@ -238,6 +262,8 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
     fit_l2m: {"n_data": REQUIRED, "batch_size": REQUIRED, "scaling": "dataset", "prior_precision": None},
     evaluate: {"predictive": "glm", "link": None, "samples": 100, "seed": 0},
+    lightning_bayes.fit: {"likelihood": "classification", "trainer": None},
+    LaplaceCallback.fit_now: {"val_dataloader": None},
 }
 
 
@@ -284,7 +310,7 @@ def test_every_posterior_answers_to_the_same_arguments(method: str) -> None:
 FIELDS: dict[Any, set[str]] = {
     GaussianPosterior: {"mean", "n_data", "likelihood", "network"},
     LaplacePosterior: {"mean", "n_data", "likelihood", "network", "prior_precision"},
-    Prediction: {"probs", "mean", "variance", "epistemic", "aleatoric", "entropy"},
+    Prediction: {"probs", "mean", "variance", "epistemic", "aleatoric", "entropy", "mutual_information"},
 }
 
 

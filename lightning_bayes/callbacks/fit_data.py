@@ -11,7 +11,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_bayes.arguments import count, text
 from lightning_bayes.network import Processes
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.trainer.data import ExactPass, count_examples, count_passed, exact_pass, is_sized, owner_of, single
+from lightning_bayes.trainer.data import (
+    ExactPass,
+    count_examples,
+    count_passed,
+    exact_pass,
+    is_sized,
+    owner_among,
+    owner_of,
+    single,
+)
 from lightning_bayes.trainer.private import is_dev_run
 
 _OPEN = (
@@ -74,6 +83,13 @@ class FitData:
         if not isinstance(self._data, str):
             return self._data
         loader = getattr(owner_of(trainer, module, self._data), self._data)
+        return loader() if callable(loader) else loader
+
+    def loader_of(self, owner: Any, module: LightningModule, train: Any) -> Any:
+        """Outside of a Trainer's run: that of a data module, or `train`, which is its training data."""
+        if not isinstance(self._data, str):
+            return train if self._data is None else self._data
+        loader = getattr(owner_among([owner, module], self._data), self._data)
         return loader() if callable(loader) else loader
 
     def exact_pass(

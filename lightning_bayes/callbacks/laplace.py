@@ -41,7 +41,8 @@ from lightning_bayes.trainer.checkpoints import (
     needing_a_pass,
     weights_of,
 )
-from lightning_bayes.trainer.data import check_validation
+from lightning_bayes.trainer.data import as_list, check_validation, validation_pass
+from lightning_bayes.trainer.datamodule import is_datamodule, loaders_of
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
 from lightning_bayes.trainer.module import check_module, refuse_variational
@@ -181,16 +182,41 @@ class LaplaceCallback(PosteriorCallback):
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
-    def fit_now(self, trainer: Trainer | None, module: LightningModule, dataloader: Any) -> LaplacePosterior:
-        """Fit to the module's present weights: one exact pass over `dataloader`'s data, then tuning."""
+    def fit_now(
+        self, trainer: Trainer | None, module: LightningModule, dataloader: Any, val_dataloader: Any = None
+    ) -> LaplacePosterior:
+        """Fit to the module's present weights: one exact pass over the training data, then tuning and calibration.
+
+        Args:
+            trainer: whose precision, limits and loggers are used, or None; it need not have run.
+            module: with its trained weights.
+            dataloader: of the training data; or a data module, which need not be set up, or the module itself, for
+                both its training and its validation data.
+            val_dataloader: to tune and calibrate on; by default that of the data module, or the Trainer's.
+        """
         check_module(module, trainer)
+        if is_datamodule(dataloader) or dataloader is module:
+            with loaders_of(dataloader, module, trainer) as loaders:
+                data = self._data.loader_of(loaders.owner, module, loaders.train)
+                validation = loaders.validation if val_dataloader is None else val_dataloader
+                return self.fit_now(trainer, module, data, validation)
         check_loader(dataloader, "dataloader", "batches")
-        self._posterior = posterior = self._fitted(trainer, module, dataloader)
+        if val_dataloader is not None:
+            check_loader(as_list(val_dataloader)[0], "val_dataloader", "batches")
+        if self.tune == "grid":
+            validation_pass(trainer, module, val_dataloader)  # without one, an error before the pass, not after it
+        self._posterior = posterior = self._fitted(trainer, module, dataloader, validation=val_dataloader)
         self._best_path = None
         self._report(trainer, posterior)
         return posterior
 
-    def _fitted(self, trainer: Trainer | None, module: LightningModule, loader: Any, of: str = "") -> LaplacePosterior:
+    def write_file(self, trainer: Trainer) -> None:
+        """The posterior's own file, where `save` says."""
+        self._file.write(trainer, self.posterior)
+
+    def _fitted(
+        self, trainer: Trainer | None, module: LightningModule, loader: Any, of: str = "", validation: Any = None
+    ) -> LaplacePosterior:
         self._check_module(module)
         self._module = module
         posterior = self._pass(trainer, module, loader)
@@ -202,7 +228,8 @@ class LaplaceCallback(PosteriorCallback):
                     options.update(loader=data, iterate=True, passes=self.passes, processes=Processes.current())
                     options.update(progress=self._shows_progress(trainer))
                 posterior = posterior.tune_prior(self.tune, **options)
-            return choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate, of)
+            words = self.use, self.tune, self.calibrate, of
+            return choose_on_validation(trainer, module, posterior, *words, validation)
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         """The posterior of the module's present weights, not yet tuned or calibrated."""
@@ -210,6 +237,8 @@ class LaplaceCallback(PosteriorCallback):
         share(list(module.buffers()))
         with preserved_rng(), forward_context(trainer):
             data = self._data.exact_pass(trainer, module, loader)
+            probe = data.probe()
+            x = None if probe is None else self.read_by_targets(module, *probe)
             return fit_laplace(
                 self.network_in(module),
                 data,
@@ -217,7 +246,7 @@ class LaplaceCallback(PosteriorCallback):
                 subset=with_posterior(self.subset, trainer),
                 progress=self._shows_progress(trainer),
                 processes=Processes.current(),
-                probe=data.probe(),
+                probe=x,
             )
 
     def _shows_progress(self, trainer: Trainer | None) -> bool:
@@ -243,8 +272,15 @@ class LaplaceCallback(PosteriorCallback):
         return self.curvature == "auto" and posterior.curvature.kind != "ggn"
 
     def _missing(self) -> str:
+        if self._best_path is None and not self._checkpoint:
+            return f"{super()._missing()}(trainer, module, datamodule) for trained weights"
         if self._best_path is None:
-            return super()._missing()
+            path = os.path.basename(str(self._checkpoint))
+            return (
+                f"{type(self).__name__} {self.name!r} has no posterior yet, and {path} holds none: load its weights "
+                "into the module, then call the callback's fit_now(trainer, module, datamodule), or "
+                "lightning_bayes.fit(module, datamodule, trainer=trainer)"
+            )
         return (
             f"{type(self).__name__} {self.name!r} has fitted the best weights (weights='best'), which are not those in "
             f"memory: use ckpt_path='best' or load {self._best_path}, or fit with weights='both'"

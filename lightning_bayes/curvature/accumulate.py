@@ -74,7 +74,7 @@ class Accumulator(ABC):
 
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
-        """The curvature; its decompositions are shared out over the processes."""
+        """The curvature; its decompositions are shared out over the processes. The sums are given up."""
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:
@@ -169,12 +169,17 @@ class BlockAccumulator(Accumulator):
         return next(bad, None)
 
     def finish(self, processes: Processes) -> Structure:
-        names, layouts, blocks = zip(*self._all(), strict=True)
-        matrices = [block.factors() for block in blocks]
-        factors = iter(_decompose([matrix for of_block in matrices for matrix in of_block], processes))
-        counted = zip(blocks, map(len, matrices), strict=True)
-        structures = [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
-        return BlockDiagonal(tuple(structures), layouts, names)
+        names, layouts, blocks = map(list, zip(*self._all(), strict=True))
+        self._sites, self._leftovers = [], {}
+        structures: list[Structure] = []
+        while blocks:  # alone, block by block, so that eigenvectors take the place of sums; with others, all at once
+            few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
+            matrices = [block.factors() for block in few]
+            factors = iter(_decompose([matrix for of_block in matrices for matrix in of_block], processes))
+            counted = zip(few, map(len, matrices), strict=True)
+            structures += [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
+            del few, matrices, counted
+        return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
 
     def blocks(self) -> list[tuple[str, str]]:
         sites = zip(self._plan.sites, self._sites, strict=True)

@@ -142,11 +142,14 @@ class CurvatureSum:
         """A single example owns all rows of every layer."""
         if not self._slow:
             self._slow = True
+            what = f"share rows of {', '.join(slow)}"
+            if isinstance(x, inputs.Together):
+                what = f"cannot be taken apart in an input of type {x.kind}"
             logger.warning(
-                "batch %d: examples share rows of %s; such batches are taken one example at a time, which is exact and "
-                "slow",
+                "batch %d: examples %s; such batches are taken one example at a time, which is exact for every "
+                "structure and slow: structure='diag' or subset='last_layer' cost least",
                 self._batches,
-                ", ".join(slow),
+                what,
             )
         ones = [slice(n, n + 1) for n in range(len(y))]
         alone = [self._add(inputs.take(self._network, x, one), y[one], examples[one]) for one in ones]

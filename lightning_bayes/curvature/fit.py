@@ -67,8 +67,8 @@ def fit_curvature(
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
-        probe: a batch to trace the network on, for a process whose own share of the data may be empty; by default the
-            first one.
+        probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
+            that of the first batch. Then nothing is learned from the shape of the targets.
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
     """
@@ -86,10 +86,11 @@ def fit_curvature(
         stack.enter_context(torch.inference_mode(False))
         bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any, y: Tensor) -> CurvatureSum:
+        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
             nonlocal normalised, network
-            network = read_by_targets(network, x, y, likelihood)
             chosen = choose_subset(network, x, subset)
+            if y is not None:
+                network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             if hessian == "exact":
@@ -103,7 +104,8 @@ def fit_curvature(
             return begun
 
         if probe is not None:
-            total = begin(*_prepare(network, probe))
+            probe = inputs.contained(network, probe)
+            total = begin(inputs.to_device(probe, inputs.device_of(network)))
         for batch in bar:
             x, y = _prepare(network, batch)
             total = total or begin(x, y)
@@ -117,12 +119,12 @@ def fit_curvature(
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
     """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
     output alone."""
+    inputs.batch_size(x)  # an error where x holds no tensor
     output = replace(output_of(network), together=isinstance(x, inputs.Together))
     if likelihood.chooses_one_class and output.class_dim is None:
-        one = inputs.take(network, x, [0])
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
-            args, kwargs = inputs.arguments(network, one)
-            output = output.with_targets(unviewed(network)(*args, **kwargs), y[:1])
+            args, kwargs = inputs.arguments(network, x)
+            output = output.with_targets(unviewed(network)(*args, **kwargs), y)
     return viewed(network, output)
 
 

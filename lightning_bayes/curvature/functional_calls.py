@@ -24,7 +24,12 @@ _BUILTINS = {  # PyTorch tells no signature of these
 }
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
 _PYTHON = ("embedding", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
-_NAMES = {getattr(F, name): name for name in (*_BUILTINS, *_PYTHON) if hasattr(F, name)}
+_OPERANDS = {"matmul": ("input", "other"), "mm": ("input", "mat2"), "addmm": ("input", "mat1", "mat2")}
+_SUMS = ("add", "add_")
+_NAMES = {
+    **{getattr(F, name): name for name in (*_BUILTINS, *_PYTHON) if hasattr(F, name)},
+    **{getattr(own, name): name for own in (torch, Tensor) for name in (*_OPERANDS, *_SUMS) if hasattr(own, name)},
+}
 CONVOLUTIONS = frozenset(_BUILTINS) - {"linear"}
 
 
@@ -39,6 +44,10 @@ def layer_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
     name = _NAMES.get(func)
     if name is None:
         return None
+    if name in _OPERANDS:
+        return _product_arguments({**dict(zip(_OPERANDS[name], args, strict=False)), **kwargs})
+    if name in _SUMS:
+        return _sum_arguments(*args, **kwargs)
     if name in _BUILTINS:
         return {**_DEFAULTS, **dict(zip(_BUILTINS[name], args, strict=False)), **kwargs}
     return bind(func, args, kwargs).arguments
@@ -53,6 +62,8 @@ def bind(func: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
 def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     """`None` where the call has options that change what a gradient is."""
     name, x = _NAMES[func], arguments["input"].detach()
+    if name in _SUMS:
+        return layers.Bias(len(x))
     if name in ("layer_norm", "rms_norm"):
         return layers.FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
     if name.endswith("norm"):
@@ -63,6 +74,8 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     if weight.ndim != 2:
         return None
     shape = (weight.shape[0], weight.shape[1])
+    if name in _OPERANDS:
+        return layers.MatrixProduct(x, shape)
     if name == "linear":
         return layers.LinearLayer(x, shape)
     if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
@@ -80,6 +93,29 @@ def as_tuple(value: Any, n: int) -> tuple[int, ...]:
 @cache
 def _signature(func: Any) -> inspect.Signature:
     return inspect.signature(func)
+
+
+def _product_arguments(given: dict[str, Any]) -> dict[str, Any] | None:
+    """`x @ W`, to which `addmm` adds a vector, or anything else, which is no bias then."""
+    if given.get("alpha", 1) != 1:
+        return None
+    if "mat1" not in given:
+        x, W, b = given.get("input"), given.get("other", given.get("mat2")), None
+    else:
+        x, W, b = given["mat1"], given.get("mat2"), given.get("input")
+    if not isinstance(x, Tensor) or not isinstance(W, Tensor):
+        return None
+    is_bias = isinstance(b, Tensor) and b.shape == W.shape[1:] and given.get("beta", 1) == 1
+    return {"input": x, "weight": W, "bias": b if is_bias else None}
+
+
+def _sum_arguments(input: Any, other: Any, alpha: float = 1, **_: Any) -> dict[str, Any] | None:
+    """`z + b` or `b + z` for a vector `b` along the last dimension. It needs no input, so that `z` is not held."""
+    if alpha != 1 or not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return None
+    z, b = (other, input) if input.ndim == 1 else (input, other)
+    is_bias = b.ndim == 1 and z.ndim > 1 and z.shape[-1] == len(b)
+    return {"input": b, "weight": None, "bias": b} if is_bias else None
 
 
 def _without_affine(func: Any, arguments: dict[str, Any]) -> Callable[[], Tensor]:

@@ -10,7 +10,8 @@ respect to the layer's *output*:
 
 | layer                  | groups   | shared positions        | features                  |
 |------------------------|----------|-------------------------|---------------------------|
-| linear                 | 1        | all but batch and last  | inputs                    |
+| linear, `x @ W`        | 1        | all but batch and last  | inputs                    |
+| bias alone, `z + b`    | 1        | all but batch and last  | none                      |
 | (transposed) conv      | groups   | pixels                  | channel × kernel offset   |
 | embedding              | 1        | tokens                  | one-hot of the vocabulary |
 | norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
@@ -90,6 +91,33 @@ class LinearLayer(Layer):
     @property
     def weight(self) -> Piece:
         return Piece(0, (1, *self.weight_shape))
+
+
+@dataclass(frozen=True)
+class MatrixProduct(LinearLayer):
+    """`x @ W`: a linear layer whose weight is stored as (I, O)."""
+
+    kind = "matrix product"
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape), (0, 2, 1))
+
+
+@dataclass(frozen=True)
+class Bias(Layer):
+    """`z + b`: a vector along the last dimension, small enough for an exact block."""
+
+    size: int
+    kind = "bias"
+    kronecker = False
+
+    def inputs(self, axis: Rows) -> Tensor:
+        raise AssertionError("a bias alone has no input")
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, self.size, 0))
 
 
 @dataclass(frozen=True)

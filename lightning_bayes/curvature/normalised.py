@@ -26,7 +26,7 @@ _LOOK_ALIKE = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(\dd)?$")  # 
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Alias|Transpose|Permute|T|Unsqueeze|Squeeze|Clone|ToCopy)Backward\d"
 )
-_LAYERS = ("linear", "convolution", "transposed convolution")  # kinds of calls
+_LAYERS = ("linear", "matrix product", "convolution", "transposed convolution")  # kinds of calls
 
 
 def normalised_layers(network: nn.Module, x: Any, subset: Subset) -> tuple[str, ...]:

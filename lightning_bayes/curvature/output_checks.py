@@ -15,7 +15,8 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of two ways to compute
 def check_output(f: Any, size: int) -> None:
     if not isinstance(f, Tensor):
         raise CurvatureError(
-            f"the network must return one tensor, but it returned {type(f).__name__}; wrap it in a module that does"
+            f"the network must return one tensor, but it returned {type(f).__name__}: name the entry that is f with "
+            "output="
         )
     if f.ndim == 0 or f.shape[0] != size:
         raise CurvatureError(

@@ -30,6 +30,7 @@ from lightning_bayes.curvature.output_checks import (
 )
 from lightning_bayes.curvature.recorder import Call, ParameterRows, Recorder, Role
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
+from lightning_bayes.network.checks import check_merged
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import Layout, Piece
 
@@ -124,7 +125,8 @@ class Plan:
         """The calls of each site in the forward pass that ended in `f`, with the rows of each example."""
         nodes = uses(f)
         known = {site.key for site in self.sites}
-        calls = [call for call in calls if call.key in known]
+        # A call whose output does not reach f would dilute a Kronecker block's mean over inputs.
+        calls = [call for call in calls if call.key in known and call.edge.node in nodes]
         covered = {rows.name: parameters[rows.name] for site in self.sites for rows in site.parameters}
         for name in _used_elsewhere(nodes, calls, covered):
             raise CurvatureError(
@@ -159,10 +161,12 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 2)), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 1 if together else 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
+    total = parameter_uses(nodes)
+    check_merged(network, [name for name, p in parameters.items() if not total[id(p)]])
     wrong = _used_elsewhere(nodes, calls, parameters)
     calls = [call for call in calls if call.output_shape.numel()]
     grads, true = _random_gradients(f, calls, parameters)

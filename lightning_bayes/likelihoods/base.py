@@ -86,6 +86,13 @@ class Likelihood(ABC):
             return {"name": f"{kind.__module__}.{kind.__qualname__}"}
         return {"name": kind.name, **self.settings()}
 
+    def to(self, device: torch.device) -> Likelihood:
+        """The same likelihood with its tensors on another device; one without a `name` of its own is left as it is."""
+        if type(self).__dict__.get("name") is None:
+            return self
+        state = self.to_state().items()
+        return Likelihood.from_state({key: v.to(device) if isinstance(v, Tensor) else v for key, v in state})
+
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Likelihood:
         """The likelihood that `to_state` described."""
@@ -170,14 +177,13 @@ class Likelihood(ABC):
     def point(self, f: Tensor) -> Predictive:
         """The predictive at known outputs `f` (MAP): no epistemic part."""
         mean, variance = self.conditional(f)
-        return self.predictive(mean, torch.zeros_like(mean), variance)
+        return self.predictive.from_conditionals(mean.unsqueeze(0), variance.unsqueeze(0))
 
     def from_samples(self, f_samples: Tensor) -> Predictive:
         """The Monte Carlo predictive of given output samples `[S, B, …]`, by the law of total variance."""
         S, B = f_samples.shape[:2]
         means, variances = (t.unflatten(0, (S, B)) for t in self.conditional(f_samples.flatten(0, 1)))  # [S, B, …]
-        mean = means.mean(0)
-        return self.predictive(mean, (means - mean).square().mean(0), variances.mean(0))
+        return self.predictive.from_conditionals(means, variances)
 
     def integrate(
         self,

@@ -123,7 +123,7 @@ class Categorical(Likelihood):
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
         self._check_logits(f)
-        p = widen(f).softmax(1)
+        p = _softmax(widen(f))
         return p, _variance(p)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
@@ -186,12 +186,19 @@ def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
     return (-(-difference).logsumexp(2)).softmax(1)
 
 
+def _softmax(f: Tensor) -> Tensor:
+    """Over dim 1; torch's own is slow on the CPU where the last dimension is that of a few classes."""
+    if f.ndim != 2 or f.shape[1] > 32 or f.device.type != "cpu":
+        return f.softmax(1)
+    return f.t().contiguous().softmax(0).t().contiguous()
+
+
 def _variance(p: Tensor) -> Tensor:
     """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of
     all others.  # [B, C, …]"""
     top = p.argmax(1, keepdim=True)
     rest = p.scatter(1, top, 0).sum(1, keepdim=True)
-    return p * (1 - p).scatter(1, top, rest)
+    return (1 - p).scatter_(1, top, rest).mul_(p)
 
 
 def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
@@ -217,4 +224,19 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     p = torch.where(known, m, log_α).softmax(1)
     spread = _variance(p)
     # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
-    return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0))
+    information = _dirichlet_information(p, log_α0)
+    return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0), information)
+
+
+def _dirichlet_information(p: Tensor, log_α0: Tensor) -> Tensor:
+    """`Σ_c p_c g(α₀ p_c) − g(α₀)` with `g(a) = ψ(a + 1) − log a`: the entropy of `p = E[π]` minus that expected of
+    `π ~ Dirichlet(α₀ p)`.  # [B, C, …] -> [B, …]"""
+
+    def g(log_a: Tensor) -> Tensor:
+        large = log_a > math.log(1e4)  # ψ(a + 1) − log a = 1/(2a) − …
+        a = log_a.masked_fill(large, 0).exp()
+        return torch.where(large, 0.5 * (-log_a).exp(), torch.digamma(a + 1) - log_a)
+
+    log_p = log_probability(p)
+    information = (p * g(log_α0 + log_p)).sum(1) - g(log_α0).squeeze(1)
+    return information.clamp_min(0)

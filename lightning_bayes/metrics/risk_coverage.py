@@ -1,6 +1,6 @@
-"""Selective prediction: the area under the risk–coverage curve (AURC), and the curve.
+"""Selective prediction: the area under the risk–coverage curve (AURC), the curve, and thresholds of confidence.
 
-The definitions are in `lightning_bayes.metrics.functional.risk_coverage`.
+The definitions are in `lightning_bayes.metrics.functional.risk_coverage` and `.rejection_threshold`.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bayes.metrics.base import AdditiveMetric
+from lightning_bayes.metrics.functional.rejection_threshold import coverage_threshold, risk_threshold
 from lightning_bayes.metrics.functional.risk_coverage import (
     _risk_coverage_compute,
     _risk_coverage_curve,
@@ -47,6 +48,16 @@ class RiskCoverage(AdditiveMetric):
         """Coverage and risk, both `[N]`, over all processes."""
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             return _risk_coverage_curve(self.rows)
+
+    def threshold_for_risk(self, risk: float, delta: float = 0.05) -> Tensor:
+        """See `metrics.functional.threshold_for_risk`; over all processes."""
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+            return risk_threshold(self.rows[:, 0], self.rows[:, 1], risk, delta)
+
+    def threshold_for_coverage(self, coverage: float, delta: float | None = None) -> Tensor:
+        """See `metrics.functional.threshold_for_coverage`; over all processes."""
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+            return coverage_threshold(self.rows[:, 0], coverage, delta)
 
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
         """The curve; or, given values of `compute`, those over time. Returns (fig, ax)."""

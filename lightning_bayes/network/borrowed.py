@@ -31,6 +31,10 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in network.modules():
             stack.callback(setattr, module, "training", module.training)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                # Sparse gradients are the same numbers, but autograd can neither batch nor flatten them.
+                stack.callback(setattr, module, "sparse", True)
+                module.sparse = False
         for p in parameters.values():
             stack.callback(p.requires_grad_, p.requires_grad)
         stack.enter_context(preserved_rng())

@@ -77,7 +77,7 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
     bags = _bags(network, x)
     if bags is not None and B in (None, bags.size):
         return bags
-    if together or (B is not None and not any(len(t) == B for t in tensors(x) if t.ndim)):
+    if together or (B is not None and _cannot_be_taken_apart(x, B)):
         return Together.whole(network, x, B)
     return x
 
@@ -96,9 +96,11 @@ def map_tensors(x: Any, change: Any) -> Any:
             return change(leaf)
         if isinstance(leaf, Container):
             return leaf.map(change)
+        if isinstance(leaf, PackedSequence):
+            return Packed(leaf).map(change).sequence
         return leaf.apply(change) if is_graph(leaf) else leaf
 
-    return pytree.tree_map(of_leaf, x)
+    return pytree.tree_map(of_leaf, x, is_leaf=lambda node: isinstance(node, PackedSequence))
 
 
 def is_graph(x: Any) -> bool:
@@ -131,7 +133,7 @@ class Graphs(Container):
 
     def arguments(self, network: nn.Module) -> Arguments:
         """The data whole, for a `forward` with one argument, or those of its parts that `forward` names."""
-        parameters = _parameters(network)
+        parameters = forward_parameters(network)
         required = [p for p in parameters if p.default is p.empty]
         if len(required) <= 1 and not (required and required[0].name == "x" and len(parameters) > 1):
             return (self.data,), {}
@@ -246,18 +248,23 @@ class Together(Container):
 
     @staticmethod
     def whole(network: nn.Module, x: Any, size: int | None) -> Together:
-        """All rows of the output, of which there are `size`, if that is known."""
-        if size is None:
-            from lightning_bayes.network.borrowed import borrowed
-            from lightning_bayes.network.inputs import call
+        """All rows of the output, of which there must be `size`."""
+        from lightning_bayes.network.borrowed import borrowed
+        from lightning_bayes.network.inputs import call, device_of, to_device
 
-            with borrowed(network, ()), torch.no_grad():
-                size = len(call(network, x))
-        return Together(x, torch.arange(size))
+        with borrowed(network, ()), torch.no_grad():
+            rows = len(call(network, to_device(x, device_of(network))))
+        if size not in (None, rows):
+            raise DataError(f"a batch has {size} targets, but the network's output for it has {rows} rows")
+        return Together(x, torch.arange(rows))
 
     @property
     def size(self) -> int:  # type: ignore[override]
         return len(self.index)
+
+    @property
+    def kind(self) -> str:
+        return type(self.x.data if isinstance(self.x, Graphs) else self.x).__name__
 
     def take(self, examples: list[int]) -> Together:
         return replace(self, index=self.index[examples])
@@ -278,14 +285,14 @@ def arguments(network: nn.Module, x: Any) -> Arguments:
     if isinstance(x, Container):
         return x.arguments(network)
     if isinstance(x, Mapping):
-        parameters = _parameters(network)
+        parameters = forward_parameters(network)
         names = [p.name for p in parameters]
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or not names
         return (), {name: value for name, value in x.items() if takes_all or name in names}
     return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
 
 
-def _parameters(network: nn.Module) -> list[inspect.Parameter]:
+def forward_parameters(network: nn.Module) -> list[inspect.Parameter]:
     """Of its `forward`; none where it cannot be looked at."""
     try:
         return list(inspect.signature(unviewed(network).forward).parameters.values())
@@ -295,17 +302,26 @@ def _parameters(network: nn.Module) -> list[inspect.Parameter]:
 
 def _are_sequences(network: nn.Module, x: list[Any], B: int | None) -> bool:
     """Whether a list is one argument, with an entry for each example, and not a list of arguments."""
-    positional = [p for p in _parameters(network) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) != 1 or not all(isinstance(t, Tensor) for t in x):
+    positional = [p for p in forward_parameters(network) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) != 1 or not x or not all(isinstance(t, Tensor) for t in x):
         return False
-    return len(x) > 1 if B is None else len(x) == B and not (B == 1 and len(x[0]) == 1)
+    is_said = "list" in str(positional[0].annotation).lower()
+    could_be_argument = len(x) == 1 and (B is None or (x[0].ndim > 0 and len(x[0]) == B))
+    return is_said or (B in (None, len(x)) and not could_be_argument)
+
+
+def _cannot_be_taken_apart(x: Any, B: int) -> bool:
+    """Whether no tensor has a row for each example: of several tensors, or in an object of the user's own."""
+    if isinstance(x, (tuple, list, dict)):
+        return len(tensors(x)) > 1 and not any(len(t) == B for t in tensors(x) if t.ndim)
+    return hasattr(x, "__dict__") and not isinstance(x, (Tensor, type)) and not hasattr(x, "__array__")
 
 
 def _bags(network: nn.Module, x: Any) -> Bags | None:
     """Where an argument of the network has the name `offsets`."""
     if not isinstance(x, (tuple, list, Mapping)):
         return None
-    names = [p.name for p in _parameters(network)]
+    names = [p.name for p in forward_parameters(network)]
     parts = dict(x) if isinstance(x, Mapping) else dict(zip(names, x, strict=False))
     offsets = parts.get("offsets")
     if len(parts) != len(x) or not isinstance(offsets, Tensor) or offsets.ndim != 1:

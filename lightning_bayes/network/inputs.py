@@ -47,8 +47,8 @@ def split(network: nn.Module, batch: Any, stage: str = "train") -> tuple[Any, An
         key = next((key for key in LABELS if key in batch), None)
         if key is None:
             raise DataError(
-                f"a batch must be a pair (x, y), or a dict with {' or '.join(map(repr, LABELS))}, but the loader gave "
-                f"a dict with {', '.join(map(str, batch))}"
+                f"a batch must be a pair (x, y), but the loader gave a dict with {', '.join(map(repr, batch))}: its "
+                f"targets must have the key {' or '.join(map(repr, LABELS))}"
             )
         x = {name: value for name, value in batch.items() if name != key}
         return x, next_tokens(x, batch[key]) if predicts_next_token(network) else batch[key]
@@ -71,7 +71,10 @@ def without_targets(batch: Any) -> Any:
 
 def predicts_next_token(network: nn.Module) -> bool:
     """Whether it is, or holds, a language model of Hugging Face's, whose labels are its own inputs."""
-    return any(getattr(module, "loss_type", None) == "ForCausalLM" for module in unviewed(network).modules())
+    return any(
+        getattr(module, "loss_type", None) == "ForCausalLM" or type(module).__name__.endswith("LMHeadModel")
+        for module in unviewed(network).modules()
+    )
 
 
 def next_tokens(x: Mapping[str, Any], labels: Any) -> Any:

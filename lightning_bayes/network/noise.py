@@ -1,4 +1,4 @@
-"""Uniform numbers that belong to an example, not to a batch.
+"""Uniform numbers that belong to an example, not to a batch: to its place in the data, or to what it holds.
 
 Monte-Carlo labels must not depend on how the data are split into batches or over processes. A counter-based generator
 (the SplitMix64 finaliser of Steele, Lea and Flood 2014) turns (seed, draw, example, output) into a number directly.
@@ -21,9 +21,20 @@ def uniforms(seed: int, draw: int, examples: Tensor, shape: torch.Size, dtype: t
     outputs = torch.arange(prod(shape), device=examples.device)
     key = _mix(_mix(examples.new_tensor(seed)) + draw)
     bits = _mix(_mix(key + examples.unsqueeze(-1)) + outputs)  # [B, C]
-    # 23 bits and a half are exact in float32; the half keeps 0 and 1 out of reach of an inverse CDF.
-    unit = (_shift_right(bits, 41).to(dtype) + 0.5) / 2**23
-    return unit.reshape(-1, *shape)
+    return unit(bits, dtype).reshape(-1, *shape)
+
+
+def hashed(rows: Tensor, seed: int = 0) -> Tensor:
+    """64 bits for each row, which its numbers determine; floats count as float32.  # [B, n] -> [B]"""
+    bits = (rows.float() + 0.0).contiguous().view(torch.int32) if rows.is_floating_point() else rows  # −0 is 0
+    keys = _mix(_mix(torch.tensor(seed, device=rows.device)) + torch.arange(rows.shape[1], device=rows.device))
+    return _mix((bits.long() * (keys | 1)).sum(1))
+
+
+def unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in (0, 1). 23 bits and a half are exact in float32; the half keeps 0 and 1 out of reach of an inverse
+    CDF."""
+    return (_shift_right(bits, 41).to(dtype) + 0.5) / 2**23
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -67,10 +67,12 @@ class Output:
 
     def arranged(self, f: Tensor) -> Tensor:
         """`f`, or its gradient, with classes in dimension 1."""
-        dim = 1 if self.class_dim is None else self.class_dim
-        if not -f.ndim <= dim < f.ndim or dim % f.ndim in (0, 1):
+        dim = self.class_dim
+        if dim is None:
             return f
-        return f.movedim(dim, 1)
+        if not -f.ndim < dim < f.ndim:
+            raise NetworkError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} but the first")
+        return f if dim in (1, 1 - f.ndim) else f.movedim(dim, 1)
 
     def with_targets(self, returned: Any, y: Tensor) -> Output:
         """The same with the class dimension that the shape of class labels `y` says, where none is given. Where two are

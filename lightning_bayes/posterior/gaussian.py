@@ -6,8 +6,9 @@ model is taken at the network's own weights, which must still be the mean.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -22,14 +23,17 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import check_device
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
+    from lightning_bayes.posterior.summary import PosteriorSummary
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
+    from lightning_bayes.predictive.conformal import Conformal
 
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
@@ -39,7 +43,7 @@ class PosteriorError(RuntimeError):
     """A posterior asked for what it cannot give; the message says what can."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GaussianPosterior:
     """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`; all other weights are as the network has them."""
 
@@ -56,6 +60,7 @@ class GaussianPosterior:
     shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
     # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
     plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
+    used_data: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # hashes of examples: see `used_data`
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +69,38 @@ class GaussianPosterior:
     def is_elsewhere(self) -> bool:
         """Whether the network has since moved to another device than the posterior's."""
         return next(iter(self.subset.parameters(self.network).values())).device != self.device
+
+    def __repr__(self) -> str:
+        from lightning_bayes.posterior.summary import one_line
+
+        return one_line(self)
+
+    def summary(self) -> PosteriorSummary:
+        """What it is made of: the block of each parameter with its size, memory, prior and effective number of
+        parameters γ; noise, evidence and calibration. `print` shows a table, its fields are numbers. One that
+        is sharded over processes has the blocks of this process, and all must ask."""
+        from lightning_bayes.posterior.summary import summarise
+
+        return summarise(self)
+
+    def to(self: Posterior, device: str | torch.device) -> Posterior:
+        """The same posterior on another device. Its network is there, too: the very one, if you have moved it already,
+        or a copy, because a posterior changes nothing of yours."""
+        target = check_device(device)
+        if target == self.device and not self.is_elsewhere():
+            return self
+        home = next(iter(self.subset.parameters(self.network).values())).device
+        network = self.network if home == target else copy.deepcopy(self.network).to(target)
+        return replace(self, network=network, plans={}, **self._on(target))
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        """The fields that live on the posterior's device, on another one."""
+        return {
+            "mean": self.mean.to(device),
+            "precision": self.precision.to(device),
+            "likelihood": self.likelihood.to(device),
+            "shift": None if self.shift is None else self.shift.to(device),
+        }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""
@@ -167,6 +204,47 @@ class GaussianPosterior:
         from lightning_bayes.predictive.held_out import calibrate
 
         return calibrate(self, loader, predictive, link, samples, seed, of)
+
+    def conformalize(
+        self,
+        loader: Iterable[Any],
+        level: float = 0.9,
+        method: str = "aps",
+        predictive: str = "glm",
+        link: str | None = None,
+        samples: int = 100,
+        seed: int = 0,
+        *,
+        randomised: bool = True,
+        penalty: float = 0.01,
+        free_classes: int = 5,
+        allow_empty: bool = False,
+    ) -> Conformal:
+        """Sets of classes, or intervals of real targets, that hold the target with probability `level`: one pass over
+        held-out data that were used for nothing else, neither training nor tuning nor calibration; a warning says if
+        the posterior has met them before. Under several processes call it on one of them.
+
+        Args:
+            loader: held-out batches `(x, y)`.
+            level: the probability that a new example's target is in its set, averaged over examples.
+            method: of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely classes kept
+                out) or "lac" (the smallest sets on average); see `conformal_scores`.
+            predictive: as in `predict`; "map" makes sets of the plain network.
+            link: as in `predict`.
+            samples: as in `predict`.
+            seed: of what is drawn, and of the randomised scores.
+            randomised: "aps" and "raps" with a random part, without which sets are larger than they need to be.
+            penalty: λ of "raps", for each class in a set beyond `free_classes`.
+            free_classes: k₀ of "raps".
+            allow_empty: sets may be empty, as they have to be for a coverage of exactly `level` where the network is
+                right more often than that. By default the likeliest class is always among them.
+        """
+        from lightning_bayes.predictive.conformal import conformalize
+
+        return conformalize(
+            self, loader, level, method, predictive, link, samples, seed,
+            randomised=randomised, penalty=penalty, free_classes=free_classes, allow_empty=allow_empty,
+        )  # fmt: skip
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
         """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""

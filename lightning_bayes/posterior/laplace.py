@@ -33,6 +33,7 @@ from lightning_bayes.posterior.options import FitOptions, TuningOptions
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
+from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -110,9 +111,10 @@ def fit_laplace(
             lambda: fit(loader, structure="diag").structure.diagonal() / temperature,
             options.get("processes"),
         )
-    fitted = fit(chosen.watched(loader), structure=structure, subset=subset, hessian=hessian)
+    used = UsedData(network, chosen.watched(loader), "fit", options.get("processes"))
+    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
-    return chosen.put_into(posterior, loader, progress)
+    return chosen.put_into(used.noted(posterior), loader, progress)
 
 
 def from_curvature(
@@ -124,14 +126,14 @@ def from_curvature(
     damping: str | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
-    network = viewed(network, curvature.output)
+    network = network if curvature.output.is_default else viewed(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)
     return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(GaussianPosterior):
     """`N(θ*, (H/T + diag(δ))⁻¹)`."""
 
@@ -166,6 +168,17 @@ class LaplacePosterior(GaussianPosterior):
             temperature=temperature,
             damping=damping,
         ).with_prior(prior_precision)
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        known = super()._on(device)
+        g = self.curvature.gradient
+        curvature = replace(
+            self.curvature,
+            structure=self.curvature.structure.to(device),
+            likelihood=known["likelihood"],
+            gradient=None if g is None else g.to(device),
+        )
+        return {**known, "curvature": curvature, "prior_precision": self.prior_precision.to(device)}
 
     @property
     def noise_power(self) -> int:

@@ -43,6 +43,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
+        "used_data": dict(posterior.used_data),
         "shift": posterior.shift,
         "output": asdict(output_of(posterior.network)),
     }
@@ -88,6 +89,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "weight_sharing": "expand",
         "hessian": "exact",
         "points": None,
+        "used_data": {},
         "output": {},
     }  # than some files
     state = {**newer, **state}
@@ -108,7 +110,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     n_data, fingerprint = state["n_data"], state["fingerprint"].cpu()
     calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
     if matrix == "precision":
-        return GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations)
+        posterior = GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations)
+        return replace(posterior, used_data=state["used_data"])
     log_likelihood = state["log_likelihood"]
     if log_likelihood is not None and log_likelihood.isnan():  # older files, where it is not known
         log_likelihood = None
@@ -131,7 +134,8 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
     shift = None if state["shift"] is None else state["shift"].to(device)
     points = TrainingPoints.from_state(state["points"])
-    return replace(posterior, calibrations=calibrations, shift=shift, points=points)
+    used_data = state["used_data"]
+    return replace(posterior, calibrations=calibrations, shift=shift, points=points, used_data=used_data)
 
 
 def _read_structure(state: Any) -> Structure:

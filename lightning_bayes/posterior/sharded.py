@@ -53,7 +53,7 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ShardedPosterior(LaplacePosterior):
     """A `LaplacePosterior` whose vectors are this process's shards, `[p]`. Its methods are called on all processes."""
 
@@ -63,7 +63,7 @@ class ShardedPosterior(LaplacePosterior):
     functional_for, log_marginal_likelihood = _refused("functional"), _refused("the evidence")
     with_noise, with_log_likelihood = _refused("with_noise"), _refused("with_log_likelihood")
     tune_prior, calibrate, refine = _refused("tune_prior"), _refused("calibrate"), _refused("refine")
-    encode, reconstruct = _refused("encode"), _refused("reconstruct")
+    encode, reconstruct, to = _refused("encode"), _refused("reconstruct"), _refused("to")
 
     @staticmethod
     def from_curvature(network: nn.Module, curvature: Curvature, prior_precision: Any) -> ShardedPosterior:

@@ -11,7 +11,7 @@ number of processes, and any batches, choose the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class PointSelection:
         if self._options.points == 0:
             return loader
         look = self._keep_random if self._options.selection == "random" else self._check_outputs
-        return _Watched(self._network, check_loader(loader), look)
+        return Watched(self._network, check_loader(loader), look)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
@@ -183,21 +184,6 @@ class PointSelection:
             f"the kernel between {what} with {C} outputs is too large to condition on: pass gp_points={most} or "
             f"fewer{advice}"
         )
-
-
-class _Watched:
-    """A loader of which each batch is looked at once it has been used."""
-
-    def __init__(self, network: nn.Module, loader: Iterable[Any], look: Any) -> None:
-        self._network, self._loader, self._look = network, loader, look
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield batch
-            self._look(*inputs.split_targets(self._network, batch))
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
 
 
 class _Smallest:

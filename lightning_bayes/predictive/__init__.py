@@ -1,15 +1,18 @@
 """Posterior and x to a prediction with its uncertainty."""
 
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode
+from lightning_bayes.predictive.conformal import Conformal, conformalize
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.functions import outputs, sample_functions
 from lightning_bayes.predictive.predict import predict
 from lightning_bayes.predictive.prediction import Prediction
 
 __all__ = [
+    "Conformal",
     "DeepEnsemble",
     "Prediction",
     "Reconstruction",
+    "conformalize",
     "decode",
     "outputs",
     "predict",

@@ -33,6 +33,7 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import linear, marglik
+from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import (
     LOG_TEMPERATURES,
     Scoring,
@@ -96,19 +97,20 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
     factor, if `calibrate`."""
     classes = posterior.likelihood.has_probs
+    used = UsedData(posterior.network, loader, "tuning" if tune else "calibration")
     if not classes and (not tune or _has_noise(posterior)):
         posterior = by_evidence(posterior) if tune else posterior
-        errors = squared_errors(posterior, [posterior, None], loader, scoring)
-        return NoiseChoice(posterior, scoring, errors.link, tune, calibrate, *errors.ratio)
+        errors = squared_errors(posterior, [posterior, None], used.watched, scoring)
+        return NoiseChoice(used.noted(posterior), scoring, errors.link, tune, calibrate, *errors.ratio)
     priors = _priors(posterior, scoring) if tune else ()
     candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
     if classes:
-        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring)
-        return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
-    errors = squared_errors(posterior, [*candidates, None], loader, scoring)
+        nll, link = temperature_table(posterior, [*candidates, None], used.watched, scoring)
+        return PriorChoice(used.noted(posterior), scoring, link, tune, calibrate, priors, nll)
+    errors = squared_errors(posterior, [*candidates, None], used.watched, scoring)
     unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
     nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64)).exp())
-    return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)
+    return PriorChoice(used.noted(posterior), scoring, errors.link, tune, calibrate, priors, nll, unit)
 
 
 @dataclass(frozen=True, eq=False)

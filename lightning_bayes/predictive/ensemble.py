@@ -8,8 +8,9 @@ of total variance, with the member as one more thing that is not known:
     aleatoric = Σₘ wₘ aleatoricₘ
 
 so that for classes `epistemic + aleatoric = μ(1 − μ)` wherever the members have it (with the "probit" link nearly). The
-entropy of classes is the mixture's own. A regression's mixture is reported, and scored, as the Gaussian with its mean
-and variance, whose entropy is the largest at that variance; `log_prob` is the density of the mixture itself.
+entropy of classes is the mixture's own, and its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's
+mixture is reported, and scored, as the Gaussian with its mean and variance, whose entropy is the largest at that
+variance; `log_prob` is the density of the mixture itself.
 
 At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance, listed, shown
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.output import unviewed
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.fingerprint import same_weights
@@ -136,7 +137,14 @@ class DeepEnsemble:
         within = (w * torch.stack([member.epistemic for member in members])).sum(0)
         between = (w * (means - mean).square()).sum(0)
         aleatoric = (w * torch.stack([member.aleatoric for member in members])).sum(0)
-        return Prediction.from_predictive(self.likelihood.predictive(mean, within + between, aleatoric))
+        mixture = self.likelihood.predictive(mean, within + between, aleatoric)
+        known = [member.mutual_information for member in members if member.mutual_information is not None]
+        if isinstance(mixture, ClassPredictive) and len(known) == len(members):
+            entropies = torch.stack([member.entropy for member in members])  # [M, B, …]
+            w = self._weights_like(entropies)
+            disagreement = (mixture.entropy - (w * entropies).sum(0)).clamp_min(0)
+            mixture = replace(mixture, mutual_information=(w * torch.stack(known)).sum(0) + disagreement)
+        return Prediction.from_predictive(mixture)
 
     def predict_each(
         self,

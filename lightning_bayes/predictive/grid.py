@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, shown
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
-from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
 
 
@@ -41,7 +41,7 @@ def grid(
         seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
     """
     priors = _priors(posterior, predictive, low, high, size)
-    check_loader(loader)
+    used = UsedData(posterior.network, loader, "tuning")
     scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
     scoring.check(likelihood)
     _check_metric(metric)
@@ -49,14 +49,15 @@ def grid(
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
-    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
+    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], used.watched, scoring):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)
     if not values.isfinite().any():
         least, most = (float(torch.as_tensor(prior).mean()) for prior in (priors[0], priors[-1]))
         raise ValueError(f"no prior between {least:g} and {most:g} has a finite validation score")
-    return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
+    best = posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
+    return used.noted(best)
 
 
 def _priors(

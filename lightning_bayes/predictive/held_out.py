@@ -16,9 +16,9 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import preserved_rng
-from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
+from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.draws import FunctionDraws
 from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_laws
 
@@ -79,14 +79,14 @@ def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
 ) -> Posterior:
     scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
-    check_loader(loader)
+    used = UsedData(posterior.network, loader, "calibration")
     if posterior.likelihood.has_probs:
-        nll, chosen = temperature_table(posterior, [posterior], loader, scoring)
+        nll, chosen = temperature_table(posterior, [posterior], used.watched, scoring)
         T = best_temperature(nll[0].mean(-1))
-        return posterior.with_calibration(scoring.calibration(chosen, T))
-    errors = squared_errors(posterior, [posterior], loader, scoring)
+        return used.noted(posterior.with_calibration(scoring.calibration(chosen, T)))
+    errors = squared_errors(posterior, [posterior], used.watched, scoring)
     factor = float(errors.ratio.mean())
-    return posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor))
+    return used.noted(posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor)))
 
 
 def temperature_table(

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -168,7 +168,8 @@ class Integral:
             whole = torch.cat([getattr(part, name) for part in parts])
             return whole.unflatten(0, (B, -1)).movedim(1, -1).unflatten(-1, positions)
 
-        return replace(parts[0], mean=back("mean"), epistemic=back("epistemic"), aleatoric=back("aleatoric"))
+        names = [field.name for field in fields(parts[0]) if getattr(parts[0], field.name) is not None]
+        return replace(parts[0], **{name: back(name) for name in names})
 
     def _integrate(self, mean: Tensor, covariance: Tensor) -> Predictive:
         return self.likelihood.integrate(mean, covariance, self.link, self.samples, self.generator)

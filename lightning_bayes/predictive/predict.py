@@ -11,6 +11,7 @@ import torch
 from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator
+from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
@@ -34,6 +35,7 @@ def predict(
     likelihood = posterior.likelihood
     likelihood.choose_link(link)  # an unknown link is an error with every predictive
     calibration = posterior.calibration_of(predictive, link) if calibrated else None
+    x = inputs.contained(posterior.network, x)
     with preserved_rng():
         law = output_law(posterior, x, predictive, samples, generator)
         default = None if calibration is None else calibration.link

@@ -1,15 +1,24 @@
-"""What a predictive answers: tensors, on any device."""
+"""What a predictive answers: tensors, on any device.
+
+A `Prediction` stores what integrating over the outputs gives. All else follows from that, and is computed when it is
+asked for. `B` examples come first in every tensor; dense outputs have positions after the classes or outputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.arguments import between, listed, shown
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Self = TypeVar("Self", bound="TensorFields")
 
@@ -31,11 +40,18 @@ class TensorFields:
         return replace(self, **{name: change(t) for name, t in values.items() if isinstance(t, Tensor)})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction(TensorFields):
-    """Classification: `probs`; regression: `mean` and `variance` (noise included). For both the two sources of
-    uncertainty, per output (Kwon et al. 2020): `epistemic`, which more data would remove, and `aleatoric`, which is in
-    the data; and the `entropy` of the predictive distribution, per example."""
+    """The predictive distribution of a batch.
+
+    Classification: `probs` `[B, C, …]`; yes/no labels: `probs` `[B, …]` of a yes; regression: `mean` and `variance`
+    (noise included). For all of them the two sources of uncertainty, per output (Kwon et al. 2020): `epistemic`, which
+    more data would remove, and `aleatoric`, which is in the data; the `entropy` of the predictive distribution, and the
+    part of it that is epistemic, the `mutual_information` of target and weights, both in nats, per label or output.
+
+    `prediction[examples]` is the prediction of some of them, by a number, a slice, a list or a mask; a number keeps the
+    batch dimension. `Prediction.cat` puts together what `trainer.predict` returns.
+    """
 
     epistemic: Tensor
     aleatoric: Tensor
@@ -43,15 +59,52 @@ class Prediction(TensorFields):
     probs: Tensor | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+    mutual_information: Tensor | None = None  # None: not known
 
     @staticmethod
     def from_predictive(predictive: Predictive) -> Prediction:
-        prediction = Prediction(predictive.epistemic, predictive.aleatoric, predictive.entropy)
+        information = predictive.mutual_information
+        prediction = Prediction(
+            predictive.epistemic, predictive.aleatoric, predictive.entropy, mutual_information=information
+        )
         if isinstance(predictive, ClassPredictive):
             prediction = replace(prediction, probs=predictive.probs)
         else:
             prediction = replace(prediction, mean=predictive.mean, variance=predictive.variance)
         return prediction.map(Tensor.detach)
+
+    @property
+    def kind(self) -> str:
+        """ "classification", "binary" or "regression"."""
+        if self.probs is None:
+            return "regression"
+        return "binary" if self.probs.shape == self.entropy.shape else "classification"
+
+    @property
+    def label(self) -> Tensor:
+        """The likeliest class, or for yes/no labels 1 where a yes is likelier than not.  # [B, …]"""
+        probs = self._of_classes("label", "its best guess is `mean`")
+        return (probs > 0.5).long() if self.kind == "binary" else probs.argmax(1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of `label`.  # [B, …]"""
+        probs = self._of_classes("confidence", "use `std` or `interval(level)`")
+        return torch.maximum(probs, 1 - probs) if self.kind == "binary" else probs.amax(1)
+
+    @property
+    def std(self) -> Tensor:
+        """The standard deviation of a real target, noise included.  # [B, …]"""
+        return self._of_real_targets("std", "use `confidence`, `entropy` or `epistemic`")[1].sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval that holds a real target with probability `level`, of the
+        Gaussian with this mean and variance; each output by itself.  # [B, …] each"""
+        between("level", level, 0, 1, borders=False)
+        way = "use sets of classes instead: posterior.conformalize(loader, level).sets(prediction)"
+        mean, variance = self._of_real_targets("interval", way)
+        z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
+        return mean - z * variance.sqrt(), mean + z * variance.sqrt()
 
     @property
     def epistemic_score(self) -> Tensor:
@@ -65,3 +118,105 @@ class Prediction(TensorFields):
 
     def __len__(self) -> int:
         return len(self.epistemic)
+
+    def __getitem__(self, examples: Any) -> Prediction:
+        """The prediction of some examples: a number, a slice, a list or tensor of numbers, or a mask `[B]`."""
+        index = _rows(examples, len(self))
+        return self.map(lambda t: t[index if isinstance(index, slice) else index.to(t.device)])
+
+    def __iter__(self) -> Iterator[Prediction]:
+        """One example after the other, each a prediction of one."""
+        return (self[n] for n in range(len(self)))
+
+    @staticmethod
+    def cat(predictions: Sequence[Prediction]) -> Prediction:
+        """The predictions of several batches as one."""
+        _check_alike(listed("predictions", predictions, "predictions, as trainer.predict returns it"))
+        tensors: dict[str, Any] = {}
+        for field in fields(Prediction):
+            parts = [getattr(prediction, field.name) for prediction in predictions]
+            tensors[field.name] = None if any(part is None for part in parts) else torch.cat(parts)
+        return replace(predictions[0], **tensors)
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All numbers by name as arrays on the CPU, the derived ones too: `label` and `confidence`, or `std`; as
+        `np.savez(path, **prediction.numpy())` takes them."""
+        stored = {field.name: getattr(self, field.name) for field in fields(self)}
+        derived = {"std": self.std} if self.probs is None else {"label": self.label, "confidence": self.confidence}
+        return {name: t.cpu().numpy() for name, t in {**stored, **derived}.items() if t is not None}
+
+    def __repr__(self) -> str:
+        name = "mean" if self.probs is None else "probs"
+        main = self._main
+        place = "" if main.device.type == "cpu" else f", {main.device}"
+        dtype = str(main.dtype).removeprefix("torch.")
+        return f"Prediction({self.kind} of {len(self)}, {name} {list(main.shape)}, {dtype}{place})"
+
+    @property
+    def _main(self) -> Tensor:
+        main = self.mean if self.probs is None else self.probs
+        assert main is not None
+        return main
+
+    def _of_classes(self, what: str, way_out: str) -> Tensor:
+        if self.probs is None:
+            raise AttributeError(f"a prediction of real targets has no {what}: {way_out}")
+        return self.probs
+
+    def _of_real_targets(self, what: str, way_out: str) -> tuple[Tensor, Tensor]:
+        if self.mean is None or self.variance is None:
+            raise AttributeError(f"a prediction of classes has no {what}: {way_out}")
+        return self.mean, self.variance
+
+
+def _rows(examples: Any, size: int) -> slice | Tensor:
+    """Rows of a tensor that keep its batch dimension."""
+    if isinstance(examples, slice):  # torch has none that go back
+        return examples if (examples.step or 1) > 0 else torch.tensor(range(size)[examples], dtype=torch.long)
+    try:
+        none = isinstance(examples, list) and not examples  # which torch takes for floats
+        index = torch.as_tensor(examples, dtype=torch.long if none else None)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.tensor(math.nan)
+    is_mask = index.dtype == torch.bool
+    if isinstance(examples, tuple) or index.is_floating_point() or index.is_complex() or index.ndim > 1:
+        raise IndexError(
+            f"a prediction is indexed by its examples, with a number, slice, list or mask, got {shown(examples)}"
+        )
+    if is_mask and index.shape != (size,):
+        raise IndexError(f"a mask needs the shape of the examples, [{size}], got {shown(examples)}")
+    index = index if is_mask else index.reshape(-1).long()
+    if not is_mask and len(index) and not (-size <= int(index.min()) and int(index.max()) < size):
+        raise IndexError(f"there are {size} examples, got the index {shown(examples)}")
+    return index
+
+
+def _check_alike(predictions: Sequence[Any]) -> None:
+    """Refuse what cannot be put together."""
+    if not len(predictions):
+        raise ValueError("predictions is an empty list: cat needs at least one")
+    for prediction in predictions:
+        if isinstance(prediction, dict):
+            names = list(prediction)
+            raise TypeError(
+                f"predictions has dictionaries, of several callbacks: choose one of {shown(names)}, as in "
+                f"Prediction.cat([batch[{shown(names[0])}] for batch in predictions])"
+            )
+        if isinstance(prediction, (list, tuple)):
+            raise TypeError("predictions has lists, of several dataloaders: pass those of one, predictions[0]")
+        if not isinstance(prediction, Prediction):
+            raise TypeError(f"predictions must be a list of predictions, got one with {shown(prediction)}")
+    first = predictions[0]
+    for prediction in predictions[1:]:
+        if prediction.kind != first.kind:
+            raise ValueError(f"predictions are of different kinds, {first.kind} and {prediction.kind}")
+        if prediction._main.device != first._main.device:
+            raise ValueError(
+                f"predictions are on several devices, {first._main.device} and {prediction._main.device}: bring them "
+                "to one, as in [prediction.cpu() for prediction in predictions]"
+            )
+        if prediction._main.shape[1:] != first._main.shape[1:]:
+            shapes = f"{list(first._main.shape)} and {list(prediction._main.shape)}"
+            raise ValueError(
+                f"predictions have different outputs, of shapes {shapes}: only the first number may differ"
+            )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -68,6 +68,15 @@ def _is_graded(matrix: Tensor) -> bool:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
     smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
     return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBlock:
+    """A block of a matrix, the parameters that it is over, and its places in the matrix's own vectors."""
+
+    parameters: tuple[str, ...]
+    matrix: Structure
+    places: Tensor  # [size]
 
 
 class Structure(ABC):
@@ -164,6 +173,15 @@ class Structure(ABC):
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
         """The blocks that it is made of, with their names; none for a matrix that is all of one kind."""
         return ()
+
+    @property
+    def sizes(self) -> str:
+        """Of what it stores, in a few signs."""
+        return f"{self.size}×{self.size}"
+
+    def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
+        """The blocks that it is made of; by default it is one itself."""
+        return [ParameterBlock(subset.names, self, torch.arange(self.size))]
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         """What finds the block of a layer by its layout in the concatenation of the subset's parameters; the answer is

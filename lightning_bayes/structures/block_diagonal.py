@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.base import Structure, StructureError
+from lightning_bayes.structures.base import ParameterBlock, Structure, StructureError
 from lightning_bayes.structures.layout import Layout, Piece
 
 T = TypeVar("T")
@@ -87,6 +88,14 @@ class BlockDiagonal(Structure):
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
         return tuple(zip(self.names, self.blocks, strict=True))
+
+    def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
+        starts, places = list(subset.starts.values()), torch.arange(self.size)
+        blocks = []
+        for block, layout in zip(self.blocks, self.layouts, strict=True):
+            names = [subset.names[bisect(starts, piece.start) - 1] for piece in layout.pieces]
+            blocks.append(ParameterBlock(tuple(dict.fromkeys(names)), block, layout.gather(places)))
+        return blocks
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         return dict(zip(self.layouts, self.blocks, strict=True)).get

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.base import Structure, positive
+from lightning_bayes.network.subset import Subset, layer_of
+from lightning_bayes.structures.base import ParameterBlock, Structure, positive
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
@@ -76,6 +76,23 @@ class Diagonal(Structure):
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.size}"
+
+    def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
+        """One for each layer."""
+        blocks, index = [], self.layer_index(subset)
+        for number, layer in enumerate(subset.layers):
+            places = (index == number).nonzero().squeeze(-1)
+            names = tuple(name for name in subset.names if layer_of(name) == layer)
+            blocks.append(ParameterBlock(names, Diagonal(self.values[places.to(self.device)]), places))
+        return blocks
+
+    def layer_index(self, subset: Subset) -> Tensor:
+        """The layer of each of its entries.  # [P]"""
+        return subset.layer_index
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         values = self.values

@@ -75,6 +75,12 @@ class Kronecker(Structure):
         """The eigenvalues `λ_G λ_Aᵀ + shift`.  # [g, O, I]"""
         return self.left.values.unsqueeze(-1) * self.right.values.unsqueeze(-2) + self.shift
 
+    @property
+    def sizes(self) -> str:
+        g, O, I = self.shape
+        left, right = (f"{n}" if f.vectors is None else f"{n}×{n}" for n, f in ((O, self.left), (I, self.right)))
+        return f"{left} ⊗ {right}" if g == 1 else f"{g} of {left} ⊗ {right}"
+
     def rotate(self, vectors: Tensor) -> Tensor:
         """Into the eigenbasis: `Q_Gᵀ V Q_A`.  # [..., P] -> [..., g, O, I]"""
         V = vectors.unflatten(-1, self.shape)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.shards import distributed
+from lightning_bayes.network.subset import Subset, layer_of
 from lightning_bayes.structures.base import positive
 from lightning_bayes.structures.diagonal import Diagonal
 
@@ -37,6 +38,10 @@ class ShardedDiagonal(Diagonal):
 
     def _with(self, values: Tensor) -> ShardedDiagonal:
         return replace(self, values=values)
+
+    def layer_index(self, subset: Subset) -> Tensor:
+        layers = torch.tensor([subset.layers.index(layer_of(name)) for name in subset.names])
+        return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards]))
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()

@@ -107,7 +107,10 @@ def exact_pass(
 
 def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     """The data module or the module, whichever has a `name`."""
-    owners = [owner for owner in (datamodule_of(trainer), module) if owner is not None]
+    return owner_among([owner for owner in (datamodule_of(trainer), module) if owner is not None], name)
+
+
+def owner_among(owners: list[Any], name: str) -> Any:
     for owner in owners:
         if hasattr(owner, name):
             return owner
@@ -115,12 +118,15 @@ def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
     raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
 
 
-def validation_pass(trainer: Trainer | None, module: LightningModule) -> ExactPass:
-    """All of the first validation dataloader, on every process, so that all choose the same prior."""
-    if trainer is None or trainer.val_dataloaders is None:
+def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:
+    """All of the first validation dataloader, on every process, so that all choose the same prior; the Trainer's, if
+    no other `loaders` are given."""
+    loaders = trainer.val_dataloaders if loaders is None and trainer is not None else loaders
+    if loaders is None:
         raise RuntimeError(_NO_VALIDATION)
-    first = as_list(trainer.val_dataloaders)[0]
-    return replace(exact_pass(as_list(first)[0], module, trainer, trainer.limit_val_batches), stage="val")
+    first = as_list(loaders)[0]
+    limit = None if trainer is None else trainer.limit_val_batches
+    return replace(exact_pass(as_list(first)[0], module, trainer, limit), stage="val")
 
 
 def check_validation(trainer: Trainer) -> None:

@@ -67,9 +67,11 @@ class DryRun:
         size, modules = inputs.batch_size(x), [network]
         if not is_sharded(network):  # whose first forward pass must be the step's own
             with preserved_rng(), forward_context(trainer), kept_buffers(network):
-                callback.read_by_targets(module, x, y)
-                network = callback.network_in(module)
                 self.f, modules = _run(network, callback.network, x, size)
+                callback.read_by_targets(module, x, y)
+                before, network = output_of(network), callback.network_in(module)
+                if before.class_dim is None:
+                    self.f = output_of(network).arranged(self.f)
                 y = callback.align_targets(self.f, y)
                 callback.likelihood.check(self.f, y)
                 some = slice(EXAMPLES)
@@ -168,10 +170,13 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
             f"of {what} the output must have one row per example, but {size} examples gave an output of "
             f"shape {tuple(f.shape)}: name the submodule that gives it with network="
         )
-    # `f` may be the same tensor with its dimensions in another order.
-    same = [module for module, t in reversed(returned) if (o := t()) is not None and o.data_ptr() == f.data_ptr()]
-    modules = dict.fromkeys([unviewed(network), *same])
+    modules = dict.fromkeys([unviewed(network), *(module for module, t in reversed(returned) if _is_same(t(), f))])
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
+def _is_same(t: Tensor | None, f: Tensor) -> bool:
+    """Whether both are one tensor, its dimensions perhaps in another order."""
+    return t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel()
 
 
 def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> Any:

@@ -112,12 +112,14 @@ def choose_on_validation(
     tune: str | None,
     calibrate: str | None,
     of: str = "",
+    validation: Any = None,
 ) -> LaplacePosterior:
-    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the predictions that `use` makes. The scores are
-    said and, unless they are `of` other weights than those in memory, logged."""
+    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the predictions that `use` makes, on `validation`
+    or else the Trainer's own validation data. The scores are said and, unless they are `of` other weights than those
+    in memory, logged."""
     if tune == "grid":
         link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
-        data, samples, seed = validation_pass(trainer, module), use.samples, use.seed
+        data, samples, seed = validation_pass(trainer, module, validation), use.samples, use.seed
         posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
     if tune != "auto" and calibrate is None:
         return posterior
@@ -125,7 +127,7 @@ def choose_on_validation(
     scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
     by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
     try:
-        held_out = validation_data(trainer, module)
+        held_out = validation_data(trainer, module, validation)
         if held_out is not None:
             choice = survey(posterior, held_out, scoring, by_auto, calibrate is not None)
             scores = two_fold(choice, held_out)
@@ -140,11 +142,13 @@ def choose_on_validation(
     return without_held_out_data(posterior) if by_auto else posterior
 
 
-def validation_data(trainer: Trainer | None, module: LightningModule) -> ExactPass | None:
+def validation_data(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
-    if trainer is None or trainer.val_dataloaders is None or is_dev_run(trainer):
+    if trainer is not None and is_dev_run(trainer):
         return None
-    return validation_pass(trainer, module)
+    if loaders is None and (trainer is None or trainer.val_dataloaders is None):
+        return None
+    return validation_pass(trainer, module, loaders)
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:

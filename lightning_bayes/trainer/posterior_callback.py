@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import Output, output_of, unviewed, viewed
 from lightning_bayes.posterior import GaussianPosterior
@@ -71,6 +72,7 @@ class PosteriorCallback(Callback):
         self._scores: TrainerScores | None = None  # of the running `validate` or `test`
         self._predict_step: PredictStep | None = None  # while `predict` runs
         self._said_replaced = False
+        self._checkpoint: Any = None  # that the weights of the running `validate`, `test` or `predict` came from
 
     @property
     def state_key(self) -> str:
@@ -149,9 +151,12 @@ class PosteriorCallback(Callback):
         """What maps x to f in the user's module."""
         return viewed(unwrap(network_of(module, self.network)), self._read_as)
 
-    def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> None:
-        """Look at the outputs for a batch in their container: which of their dimensions counts classes."""
-        self._read_as = output_of(read_by_targets(self.network_in(module), x, y, self.likelihood))
+    def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
+        """Learn from a batch which dimension of the outputs counts classes. Returns x in its container."""
+        network = self.network_in(module)
+        x = inputs.contained(network, x, y)
+        self._read_as = output_of(read_by_targets(network, x, y, self.likelihood))
+        return x
 
     def _own_likelihood(self) -> Likelihood | None:
         """A likelihood of the user's own, which no file can hold."""
@@ -352,6 +357,7 @@ class PosteriorCallback(Callback):
 
     def _load_beside(self, trainer: Trainer) -> None:
         """A checkpoint of weights only has the posterior in a file beside it."""
+        self._checkpoint = trainer.ckpt_path
         path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
             network = self.network_in(self._module)

@@ -6,7 +6,8 @@ are compared by name, because `lightning` and `pytorch_lightning` each have thei
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -32,6 +33,25 @@ def set_callbacks(trainer: Any, callbacks: list[Any]) -> None:
 
 def datamodule_of(trainer: Any) -> Any:
     return trainer.datamodule
+
+
+def module_of_trainer(trainer: Any) -> Any:
+    """The module that it has run with last, or None."""
+    return trainer.lightning_module
+
+
+@contextmanager
+def attached(thing: Any, trainer: Trainer | None) -> Iterator[None]:
+    """A module or data module as in a run of the Trainer: hooks of the user's own ask `self.trainer`. The public setter
+    of a module would change the modules inside it, too."""
+    name = "_trainer" if isinstance(thing, nn.Module) else "trainer"
+    before = getattr(thing, name, None)
+    if trainer is not None:
+        setattr(thing, name, trainer)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
 
 
 # -- strategies and precision ----------------------------------------------------------------------------------------
@@ -71,9 +91,15 @@ def scale_before_step(trainer: Trainer, optimizer: Any) -> float:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
 def transfer_batch(module: LightningModule, batch: Any) -> Any:
     """Through the transfer hooks, to the module's device: the only way that asks the data module for its own hooks, and
-    works without a Trainer too."""
+    works without a Trainer too. Outside of a run a Trainer knows of no hooks: those on the module itself are meant."""
+    if any(name in vars(module) for name in TRANSFER_HOOKS):
+        batch = module.on_before_batch_transfer(batch, 0)
+        return module.on_after_batch_transfer(module.transfer_batch_to_device(batch, module.device, 0), 0)
     return module._apply_batch_transfer_handler(module._on_before_batch_transfer(batch))
 
 
@@ -129,6 +155,11 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None or any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
     )
+
+
+def is_default_data_hook(owner: Any, name: str) -> bool:
+    """Whether a module or data module has left a hook on its data to Lightning, of either package."""
+    return getattr(getattr(owner, name, None), "__qualname__", f"DataHooks.{name}") == f"DataHooks.{name}"
 
 
 def is_default_predict_step(step: Any) -> bool:

@@ -6,6 +6,7 @@ signatures, so that a new argument needs a row, or a place among those of which 
 
 from bad_calls.callbacks import CALLBACKS
 from bad_calls.cases import Row, Table, Things, clearness
+from bad_calls.conformal import CONFORMAL
 from bad_calls.files import FILES
 from bad_calls.fitting import FITTING
 from bad_calls.likelihoods import LIKELIHOODS
@@ -15,7 +16,7 @@ from bad_calls.networks import NETWORKS
 from bad_calls.plots import PLOTS
 from bad_calls.using import USING
 
-TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
+TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *CONFORMAL, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
 ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
 __all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]

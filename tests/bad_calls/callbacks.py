@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils.data import TensorDataset
 
-from bad_calls.cases import Table
+from bad_calls.cases import OUTPUT, Table
 from lightning_bayes import (
     Gaussian,
     HeteroscedasticGaussian,
@@ -76,6 +76,8 @@ def common(table: Table) -> None:
     table("seed", None, "must be a whole number of at least 0, got None")
     table("seed", 2**64, "must be less than 2**63")
     table("network", "", "must be the dotted name of a submodule")
+    for row in OUTPUT:
+        table(*row)
     table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
     table("name", "", "must be a word", "got ''")
     table("name", "map", "'map' is the name of the plain network's own scores")

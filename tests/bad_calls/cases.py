@@ -235,3 +235,12 @@ def _state(network: nn.Module) -> dict[str, Any]:
         f"hooks of {name}": len(m._forward_hooks) + len(m._forward_pre_hooks) for name, m in network.named_modules()
     }
     return values | {f"gradient of {name}": (p.requires_grad, p.grad is None) for name, p in network.named_parameters()}
+
+
+OUTPUT = (
+    ("output", 2.5, "must be a key, an attribute's name or an index, got 2.5"),
+    ("output", True, "must be a key, an attribute's name or an index, got True"),
+    ("output", "", "must name an entry of what the network returns, got an empty string"),
+    ("class_dim", 0, "class_dim=0 is the dimension of the examples: use 1, or -1 for the last"),
+    ("class_dim", "last", "must be a whole number, got 'last'"),
+)

@@ -3,12 +3,14 @@
 from inspect import signature
 from typing import Any
 
+import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_bayes
 from bad_calls.callbacks import COUNT, counts, flags, positives, priors, words
-from bad_calls.cases import LitNet, Of, Table, Things, mlp
+from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import (
     Categorical,
@@ -82,6 +84,12 @@ laplace("subset", Subnetwork(3, by="swag"), "by='swag' means the callback of a T
 laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
 laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 
+for _row in OUTPUT:
+    laplace(*_row)
+laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
+laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
+laplace("class_dim", 5, "class_dim=5 is no dimension of outputs of shape")
+
 curvature = Table(
     "fit_curvature",
     lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
@@ -96,6 +104,8 @@ counts(curvature, "samples")
 curvature("seed", -1, "must be a whole number of at least 0")
 flags(curvature, "progress")
 curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
+for _row in OUTPUT:
+    curvature(*_row)
 curvature("probe", 3, "must hold a tensor with a batch dimension", named=False)
 
 # -- the second moment -----------------------------------------------------------------------------------------------
@@ -137,13 +147,24 @@ l2m("optimizers", torch.optim.Adam(_fresh.parameters()), "has made no step", nam
 # -- a callback's own calls ------------------------------------------------------------------------------------------
 
 
-def _now(t: Things, module: Any = None, dataloader: Any = ((X, Y),), trainer: Any = None, **options: Any) -> Any:
+def _now(
+    t: Things,
+    module: Any = None,
+    dataloader: Any = ((X, Y),),
+    trainer: Any = None,
+    val_dataloader: Any = None,
+    **options: Any,
+) -> Any:
     module = t.watch(LitNet() if module is None else module)
-    callback = LaplaceCallback(structure="diag", tune=None, progress=False, **options)
-    return callback.fit_now(trainer, module, dataloader)
+    callback = LaplaceCallback(**{"structure": "diag", "tune": None, "progress": False, **options})
+    return callback.fit_now(trainer, module, dataloader, val_dataloader)
 
 
-now = Table("LaplaceCallback.fit_now", _now, ["trainer", "module", "dataloader"], named=False)
+now = Table("LaplaceCallback.fit_now", _now, ["trainer", "module", "dataloader", "val_dataloader"], named=False)
+now("val_dataloader", 3, "val_dataloader must be an iterable of batches", "got 3")
+now("val_dataloader", TensorDataset(X, Y), "val_dataloader is a TensorDataset", "DataLoader(dataset, batch_size=")
+now("val_dataloader", None, "tune='grid' needs validation data", tune="grid")
+now("dataloader", L.LightningDataModule(), "LightningDataModule has no train_dataloader", "give it one, or pass a")
 now("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
 now("module", "net", "module must be a LightningModule, got 'net'")
 now("module", Of(lambda t: mlp(), "Sequential"), "module must be a LightningModule", "Sequential")
@@ -178,4 +199,60 @@ evaluating("ood_dataloaders", 3, "ood_dataloaders must be an iterable of batches
 evaluating("ood_dataloaders", [3], "ood_dataloaders must be an iterable of batches", "got 3")
 evaluating("trainer", 3, "trainer must be a Trainer or None, got 3")
 
-FITTING = [laplace, curvature, l2m, now, evaluating]
+
+class OwnData(LitNet):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(X, Y), 4)
+
+
+def _trained(t: Things, module: Any = None, **given: Any) -> Any:
+    module = LitNet() if module is None else module
+    given = {"progress": False, "datamodule": DataLoader(TensorDataset(X, Y), 4), **given}
+    return lightning_bayes.fit(t.watch(module) if isinstance(module, nn.Module) else module, **given)
+
+
+_unused: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+PLAIN, OWN_DATA = Of(lambda t: t.net(), "Sequential"), Of(lambda t: OwnData(), "OwnData")
+trained = Table("fit", _trained, lightning_bayes.fit, named=False)
+trained("module", "net", "module must be a LightningModule, an nn.Module or a Trainer, got 'net'")
+trained("module", LitNet, "module must be a LightningModule, an nn.Module or a Trainer, got the class LitNet")
+trained("module", L.LightningDataModule(), "the data come second, fit(module, datamodule)", datamodule=LitNet())
+trained("module", DataLoader(TensorDataset(X, Y), 4), "the data come second", datamodule=LitNet())
+trained("module", Of(lambda t: L.Trainer(**_unused), "Trainer"), "has not run with a module", "trainer=trainer")
+trained("module", Of(lambda t: LitAutoEncoder(), "LitAutoEncoder"), "LitAutoEncoder has no forward", "network=")
+trained(
+    "datamodule", None, "there are no training data: pass a data module or a DataLoader", "give LitNet a train_data"
+)
+trained(
+    "datamodule", None, "a plain network comes without data", "fit(network, loader)", module=Of(lambda t: t.net(), "")
+)
+trained("datamodule", 3, "datamodule must be an iterable of training batches", "got 3")
+trained("datamodule", LitNet(), "datamodule must be an iterable of training batches", "got LitNet")
+trained("datamodule", TensorDataset(X, Y), "datamodule is a TensorDataset", "DataLoader(dataset, batch_size=")
+trained("datamodule", L.LightningDataModule(), "LightningDataModule has no train_dataloader", "pass a data module or")
+trained("datamodule", Of(lambda t: L.Trainer(**_unused), "Trainer"), "got a Trainer: pass it as trainer=")
+trained("datamodule", DataLoader(TensorDataset(X[:0], Y[:0])), "the data are empty")
+trained("val_dataloader", 3, "val_dataloader must be an iterable of batches", "got 3")
+trained("val_dataloader", None, "tune='grid' needs validation data", tune="grid")
+trained("likelihood", "softmax", "'softmax'", "use one of 'classification', 'binary', 'regression'")
+trained("trainer", "gpu", "trainer must be a Trainer or None, got 'gpu'")
+trained("trainer", L.LightningDataModule(), "trainer must be a Trainer or None")
+trained(
+    "trainer",
+    Of(lambda t: L.Trainer(**_unused), "another Trainer"),
+    "two Trainers were given",
+    module=Of(lambda t: L.Trainer(**_unused), "Trainer"),
+)
+trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
+trained("structure", "kfca", "unknown structure 'kfca': use one of 'full'")
+trained(
+    "data",
+    "clean",
+    "data='clean' is no method or attribute of",
+    module=Of(lambda t: OwnData(), "OwnData"),
+    datamodule=None,
+)
+trained("save", "posterior.pt", "save= needs a Trainer", "save(path)")
+
+
+FITTING = [laplace, curvature, l2m, now, evaluating, trained]

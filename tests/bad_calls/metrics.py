@@ -124,6 +124,12 @@ def _of_class(name: str, made: dict[str, Any]) -> Table:
     return table
 
 
+def _updated(given: dict[str, torch.Tensor], method: str) -> Any:
+    metric = metrics.RiskCoverage()
+    metric.update(**given)
+    return getattr(metric, method)
+
+
 def _fill(table: Table, arguments: list[str], given: dict[str, torch.Tensor]) -> None:
     for argument in arguments:
         rows = SETTINGS.get(argument) if argument not in given else [*BAD[argument], *_others(argument, given)]
@@ -154,6 +160,47 @@ for _table in (made["OODDetection"], functions["ood_detection"]):
     _table("score_range", (0.0, math.inf), "(low, high) with low < high, got (0.0, inf)", resolution=10)
 for _bad in (0, "fine"):
     made["CalibrationError"]("resolution", _bad, "must be a whole number of at least 1", binning="mass")
+SHARES: dict[str, list[tuple[Any, str]]] = {
+    "risk": [
+        (0.0, "strictly between 0 and 1, got 0.0"),
+        (2, "strictly between"),
+        ("low", "must be a number, got 'low'"),
+    ],
+    "delta": [
+        (1.0, "strictly between 0 and 1, got 1.0"),
+        (True, "must be a number, got True"),
+        (-0.1, "strictly between"),
+    ],
+    "coverage": [(0.0, "must be positive"), (1.1, "between 0 and 1, got 1.1"), (math.nan, "must be a number, got nan")],
+}
+for _name, _share, _given in (
+    ("threshold_for_risk", "risk", KEPT),
+    ("threshold_for_coverage", "coverage", {"confidence": SCORES}),
+):
+    functions[_name] = Table(
+        _name,
+        lambda t, name=_name, share=_share, given=_given, **bad: getattr(functional, name)(
+            **{**given, share: 0.5, **bad}
+        ),
+        getattr(functional, _name),
+        error=MetricInputError,
+    )
+    functions[_name].anything_goes("validate_args", "it is taken for true or false")
+    functions[f"RiskCoverage.{_name}"] = Table(
+        f"RiskCoverage.{_name}",
+        lambda t, name=_name, share=_share, **bad: _updated(KEPT, name)(**{share: 0.5, **bad}),
+        getattr(metrics.RiskCoverage, _name),
+        error=MetricInputError,
+    )
+    for _argument in (_share, "delta"):
+        for _bad, _words in SHARES[_argument]:
+            functions[_name](_argument, _bad, _words)
+            functions[f"RiskCoverage.{_name}"](_argument, _bad, _words)
+    for _bad in (None, 0.5, [0.5]):
+        functions[_name]("confidence", _bad, "must be a tensor, got")
+    functions[_name]("confidence", torch.tensor([math.nan, 1.0]), "holds NaN")
+functions["threshold_for_risk"]("correct", torch.tensor([2, 0]), "must be boolean, or hold only 0 and 1")
+functions["threshold_for_risk"]("correct", torch.zeros(3), "one shape, got [2] and [3]")
 updates = [_of_update(name, *given) for name, given in CLASSES.items()]
 classes = Table("number of classes", lambda t, metric: metric.update(HALF, LABELS), ["metric"], named=False)
 classes("metric", metrics.BrierDecomposition(num_classes=3), "probs has 2 classes, but num_classes is 3")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from bad_calls.callbacks import FLAG, POSITIVE, counts, flags
+from bad_calls.cases import OUTPUT, Of, Table
 from bad_calls.cases import LitNet as Lit
-from bad_calls.cases import Of, Table
 from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
 
@@ -39,6 +39,8 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("prior_std", {"*": -2.0}, "got -2.0")
     counts(table, "n_data", "samples")
     table("network", "", "must be the dotted name of a submodule")
+    for row in OUTPUT:
+        table(*row)
     table("network", 3, "must be the dotted name of a submodule, got 3")
     table("network", "nett", "has no submodule 'nett'", "its submodules are: net")
     table("deterministic", ["nett"], "no parameter matches the pattern 'nett'")

@@ -107,6 +107,10 @@ flags(functional, "joint")
 sample = Table("sample", lambda t, **given: t.classifier.sample(**given), GaussianPosterior.sample)
 _drawing(sample, "n")
 
+on_device = Table("GaussianPosterior.to", lambda t, **given: t.classifier.to(**given), GaussianPosterior.to)
+for _device in ("gpu", "cuda:99", None, 3, torch.float64):
+    on_device("device", _device, "must be one of this machine's, such as 'cpu', got")
+
 draw = Table(
     "sample_functions",
     lambda t, **given: sample_functions(t.classifier, **{"x": t.x, "n": 2, **given}),
@@ -442,7 +446,7 @@ parts = Table("parts of an autoencoder", lambda t, posterior: posterior.encode(t
 parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule 'encoder'", "`decoder`")
 
 USING = [
-    *(predict, moved, functional, sample, draw, density, with_prior, evidence, with_noise, classes),
+    *(predict, moved, functional, sample, on_device, draw, density, with_prior, evidence, with_noise, classes),
     *(
         tune,
         iterating,

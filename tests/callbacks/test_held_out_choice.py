@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, Regressor, held_out, labelled, measured, train_loader
@@ -239,8 +238,8 @@ def test_limited_validation_data_are_limited_here_too(tmp_path: Path, monkeypatc
     seen: list[int] = []
     original = choices.validation_data
 
-    def watched(trainer: Any, module: L.LightningModule) -> Any:
-        data = original(trainer, module)
+    def watched(*arguments: Any) -> Any:
+        data = original(*arguments)
         assert data is not None
         seen.extend(len(y) for _, y in data)
         return data

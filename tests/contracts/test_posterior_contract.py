@@ -291,6 +291,122 @@ def test_it_is_where_its_network_is(kind: str) -> None:
     assert not posterior.is_elsewhere()
 
 
+@every_gaussian
+def test_it_moves_with_all_that_it_holds_and_its_network_is_copied(kind: str) -> None:
+    """To a device that keeps no values, the only second one that every machine has."""
+    posterior = made(kind, "classification")
+    if kind == "sharded":
+        with pytest.raises(PosteriorError, match="to needs the whole network on every process"):
+            posterior.to("cpu")
+        return
+    with untouched(posterior.network):
+        assert posterior.to("cpu") is posterior
+        moved = posterior.to("meta")
+    assert type(moved) is type(posterior)
+    assert moved.network is not posterior.network
+    assert not moved.is_elsewhere()
+    held: dict[str, Tensor] = dict(moved.network.named_parameters())
+    held |= {"mean": moved.mean, "precision": moved.precision.diagonal()}
+    if kind in OF_LAPLACE:
+        held |= {"curvature": moved.curvature.structure.diagonal(), "prior": moved.prior_precision}
+        held |= {} if moved.curvature.gradient is None else {"gradient": moved.curvature.gradient}
+    assert {name for name, t in held.items() if t.device.type != "meta"} == set()
+    assert (moved.n_data, moved.calibrations) == (posterior.n_data, posterior.calibrations)
+
+
+@every_gaussian
+def test_it_stays_with_a_network_that_has_moved_already(kind: str) -> None:
+    posterior = made(kind, "classification")
+    if kind == "sharded":
+        return
+    state = posterior.state_dict()
+    own = GaussianPosterior.from_state_dict(copy.deepcopy(posterior.network), state)
+    own.network.to("meta")
+    assert own.is_elsewhere()
+    moved = own.to("meta")
+    assert moved.network is own.network
+    assert moved.device.type == "meta"
+
+
+# -- summary -----------------------------------------------------------------------------------------------------------
+
+
+@every_gaussian
+@both_kinds_of_targets
+def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> None:
+    posterior = made(kind, task)
+    with untouched(posterior.network):
+        summary = posterior.summary()
+    P = len(posterior.mean)
+    assert {name for block in summary.blocks for name in block.parameters} == set(posterior.subset.names)
+    assert sum(block.n_weights for block in summary.blocks) == summary.n_weights == P
+    assert sum(block.n_bytes for block in summary.blocks) == summary.n_bytes
+    assert summary.n_data == N
+    assert summary.likelihood is posterior.likelihood
+    assert summary.noise_std == ((0.6,) if task == "regression" else None)
+    lines = str(summary).splitlines()
+    assert lines[0] == repr(posterior)
+    assert len(lines[3 : lines.index("", 3)]) == len(summary.blocks) + 1  # and the sum of all
+    if "kron" in kind or kind == "with training points":
+        assert {block.form for block in summary.blocks} == {"kronecker"}
+        assert summary.blocks[-1].sizes == "3×3 ⊗ 5×5"
+        assert summary.blocks[-1].n_bytes == 8 * (9 + 25 + 3 + 5)  # eigenvectors and eigenvalues
+    elif "full" in kind or "subnetwork" in kind:
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("dense", f"{P}×{P}")]
+        assert summary.n_bytes == 8 * P**2
+    else:
+        assert {block.form for block in summary.blocks} == {"diagonal"}
+        assert summary.n_bytes == 8 * P
+
+
+@every_gaussian
+def test_the_summary_has_the_numbers_of_the_posterior(kind: str) -> None:
+    """By hand, from the dense matrix: `γ = P − tr(δ P⁻¹)`."""
+    posterior = made(kind, "classification")
+    summary = posterior.summary()
+    numbers = [summary.effective_parameters, summary.log_evidence, summary.prior_precision]
+    if kind not in OF_LAPLACE:
+        assert numbers == [None, None, None]
+        assert {block.effective_parameters for block in summary.blocks} == {None}
+        return
+    δ = posterior.prior_precision.expand(len(posterior.mean))
+    γ = len(δ) - float((δ * covariance(posterior).diagonal()).sum())
+    assert summary.effective_parameters == pytest.approx(γ)
+    assert sum(block.effective_parameters for block in summary.blocks) == pytest.approx(γ)
+    assert summary.prior_precision == (float(δ.min()), float(δ.max()))
+    if posterior.curvature.knows_likelihood:
+        assert summary.log_evidence == pytest.approx(float(posterior.log_marginal_likelihood()))
+    else:
+        assert summary.log_evidence is None
+
+
+@every_gaussian
+def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
+    posterior = made(kind, "classification")
+    if kind in OF_LAPLACE and "kron" in kind and kind.endswith("all"):
+        per_layer = posterior.with_prior([1.0, 4.0]).summary()
+        assert [block.prior_precision for block in per_layer.blocks] == [(1.0, 1.0), (4.0, 4.0)]
+        assert "1…4" in str(per_layer)
+    if kind in LINEARISED:
+        calibrated = posterior.calibrate(loader("classification", seed=4)).summary()
+        assert len(calibrated.calibrations) == 1
+        assert "calibration  glm, pairwise: T of outputs" in str(calibrated)
+
+
+@every_gaussian
+def test_one_line_says_what_it_is(kind: str) -> None:
+    posterior = made(kind, "regression")
+    word = next((word for word in ("kron", "full", "diag") if word in kind), "diag")
+    word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
+    line = repr(posterior)
+    noise = "Gaussian(noise_std=0.6)"
+    start = f"{type(posterior).__name__}({word} over {len(posterior.mean)} weights, n_data={N}, likelihood={noise}"
+    assert line.startswith(start)
+    assert line.endswith(")")
+    assert "\n" not in line
+    assert ("prior_precision=" in line) == (kind in OF_LAPLACE)
+
+
 # -- evidence and calibration ------------------------------------------------------------------------------------------
 
 

@@ -238,6 +238,12 @@ def embedding_scaled_by_frequency() -> Any:
 
 
 @case
+def sparse_embedding() -> Any:
+    parts = {"table": nn.Embedding(5, 2, sparse=True), "head": nn.Linear(2, OUTPUTS)}
+    return Wired(lambda s, x: s.head(s.table(x).tanh().sum(1)), **parts), torch.tensor([[0, 0], [1, 0], [2, 3], [1, 1]])
+
+
+@case
 def positional_embedding() -> Any:
     """A table that is looked up at the same places for every example."""
     parts = {"table": nn.Embedding(5, 3), "places": nn.Embedding(3, 3), "head": nn.Linear(3, OUTPUTS)}
@@ -481,6 +487,32 @@ def tied_embedding() -> Any:
 def functional_and_matmul() -> Any:
     parts = {"w": nn.Parameter(torch.randn(3, 3)), "head": nn.Linear(3, OUTPUTS)}
     return Wired(lambda s, x: s.head((F.linear(x, s.w) + (x @ s.w.T).tanh()).tanh()), **parts), real(N, 3)
+
+
+@case
+def matrix_products() -> Any:
+    """Weights that are stored as (inputs, outputs): on sequences with the batch merged, as GPT-2's, and on rows."""
+    parts = {"w": nn.Parameter(torch.randn(3, 4)), "b": nn.Parameter(torch.randn(4))}
+    parts |= {"v": nn.Parameter(torch.randn(4, OUTPUTS)), "c": nn.Parameter(torch.randn(OUTPUTS))}
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.addmm(s.b, x.reshape(-1, 3), s.w).tanh().reshape(*x.shape[:2], 4)
+        return h.mean(1) @ s.v + s.c
+
+    return Wired(forward, **parts), real(N, 2, 3)
+
+
+@case
+def added_biases() -> Any:
+    parts = {"inner": nn.Linear(3, 4, bias=False), "b": nn.Parameter(torch.randn(4)), "c": nn.Parameter(torch.randn(4))}
+    parts |= {"head": nn.Linear(4, OUTPUTS, bias=False), "d": nn.Parameter(torch.randn(OUTPUTS))}
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.b + s.inner(x)
+        h += s.c
+        return torch.add(s.head(h.tanh()), s.d).sum(1)
+
+    return Wired(forward, **parts), real(N, 2, 3)
 
 
 @case

@@ -37,7 +37,7 @@ def flat_gradient(f: Tensor, parameters: dict[str, nn.Parameter]) -> Tensor:
     """# scalar -> [P]"""
     grads = torch.autograd.grad(f, list(parameters.values()), retain_graph=True, allow_unused=True)
     found = zip(parameters.values(), grads, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in found])
+    return torch.cat([(torch.zeros_like(p) if g is None else g.to_dense()).flatten() for p, g in found])
 
 
 def jacobian(network: nn.Module, x_n: Any, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Tensor]:

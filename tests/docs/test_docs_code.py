@@ -81,6 +81,13 @@ def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
     assert said in caplog.messages
 
 
+def test_networks_page_reads_a_tagger() -> None:
+    names = run_page(DOCS / "networks.md")
+    batch = names["batch"]
+    assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
+    assert names["callback"].output == "logits"
+
+
 def test_metrics() -> None:
     names = run_page(DOCS / "metrics.md")
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")

@@ -28,7 +28,10 @@ def worker(rank: int, folder: str) -> None:
             results[name, case.name] = flat(filled(case.make(), case.data, part).compute())
         bins = filled(metrics.CalibrationError(n_bins=4, binning="mass"), "classification", part).bins()
         results[name, "bins"] = torch.stack([bins.count, bins.accuracy])
-        results[name, "curve"] = filled(metrics.RiskCoverage(), "score", part).curve()[1]
+        risk_coverage = filled(metrics.RiskCoverage(), "score", part)
+        results[name, "curve"] = risk_coverage.curve()[1]
+        thresholds = (risk_coverage.threshold_for_risk(0.9), risk_coverage.threshold_for_coverage(0.4))
+        results[name, "thresholds"] = torch.stack(thresholds)
     # Afterwards a metric must go on counting its own part, not the gathered whole.
     metric = filled(metrics.OODDetection(), "score", slice(0, 30) if rank == 0 else slice(30, N))
     metric.compute()
@@ -62,10 +65,14 @@ def test_two_processes_equal_one(ranks: list[dict[Any, torch.Tensor]], case: Any
 
 
 @pytest.mark.parametrize("split", ["uneven", "empty rank"])
-def test_bins_and_curves_are_gathered_too(ranks: list[dict[Any, torch.Tensor]], split: str) -> None:
+def test_bins_curves_and_thresholds_are_gathered_too(ranks: list[dict[Any, torch.Tensor]], split: str) -> None:
     bins = metrics.functional.reliability_bins(*DATA["classification"], n_bins=4, binning="mass")
     curve = metrics.functional.risk_coverage_curve(*DATA["score"])[1]
+    score, label = DATA["score"]
+    F = metrics.functional
+    thresholds = torch.stack([F.threshold_for_risk(score, label, 0.9), F.threshold_for_coverage(score, 0.4)])
     for results in ranks:
+        torch.testing.assert_close(results[split, "thresholds"], thresholds)
         torch.testing.assert_close(results[split, "bins"], torch.stack([bins.count, bins.accuracy]))
         torch.testing.assert_close(results[split, "curve"], curve)
 

@@ -95,6 +95,19 @@ def test_subnetwork(run: Any) -> None:
     assert (folder / "gap.png").read_bytes().startswith(PNG)
 
 
+def test_conformal(run: Any) -> None:
+    table, folder = run("conformal", SEEDS=2)
+    assert list(table) == ["MAP", "Laplace"]
+    for row in table.values():
+        assert row["wrong of kept"] < 0.03
+        assert row["kept"] > 0.4
+        assert row["aps holds"] > 0.94
+        assert row["lac holds"] > 0.92
+        assert row["lac size"] < row["aps size"] < 2.5
+        assert row["aps holds hard"] > row["lac holds hard"]
+    assert (folder / "conformal.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]

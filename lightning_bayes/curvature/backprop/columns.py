@@ -17,7 +17,7 @@ from lightning_bayes.curvature.backprop import rules
 from lightning_bayes.curvature.backprop.op import Op, RuleError
 from lightning_bayes.curvature.backprop.rules import ELEMENTWISE, POOLS, SELECTION, SUMS, slopes
 from lightning_bayes.curvature.blocks import add_diagonal_
-from lightning_bayes.curvature.functional_calls import CONVOLUTIONS, layer_of
+from lightning_bayes.curvature.functional_calls import CONVOLUTIONS, layer_arguments, make_layer
 from lightning_bayes.curvature.layers import PLAIN, Layer
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Layout
@@ -95,11 +95,12 @@ def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """Summed over the examples.  # S [K, B, …] -> the shape of each weight"""
     if op.name in ELEMENTWISE or op.name in SUMS or op.name == "prelu":
         return _elementwise(op, S, weights)
-    layer = layer_of(op.func, op.args, op.kwargs)
+    arguments = layer_arguments(op.func, op.args, op.kwargs) or {}
+    weight, bias = arguments.get("weight"), arguments.get("bias")
+    layer = make_layer(op.func, arguments) if all(t is weight or t is bias for t in weights) else None
     if layer is None:
         raise RuleError(f"{op.name}{op.where} with a trainable parameter has no exact rule: use hessian='approx'")
     g = layer.gradients(S, PLAIN)  # [K, G, B, T, O]
-    bias = op.argument("bias", 2)
     return [_of_bias(g) if t is bias else _of_weight(layer, g).reshape(t.shape) for t in weights]
 
 

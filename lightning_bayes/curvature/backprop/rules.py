@@ -52,7 +52,7 @@ SELECTION = frozenset(
     """.split()  # noqa: SIM905
 )
 POOLS = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3))
-PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv"})
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "addmm"})
 
 
 def squared_backward(op: Op, d: Sequence[Tensor | None], inputs: Inputs) -> list[Tensor]:
@@ -80,6 +80,8 @@ def find_rule(op: Op) -> Rule:
         rule = elementwise if isinstance(other, Tensor) else None if other is None else selection
     if name in PRODUCTS and len(_operands(op)) < 2:
         rule = None  # of a tensor with itself
+    if name == "addmm" and any(op.argument(factor, default=1) != 1 for factor in ("alpha", "beta")):
+        rule = None
     if name == "embedding" and any(op.argument(o) for o in ("max_norm", "scale_grad_by_freq", "sparse")):
         rule = None
     if rule is None:
@@ -200,7 +202,8 @@ def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 def _operands(op: Op) -> list[Tensor]:
     """The two that are multiplied; one if they are the same."""
-    given = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)][:2]
+    given = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)]
+    given = given[1:] if op.name == "addmm" else given[:2]
     return list({id(t): t for t in given}.values())
 
 

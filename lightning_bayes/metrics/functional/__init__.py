@@ -17,6 +17,7 @@ from lightning_bayes.metrics.functional.regression_calibration_error import (
     regression_calibration_curve,
     regression_calibration_error,
 )
+from lightning_bayes.metrics.functional.rejection_threshold import threshold_for_coverage, threshold_for_risk
 from lightning_bayes.metrics.functional.risk_coverage import risk_coverage, risk_coverage_curve
 
 __all__ = [
@@ -36,4 +37,6 @@ __all__ = [
     "reliability_bins",
     "risk_coverage",
     "risk_coverage_curve",
+    "threshold_for_coverage",
+    "threshold_for_risk",
 ]

@@ -1,0 +1,209 @@
+"""`PosteriorSummary`: what a posterior is made of, as a table and as numbers.
+
+A row is a block of the stored matrix, the curvature of a Laplace posterior or the precision of another: the parameters
+that it is over, its form, its memory, and the number of its weights that the data determine,
+`γ_b = Σ_{i∈b} (1 − δᵢ [P⁻¹]ᵢᵢ)`. A diagonal matrix has a row for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import inputs
+from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.prior_precision import per_parameter
+from lightning_bayes.structures import Structure
+
+if TYPE_CHECKING:
+    from lightning_bayes.posterior.gaussian import GaussianPosterior
+    from lightning_bayes.posterior.laplace import LaplacePosterior
+
+NOTHING = "–"  # what a posterior does not have
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """One block of the matrix."""
+
+    parameters: tuple[str, ...]
+    form: str  # "kronecker", "dense" or "diagonal"
+    sizes: str  # of what it stores: "4×4 ⊗ 6×6", "31×31" or "31"
+    n_weights: int
+    n_bytes: int
+    prior_precision: tuple[float, float] | None  # the smallest and the largest
+    effective_parameters: float | None
+
+
+@dataclass(frozen=True)
+class PosteriorSummary:
+    """`print` shows it as a table; its fields are the numbers."""
+
+    title: str
+    blocks: tuple[BlockSummary, ...]
+    n_weights: int
+    n_bytes: int  # of the stored matrix, on this process
+    n_data: int
+    likelihood: Likelihood
+    prior_precision: tuple[float, float] | None
+    effective_parameters: float | None
+    log_evidence: float | None
+    noise_std: tuple[float, ...] | None
+    calibrations: tuple[Calibration, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, "", *_table(self._rows()), "", *self._facts()])
+
+    def _rows(self) -> Iterator[list[str]]:
+        yield ["parameters", "block", "stored", "weights", "memory", "prior", "γ"]
+        total = BlockSummary(
+            ("all",), "", "", self.n_weights, self.n_bytes, self.prior_precision, self.effective_parameters
+        )
+        for block in (*self.blocks, total):
+            γ = NOTHING if block.effective_parameters is None else f"{block.effective_parameters:.4g}"
+            sizes = [f"{block.n_weights:,}", readable_bytes(block.n_bytes)]
+            yield [_names(block.parameters), block.form, block.sizes, *sizes, _range(block.prior_precision), γ]
+
+    def _facts(self) -> Iterator[str]:
+        yield f"likelihood   {self.likelihood!r}"
+        yield f"examples     {self.n_data:,}"
+        if self.noise_std is not None:
+            yield f"noise std    {', '.join(f'{σ:.4g}' for σ in self.noise_std)}"
+        yield f"log evidence {NOTHING if self.log_evidence is None else f'{self.log_evidence:.6g}'}"
+        for c in self.calibrations:
+            numbers = {"T of outputs": c.output_temperature, "T of probabilities": c.probs_temperature}
+            numbers["variance factor"] = c.variance_factor
+            changed = [f"{what} {value:.4g}" for what, value in numbers.items() if value != 1] or ["unchanged"]
+            yield f"calibration  {c.predictive}, {c.link}: {', '.join(changed)}"
+        if not self.calibrations:
+            yield f"calibration  {NOTHING}"
+
+
+def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
+    """Of any posterior: what it does not have is None."""
+    laplace = _as_laplace(posterior)
+    δ = γ = evidence = None
+    if laplace is not None:
+        δ = _prior_of_each(laplace)
+        γ = 1 - δ * laplace.precision.inverse_diagonal()  # [P]
+        evidence = float(laplace.log_marginal_likelihood()) if laplace.curvature.knows_likelihood else None
+    blocks = []
+    for block in _matrix(posterior).parameter_blocks(posterior.subset):
+        own_δ, own_γ = (None if t is None else t[block.places.to(t.device)] for t in (δ, γ))
+        blocks.append(
+            BlockSummary(
+                parameters=block.parameters,
+                form=_form(block.matrix),
+                sizes=block.matrix.sizes,
+                n_weights=block.matrix.size,
+                n_bytes=n_bytes(block.matrix),
+                prior_precision=_bounds(own_δ),
+                effective_parameters=None if own_γ is None else float(own_γ.sum()),
+            )
+        )
+    noise = getattr(posterior.likelihood, "noise_std", None)
+    return PosteriorSummary(
+        title=repr(posterior),
+        blocks=tuple(blocks),
+        n_weights=posterior.subset.size,
+        n_bytes=n_bytes(_matrix(posterior)),
+        n_data=posterior.n_data,
+        likelihood=posterior.likelihood,
+        prior_precision=_bounds(δ),
+        effective_parameters=None if laplace is None else float(laplace.effective_parameters),
+        log_evidence=evidence,
+        noise_std=None
+        if noise is None
+        else tuple(torch.as_tensor(noise, dtype=torch.float64).detach().flatten().tolist()),
+        calibrations=posterior.calibrations,
+    )
+
+
+def one_line(posterior: GaussianPosterior) -> str:
+    """`LaplacePosterior(kron over 31 weights, n_data=11, likelihood=Categorical(), prior_precision=2)`."""
+    laplace, matrix = _as_laplace(posterior), _matrix(posterior)
+    parts = [f"{matrix.word or _form(matrix)} over {posterior.subset.size:,} weights", f"n_data={posterior.n_data}"]
+    parts.append(f"likelihood={posterior.likelihood!r}")
+    if laplace is not None:
+        parts.append(f"prior_precision={_range(_bounds(laplace.prior_precision.detach()))}")
+    return f"{type(posterior).__name__}({', '.join(parts)})"
+
+
+def n_bytes(structure: Structure) -> int:
+    """Of all tensors that the matrix is made of."""
+    return sum(t.numel() * t.element_size() for t in inputs.tensors(structure.parts()))
+
+
+def readable_bytes(number: int) -> str:
+    """
+    >>> readable_bytes(812), readable_bytes(3_200_000)
+    ('812 B', '3.2 MB')
+    """
+    size = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{number} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _as_laplace(posterior: GaussianPosterior) -> LaplacePosterior | None:
+    from lightning_bayes.posterior.laplace import LaplacePosterior
+
+    return posterior if isinstance(posterior, LaplacePosterior) else None
+
+
+def _matrix(posterior: GaussianPosterior) -> Structure:
+    """What is stored: the curvature, or the precision where the prior is not kept apart."""
+    laplace = _as_laplace(posterior)
+    return posterior.precision if laplace is None else laplace.curvature.structure
+
+
+def _prior_of_each(posterior: LaplacePosterior) -> Tensor:
+    """Of a posterior that is sharded, for this process's weights.  # [P]"""
+    δ = posterior.prior_precision.detach()
+    full = δ if δ.shape in ((), posterior.mean.shape) else per_parameter(δ, posterior.subset)
+    return full.expand_as(posterior.mean)
+
+
+def _form(matrix: Structure) -> str:
+    return (matrix.name or type(matrix).__name__).lower()
+
+
+def _bounds(values: Tensor | None) -> tuple[float, float] | None:
+    if values is None or not values.numel():
+        return None
+    least, most = values.aminmax()
+    return float(least), float(most)
+
+
+def _range(bounds: tuple[float, float] | None) -> str:
+    if bounds is None:
+        return NOTHING
+    least, most = (f"{bound:.4g}" for bound in bounds)
+    return least if least == most else f"{least}…{most}"
+
+
+def _names(parameters: tuple[str, ...]) -> str:
+    """`0.weight, 0.bias` as `0: weight, bias`; no more than a line holds."""
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    parts = [f"{layer}: {', '.join(names)}" if layer else ", ".join(names) for layer, names in layers.items()]
+    return "; ".join(parts) if len(parts) < 3 else f"{parts[0]}; … ({len(layers)} layers)"
+
+
+def _table(rows: Iterator[list[str]]) -> Iterator[str]:
+    """Columns side by side: the first three to the left, numbers to the right."""
+    lines = list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            cell.ljust(w) if n < 3 else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,69 @@
+"""Which examples a posterior was fitted, tuned or calibrated on, in a few kilobytes that are saved with it.
+
+An example becomes a 64-bit hash of its input and target. Of all hashes the `K` smallest are kept (Bar-Yossef et al.
+2002, "Counting distinct elements in a data stream"). Of other data, the examples whose hash is not above the largest
+one kept can be told exactly: they were used if and only if their hash is among those kept. Order, batches and processes
+change nothing; random augmentation does, as it makes other examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.network import Processes, inputs
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.noise import hashed
+from lightning_bayes.network.watched import Watched
+from lightning_bayes.posterior.gaussian import GaussianPosterior
+
+KEPT = 1024
+COLUMNS = 4096  # of an input that are looked at
+Posterior = TypeVar("Posterior", bound=GaussianPosterior)
+
+
+class UsedData:
+    """The examples of a loader that are used `as_` "fit", "tuning" or "calibration" data: iterate over `watched`, and
+    note them on the posterior afterwards."""
+
+    def __init__(self, network: nn.Module, loader: Iterable[Any], as_: str, processes: Processes | None = None) -> None:
+        self.watched = Watched(network, check_loader(loader), self._look)
+        self._as, self._processes, self._smallest = as_, processes or Processes(), torch.empty(0, dtype=torch.long)
+
+    def noted(self, posterior: Posterior) -> Posterior:
+        parts = [self._smallest.cpu()]
+        if self._processes.size > 1:
+            parts = self._processes.gather(parts[0])
+        return replace(posterior, used_data={**posterior.used_data, self._as: _smallest(parts)})
+
+    def _look(self, x: Any, y: Tensor) -> None:
+        hashes = example_hashes(x, y)
+        self._smallest = _smallest([self._smallest.to(hashes.device), hashes])
+
+
+def example_hashes(x: Any, y: Tensor) -> Tensor:
+    """A number for each example; none where an example is not a row of the input's tensors.  # [B] or [0]"""
+    rows = [] if isinstance(x, inputs.Container) else [t for t in inputs.tensors(x) if t.ndim and len(t) == len(y)]
+    if not rows or not len(y):
+        return torch.empty(0, dtype=torch.long, device=y.device)
+    parts = [hashed(_columns(t.detach().to(y.device)), number) for number, t in enumerate([*rows, y.detach()])]
+    return hashed(torch.stack(parts, dim=1))
+
+
+def share_used(hashes: Tensor, kept: Tensor) -> float:
+    """The share of these examples that are among the used ones, as far as those kept can tell."""
+    known = hashes if len(kept) < KEPT else hashes[hashes <= kept[-1]]
+    return float(torch.isin(known, kept).double().mean()) if len(known) and len(kept) else 0.0
+
+
+def _smallest(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts).unique()[:KEPT]  # ascending
+
+
+def _columns(t: Tensor) -> Tensor:
+    flat = t.reshape(len(t), -1)
+    return flat[:, :: -(-flat.shape[1] // COLUMNS)] if flat.shape[1] > COLUMNS else flat

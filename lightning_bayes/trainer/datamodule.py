@@ -1,0 +1,82 @@
+"""A data module outside of a Trainer's run: set up as a Trainer would, on a copy, so that the user's own is unchanged.
+
+Its hooks on a batch's way to the device take the place of the module's, as they do in a run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_bayes.network import DataError, Processes
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.trainer.module import ReplacedMethod
+from lightning_bayes.trainer.private import TRANSFER_HOOKS, attached, is_default_data_hook
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """`owner` is what they come from, set up: the data module's copy, or the module."""
+
+    owner: Any
+    train: Any
+    validation: Any  # or None
+
+
+def is_datamodule(thing: Any) -> bool:
+    """Of `lightning` or `pytorch_lightning`; a module has the same hooks."""
+    return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
+
+
+@contextmanager
+def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> Iterator[Loaders]:
+    """The loaders of a data module, or of the module itself, while both are set up for a fit."""
+    if is_default_data_hook(owner, "train_dataloader"):
+        raise DataError(
+            f"{type(owner).__name__} has no train_dataloader, and a posterior needs the training data: give it one, or "
+            "pass a data module or a DataLoader"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(preserved_rng())
+        own = _copy(owner)
+        for thing in (module, own):
+            stack.enter_context(attached(thing, trainer))
+        # Under several processes one of them prepares the data, before the others read them.
+        if Processes.current().rank == 0:
+            own.prepare_data()
+        if trainer is not None:
+            trainer.strategy.barrier()
+        stack.callback(own.teardown, "fit")
+        own.setup("fit")
+        stack.enter_context(_transfer_hooks_of(own, module))
+        validation = None if is_default_data_hook(own, "val_dataloader") else own.val_dataloader()
+        yield Loaders(own, own.train_dataloader(), validation if _holds_any(validation) else None)
+
+
+def _copy(owner: Any) -> Any:
+    """What `setup` puts on the copy does not go to the user's own; a module's layers would, if it shared their dict."""
+    own = copy.copy(owner)
+    if isinstance(own, nn.Module):
+        vars(own).update({name: dict(vars(own)[name]) for name in ("_modules", "_parameters", "_buffers")})
+    return own
+
+
+def _holds_any(loaders: Any) -> bool:
+    """Whether there is a dataloader: a data module may return an empty list for none."""
+    return loaders is not None and not (isinstance(loaders, (list, tuple, dict)) and not loaders)
+
+
+@contextmanager
+def _transfer_hooks_of(owner: Any, module: LightningModule) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in TRANSFER_HOOKS:
+            method = ReplacedMethod(module, name)
+            stack.callback(method.remove)
+            method.install(method.original if is_default_data_hook(owner, name) else getattr(owner, name))
+        yield

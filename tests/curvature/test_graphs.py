@@ -1,0 +1,163 @@
+"""Graphs of PyTorch Geometric: a graph, or a labelled node, is an example."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.networks import made
+from helpers.tensors import seeded
+from helpers.training import trainer
+from torch import Tensor, nn
+
+from lightning_bayes import GaussianPosterior, LaplaceCallback, fit_laplace
+from lightning_bayes.network import DataError
+
+pytest.importorskip("torch_geometric", reason="PyTorch Geometric is not installed: pip install torch_geometric")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
+]
+
+from torch_geometric.data import Batch, Data  # noqa: E402
+from torch_geometric.loader import DataLoader  # noqa: E402
+from torch_geometric.nn import GCNConv, global_mean_pool  # noqa: E402
+
+NODES, FEATURES, CLASSES = 9, 3, 3
+
+
+class OfGraphs(nn.Module):
+    """In the usual form: what it takes are parts of the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = GCNConv(FEATURES, 4), GCNConv(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(x, edge_index)), edge_index))
+        return self.head(global_mean_pool(h, batch))
+
+
+class OfData(OfGraphs):
+    def forward(self, data: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(data.x, data.edge_index, data.batch)
+
+
+class OfNodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(FEATURES, 4), GCNConv(4, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x, edge_index)), edge_index)
+
+
+def graph(nodes: int, seed: int, **parts: Any) -> Any:
+    generator = seeded(seed)
+    edges = torch.randint(nodes, (2, 3 * nodes), generator=generator)
+    x = torch.randn(nodes, FEATURES, generator=generator, dtype=torch.float64)
+    return Data(x=x, edge_index=edges, **parts)
+
+
+def graphs() -> list[Any]:
+    return [graph(n, n, y=torch.tensor([n % CLASSES])) for n in (3, 5, 4, 6, 2)]
+
+
+def with_masks(seed: int = 0) -> Any:
+    data = graph(NODES, seed, y=torch.arange(NODES) % CLASSES)
+    for stage, nodes in {"train": [0, 3, 4, 7, 8], "val": [1, 2], "test": [5, 6]}.items():
+        data[f"{stage}_mask"] = torch.zeros(NODES, dtype=torch.bool).index_fill(0, torch.tensor(nodes), True)
+    return data
+
+
+def ggn(f: Tensor, network: nn.Module) -> Tensor:
+    """`Σₙ JₙᵀΛₙJₙ` by the Jacobian.  # [N, C] -> [P, P]"""
+    parameters = list(network.parameters())
+    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(*f.shape, -1)
+    p = f.detach().softmax(1)
+    return torch.einsum("nap,nab,nbq->pq", J, torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1), J)
+
+
+@pytest.mark.parametrize("kind", [OfGraphs, OfData])
+def test_graphs_are_examples(kind: type[nn.Module]) -> None:
+    network, whole = made(kind), Batch.from_data_list(graphs())
+    f = network(whole) if kind is OfData else network(whole.x, whole.edge_index, whole.batch)
+    H = ggn(f, network)
+    loader = DataLoader(graphs(), batch_size=3)
+    full, diag = (fit_laplace(network, loader, structure=structure) for structure in ("full", "diag"))
+    assert full.n_data == 5
+    torch.testing.assert_close(full.curvature.structure.to_dense(), H)
+    torch.testing.assert_close(diag.curvature.structure.diagonal(), H.diagonal())
+    kron, alone = (fit_laplace(network, DataLoader(graphs(), batch_size=size)) for size in (3, 1))
+    torch.testing.assert_close(kron.precision.to_dense(), alone.precision.to_dense())
+    prediction, two = kron.predict(whole), kron.predict(Batch.from_data_list(graphs()[1:3]))
+    torch.testing.assert_close(prediction.probs[1:3], two.probs)  # type: ignore[index]
+
+
+def test_labelled_nodes_are_examples(tmp_path: Path) -> None:
+    network, data = made(OfNodes), with_masks()
+    f = network(data.x, data.edge_index)
+    H = ggn(f[data.train_mask], network)
+    posterior = fit_laplace(network, [data], structure="full")
+    assert posterior.n_data == 5
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), H)
+    torch.testing.assert_close(
+        fit_laplace(network, [data], structure="diag").curvature.structure.diagonal(), H.diagonal()
+    )
+    # A prediction is for all nodes; its covariances are those of the whole Jacobian.
+    parameters = list(network.parameters())
+    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(NODES, CLASSES, -1)
+    mean, covariance = posterior.functional(data)
+    torch.testing.assert_close(mean, f.detach())
+    torch.testing.assert_close(covariance, J @ torch.linalg.inv(H + torch.eye(len(H))) @ J.mT)
+    posterior.save(tmp_path / "posterior.pt")
+    loaded = GaussianPosterior.load(tmp_path / "posterior.pt", network)
+    torch.testing.assert_close(loaded.predict(data).probs, posterior.predict(data).probs)
+
+
+def test_targets_of_some_nodes_need_a_mask() -> None:
+    data = with_masks()
+    with pytest.raises(DataError, match="5 targets fit neither the 1 graphs nor the 9 nodes"):
+        fit_laplace(made(OfNodes), [(data, data.y[data.train_mask])])
+
+
+class LitNodes(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(OfNodes)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.net(x, edge_index)
+
+    def training_step(self, data: Any, batch_idx: int) -> Tensor:
+        return self._nll(data, data.train_mask)
+
+    def validation_step(self, data: Any, batch_idx: int) -> None:
+        self.log("val_nll", self._nll(data, data.val_mask), batch_size=1)
+
+    def test_step(self, data: Any, batch_idx: int) -> None:
+        self.log("test_nll", self._nll(data, data.test_mask), batch_size=1)
+
+    def _nll(self, data: Any, mask: Tensor) -> Tensor:
+        return F.cross_entropy(self(data.x, data.edge_index)[mask], data.y[mask])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def test_each_stage_has_its_own_nodes(tmp_path: Path) -> None:
+    module, laplace = LitNodes(), LaplaceCallback(progress=False)
+    fitting = trainer(tmp_path, laplace, precision="64-true")
+    loader = DataLoader([with_masks()], batch_size=1)
+    fitting.fit(module, loader, loader)
+    assert laplace.posterior.n_data == 5
+    (tested,) = fitting.test(module, loader, verbose=False)
+    (validated,) = fitting.validate(module, loader, verbose=False)
+    assert tested["test_nll_map"] == pytest.approx(tested["test_nll"])
+    assert validated["val_nll_map"] == pytest.approx(validated["val_nll"])
+    (prediction,) = fitting.predict(module, loader)
+    assert prediction.probs.shape == (NODES, CLASSES)

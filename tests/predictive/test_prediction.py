@@ -1,0 +1,308 @@
+"""What follows from a `Prediction`'s numbers, for classes, labels and real targets, flat and dense."""
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from predictive_cases import Shaped, linearised_draws, mlp, network_draws
+from torch import Tensor
+
+from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Prediction, fit_laplace
+from lightning_bayes.likelihoods import HeteroscedasticGaussian
+
+X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 2, 1, 1, 0, 2, 2])
+LABELS = torch.tensor([[0.0, 1], [1, 1], [0, 0], [1, 0], [0, 1], [1, 1], [0, 0]])
+REAL = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+DENSE_CLASSES = torch.tensor([[[0, 1], [2, 0]]]).expand(7, 2, 2).contiguous()
+
+
+def posterior(kind: str) -> Any:
+    network, y, likelihood = {
+        "classes": (mlp(3), CLASSES, Categorical()),
+        "labels": (mlp(2), LABELS, Bernoulli()),
+        "label": (Shaped(mlp(1)), LABELS[:, 0], Bernoulli()),
+        "real": (mlp(2), REAL, Gaussian(0.5)),
+        "dense classes": (Shaped(mlp(12), 3, 2, 2), DENSE_CLASSES, Categorical()),
+        "dense real": (Shaped(mlp(8), 2, 2, 2), REAL[:, :, None, None].expand(7, 2, 2, 2).contiguous(), Gaussian(0.5)),
+    }[kind]
+    return fit_laplace(network, [(X, y)], likelihood, structure="full")
+
+
+KINDS = ["classes", "labels", "label", "real", "dense classes", "dense real"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def entropy(p: Tensor, dim: int) -> Tensor:
+    return -(p * p.clamp_min(1e-300).log()).sum(dim)
+
+
+# -- labels, confidences, intervals ------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_kinds_are_told_by_what_is_predicted(kind: str) -> None:
+    words = {"classes": "classification", "labels": "binary", "label": "binary", "real": "regression"}
+    assert posterior(kind).predict(X).kind == words[kind.removeprefix("dense ")]
+
+
+@pytest.mark.parametrize("kind", ["classes", "dense classes"])
+def test_a_class_is_the_likeliest_one(kind: str) -> None:
+    prediction = posterior(kind).predict(X)
+    rows = prediction.probs.movedim(1, -1).reshape(-1, 3).tolist()
+    assert prediction.label.flatten().tolist() == [max(range(3), key=row.__getitem__) for row in rows]
+    assert prediction.confidence.flatten().tolist() == [max(row) for row in rows]
+    assert prediction.label.shape == prediction.entropy.shape == prediction.probs[:, 0].shape
+    assert prediction.label.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", ["labels", "label"])
+def test_a_label_is_yes_where_that_is_likelier(kind: str) -> None:
+    prediction = posterior(kind).predict(X)
+    p = prediction.probs
+    assert torch.equal(prediction.label, (p > 0.5).long())
+    assert torch.equal(prediction.confidence, torch.where(p > 0.5, p, 1 - p))
+
+
+@pytest.mark.parametrize("kind", ["real", "dense real"])
+def test_intervals_hold_the_share_of_a_gaussian_that_they_promise(kind: str) -> None:
+    prediction = posterior(kind).predict(X)
+    torch.testing.assert_close(prediction.std**2, prediction.epistemic + prediction.aleatoric)
+    for level in (0.5, 0.95):
+        lower, upper = prediction.interval(level)
+        torch.testing.assert_close((lower + upper) / 2, prediction.mean)
+        Φ = torch.distributions.Normal(prediction.mean, prediction.std).cdf
+        torch.testing.assert_close(Φ(upper) - Φ(lower), torch.full_like(lower, level))
+    torch.testing.assert_close(prediction.interval(), prediction.interval(0.95))
+
+
+def test_what_belongs_to_another_kind_says_what_to_use() -> None:
+    classes, real = posterior("classes").predict(X), posterior("real").predict(X)
+    for call, words in [
+        (lambda: real.label, "real targets has no label: its best guess is `mean`"),
+        (lambda: real.confidence, r"real targets has no confidence: use `std` or `interval\(level\)`"),
+        (lambda: classes.std, "classes has no std: use `confidence`"),
+        (lambda: classes.interval(0.9), r"classes has no interval: use sets of classes.*conformalize\(loader, level\)"),
+    ]:
+        with pytest.raises(AttributeError, match=words):
+            call()
+    assert not hasattr(classes, "std")
+
+
+# -- mutual information ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("predictive", "draws"), [("bnn", network_draws), ("glm", linearised_draws)])
+def test_mutual_information_of_draws_is_the_entropy_that_knowing_the_weights_takes_away(
+    predictive: str, draws: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)  # so that "glm" is sampled, too
+    for kind in ("classes", "dense classes"):
+        fitted = posterior(kind)
+        p = draws(fitted, X, 20, seeded()).softmax(2)
+        expected = entropy(p.mean(0), 1) - entropy(p, 2).mean(0)
+        prediction = fitted.predict(X, predictive, samples=20, generator=seeded())
+        torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-9)
+    fitted = posterior("labels")
+    p = torch.stack([1 - (q := draws(fitted, X, 20, seeded()).sigmoid()), q], 0)
+    expected = entropy(p.mean(1), 0) - entropy(p, 0).mean(0)
+    prediction = fitted.predict(X, predictive, "mc", samples=20, generator=seeded())
+    torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
+def test_all_links_agree_on_the_mutual_information_of_outputs(link: str) -> None:
+    """With the integral over two classes by quadrature: the bridge and the draws are near it."""
+    torch.manual_seed(0)
+    fitted = fit_laplace(mlp(2), [(X, CLASSES.clamp(max=1))], structure="full", prior_precision=3.0)
+    m, Σ = fitted.functional(X)
+    d, v = m[:, 1] - m[:, 0], Σ[:, 0, 0] + Σ[:, 1, 1] - 2 * Σ[:, 0, 1]
+    nodes, weights = (torch.from_numpy(t) for t in np.polynomial.hermite_e.hermegauss(60))
+    q = (d[:, None] + v.sqrt()[:, None] * nodes).sigmoid()
+    w = weights / weights.sum()
+    p = torch.stack([1 - q, q])  # [2, B, nodes]
+    exact = entropy((p * w).sum(-1), 0) - (entropy(p, 0) * w).sum(-1)
+    information = fitted.predict(X, link=link, samples=20_000, generator=seeded()).mutual_information
+    rtol = 0.25 if link == "bridge" else 0.05  # a Dirichlet is not the law of a softmax of Gaussians
+    torch.testing.assert_close(information, exact, rtol=rtol, atol=1e-3)
+
+
+def test_the_bridge_has_the_mutual_information_of_its_dirichlet() -> None:
+    m = torch.tensor([[1.0, -0.5, 0.2], [8.0, 0.0, -3.0]], dtype=torch.float64)
+    for variance in (1e-3, 0.3, 4.0):
+        predictive = Categorical().integrate(m, torch.full_like(m, variance), "bridge")
+        α0 = predictive.aleatoric / predictive.epistemic  # Var = p(1 − p)/(α₀ + 1)
+        α = predictive.probs * α0
+        expected = predictive.entropy - (torch.digamma(α0[:, 0] + 1) - (predictive.probs * torch.digamma(α + 1)).sum(1))
+        torch.testing.assert_close(predictive.mutual_information, expected, rtol=1e-6, atol=1e-10)
+    assert Categorical().integrate(m, torch.zeros_like(m), "bridge").mutual_information.tolist() == [0, 0]
+
+
+@every_kind
+def test_the_plain_network_has_no_mutual_information(kind: str) -> None:
+    prediction = posterior(kind).predict(X, "map")
+    assert prediction.mutual_information.shape == prediction.entropy.shape
+    assert not prediction.mutual_information.any()
+    assert not prediction.epistemic.any()
+
+
+@every_kind
+def test_mutual_information_is_a_part_of_the_entropy(kind: str) -> None:
+    fitted = posterior(kind)
+    for prediction in (fitted.predict(X, samples=5), fitted.predict(X, "bnn", samples=5)):
+        assert prediction.mutual_information.shape == prediction.entropy.shape
+        assert (prediction.mutual_information > 0).all()
+        if prediction.probs is not None:
+            assert (prediction.mutual_information < prediction.entropy + 0.05).all()  # of few draws
+
+
+def test_of_real_targets_it_is_the_capacity_of_the_gaussian_channel() -> None:
+    prediction = posterior("real").predict(X)
+    noise = 0.5 * math.log(2 * math.pi * math.e * 0.25)  # H[y | f]
+    torch.testing.assert_close(prediction.mutual_information, prediction.entropy - noise)
+    y = REAL[:, :1]
+    learned = fit_laplace(mlp(2), [(X, y)], HeteroscedasticGaussian(), structure="full").predict(X)
+    torch.testing.assert_close(learned.mutual_information, 0.5 * (learned.variance / learned.aleatoric).log())
+
+
+@pytest.mark.parametrize("kind", ["classes", "labels", "dense classes"])
+def test_a_temperature_keeps_the_epistemic_share_of_the_entropy(kind: str) -> None:
+    fitted = posterior(kind)
+    plain = fitted.predict(X, generator=seeded())
+    y = {"classes": CLASSES, "labels": LABELS, "dense classes": DENSE_CLASSES}[kind]
+    calibrated = fitted.calibrate([(X, y)], of="probs", link=fitted.likelihood.links[0])
+    tempered = calibrated.predict(X, generator=seeded())
+    assert (tempered.entropy - plain.entropy).abs().max() > 1e-3
+    share = plain.mutual_information / plain.entropy
+    torch.testing.assert_close(tempered.mutual_information / tempered.entropy, share)
+
+
+def test_an_ensemble_has_the_mutual_information_of_its_mixture() -> None:
+    """With members that are points: what is known of the label once the member is known."""
+    members = [posterior("classes") for _ in range(2)]
+    with torch.no_grad():
+        members[1].network[0].weight.mul_(-3)
+    members[1] = fit_laplace(members[1].network, [(X, CLASSES)])
+    ensemble = DeepEnsemble(members, [3, 1])
+    p = torch.stack([member.predict(X, "map").probs for member in members])
+    w = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    expected = entropy((w[:, None, None] * p).sum(0), 1) - (w[:, None] * entropy(p, 2)).sum(0)
+    torch.testing.assert_close(ensemble.predict(X, "map").mutual_information, expected)
+    assert (ensemble.predict(X).mutual_information > expected).all()
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def same(a: Prediction, b: Prediction) -> None:
+    assert a.kind == b.kind
+    mine, other = a.numpy(), b.numpy()
+    assert mine.keys() == other.keys()
+    for name, values in mine.items():
+        np.testing.assert_array_equal(values, other[name])
+
+
+@every_kind
+def test_examples_are_taken_by_numbers_slices_lists_and_masks(kind: str) -> None:
+    prediction = posterior(kind).predict(X)
+    whole = prediction.numpy()
+    mask = torch.tensor([True, False, False, True, False, False, True])
+    for index, rows in [
+        (2, [2]),
+        (-1, [6]),
+        (torch.tensor(3), [3]),
+        (np.int64(4), [4]),
+        (slice(1, 5, 2), [1, 3]),
+        (slice(None, None, -1), [6, 5, 4, 3, 2, 1, 0]),
+        (slice(4, 4), []),
+        ([5, 0, 5], [5, 0, 5]),
+        ([], []),
+        (np.array([1, 2]), [1, 2]),
+        (mask, [0, 3, 6]),
+        (mask.tolist(), [0, 3, 6]),
+        (torch.zeros(7, dtype=torch.bool), []),
+    ]:
+        part = prediction[index]
+        assert len(part) == len(rows)
+        assert part.kind == prediction.kind
+        for name, values in part.numpy().items():
+            np.testing.assert_array_equal(values, whole[name][rows])
+
+
+@every_kind
+def test_examples_put_together_again_are_the_whole(kind: str) -> None:
+    prediction = posterior(kind).predict(X)
+    assert [len(example) for example in prediction] == [1] * 7
+    same(Prediction.cat(list(prediction)), prediction)
+    same(Prediction.cat([prediction[:3], prediction[3:3], prediction[3:]]), prediction)
+    same(Prediction.cat([prediction]), prediction)
+
+
+def test_an_index_that_means_no_examples_is_refused() -> None:
+    prediction = posterior("dense classes").predict(X)
+    for bad in ((0, 1), "label", 1.5, None, True, [[0]], torch.zeros(2, 2, dtype=torch.long), ...):
+        with pytest.raises(IndexError, match=r"indexed by its examples|mask needs the shape"):
+            prediction[bad]
+    for bad in (7, -8, [0, 7]):
+        with pytest.raises(IndexError, match="there are 7 examples, got the index"):
+            prediction[bad]
+    with pytest.raises(IndexError, match=r"mask needs the shape of the examples, \[7\]"):
+        prediction[torch.ones(6, dtype=torch.bool)]
+
+
+def test_what_cannot_be_put_together_says_why() -> None:
+    classes, real, dense = (posterior(kind).predict(X) for kind in ("classes", "real", "dense classes"))
+    elsewhere = classes.to("meta")
+    for bad, error, words in [
+        ([], ValueError, "empty list"),
+        (classes, TypeError, "must be a list of predictions, as trainer.predict returns it"),
+        ([classes, real], ValueError, "of different kinds, classification and regression"),
+        ([classes, dense], ValueError, r"of shapes \[7, 3\] and \[7, 3, 2, 2\]"),
+        ([classes, elsewhere], ValueError, r"on several devices, cpu and meta.*\[prediction.cpu\(\) for"),
+        ([{"laplace": classes, "swag": classes}], TypeError, r"\[batch\['laplace'\] for batch in predictions\]"),
+        ([[classes], [classes]], TypeError, r"of several dataloaders: pass those of one, predictions\[0\]"),
+        ([classes, None], TypeError, "got one with None"),
+    ]:
+        with pytest.raises(error, match=words):
+            Prediction.cat(bad)
+
+
+def test_unknown_mutual_information_stays_unknown() -> None:
+    prediction = posterior("classes").predict(X)
+    without = Prediction(prediction.epistemic, prediction.aleatoric, prediction.entropy, prediction.probs)
+    assert Prediction.cat([prediction, without]).mutual_information is None
+    assert "mutual_information" not in without[2:].numpy()
+
+
+# -- arrays, words -----------------------------------------------------------------------------------------------------
+
+
+def test_arrays_have_all_numbers_by_name(tmp_path: Any) -> None:
+    common = {"epistemic", "aleatoric", "entropy", "mutual_information"}
+    classes, real = posterior("classes").predict(X), posterior("real").predict(X)
+    assert classes.numpy().keys() == common | {"probs", "label", "confidence"}
+    assert real.numpy().keys() == common | {"mean", "variance", "std"}
+    np.savez(tmp_path / "prediction.npz", **classes.numpy())
+    np.testing.assert_array_equal(np.load(tmp_path / "prediction.npz")["label"], classes.label.numpy())
+
+
+def test_the_words_for_a_prediction_are_few() -> None:
+    classes, dense = posterior("classes").predict(X), posterior("dense real").predict(X)
+    assert repr(classes) == "Prediction(classification of 7, probs [7, 3], float64)"
+    assert repr(dense) == "Prediction(regression of 7, mean [7, 2, 2, 2], float64)"
+    assert repr(classes.to(torch.float32).to("meta")) == (
+        "Prediction(classification of 7, probs [7, 3], float32, meta)"
+    )
+
+
+def test_a_prediction_can_be_sent_to_another_process() -> None:
+    prediction = posterior("classes").predict(X)
+    same(pickle.loads(pickle.dumps(prediction)), prediction)
