@@ -207,6 +207,31 @@ def test_a_module_that_is_trained_already(tmp_path: Path, monkeypatch: pytest.Mo
     assert [len(p) for p in names["out"]] == [10, 10, 4]
     summary = names["posterior"].summary()
     assert (summary.n_weights, summary.n_data) == (67, 24)
+class Pixels(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], ignore_index=255)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+
+def test_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 6, 5), torch.randint(4, (8, 6, 5))
+    y[0] = 255
+    (dm := Data()).train_dataloader = dm.test_dataloader = dm.predict_dataloader = lambda: DataLoader(
+        TensorDataset(x, y), batch_size=5
+    )
+    names = run_page(DOCS / "dense.md", model=(model := Pixels()), dm=dm)
+    assert {f"test_{score}_laplace" for score in ("nll", "acc", "ece", "brier")} <= set(model.tested)
+    assert names["prediction"].probs.shape == names["prediction"].epistemic.shape == (5, 4, 6, 5)
+    assert names["prediction"].entropy.shape == (5, 6, 5)
+    assert names["laplace"].posterior.curvature.kind == "fisher_mc"
 
 
 class Autoencoder(L.LightningModule):
