@@ -207,6 +207,8 @@ def test_a_module_that_is_trained_already(tmp_path: Path, monkeypatch: pytest.Mo
     assert [len(p) for p in names["out"]] == [10, 10, 4]
     summary = names["posterior"].summary()
     assert (summary.n_weights, summary.n_data) == (67, 24)
+
+
 class Pixels(Model):
     def __init__(self) -> None:
         super().__init__()
