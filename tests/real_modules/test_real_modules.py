@@ -6,7 +6,6 @@ configurations.
 
 import ast
 import importlib
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import real_plain
 from real_frame import Journey, Real
 from torch import Tensor, nn
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 FAMILIES = {
     "plain": (),
     "torchvision_nets": ("torchvision",),
@@ -44,7 +42,8 @@ def rows() -> list[Any]:
         with warnings.catch_warnings(action="ignore"):  # those of other packages, while they are imported
             cases: dict[str, Real] = importlib.import_module(f"real_{family}").CASES
         for name, case in cases.items():
-            collected.append(pytest.param(case, id=name, marks=[] if case.in_default else [pytest.mark.real]))
+            marks = [pytest.mark.xdist_group(name), *([] if case.in_default else [pytest.mark.real])]
+            collected.append(pytest.param(case, id=name, marks=marks))  # one process takes it all the way
     return collected
 
 
