@@ -42,8 +42,7 @@ def rows() -> list[Any]:
         with warnings.catch_warnings(action="ignore"):  # those of other packages, while they are imported
             cases: dict[str, Real] = importlib.import_module(f"real_{family}").CASES
         for name, case in cases.items():
-            marks = [pytest.mark.xdist_group(name), *([] if case.in_default else [pytest.mark.real])]
-            collected.append(pytest.param(case, id=name, marks=marks))  # one process takes it all the way
+            collected.append(pytest.param(case, id=name, marks=[] if case.in_default else [pytest.mark.real]))
     return collected
 
 
