@@ -176,7 +176,9 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     loader = Data().loader()
     x, network = next(iter(loader))[0], nn.Linear(4, 3)
+    unused = TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
     own = {"network": network, "loader": loader, "validation": loader, "x": x}
+    own["held_out"] = DataLoader(unused, batch_size=7)
     names = run_page(page, model=Model(), dm=Data(), LitNet=Model, **own)
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "laplace")}
     assert said <= set(names["model"].tested)
