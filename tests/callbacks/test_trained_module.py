@@ -44,7 +44,7 @@ class Data(L.LightningDataModule):
         return DataLoader(self.train, 8, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.val, 16) if self.has_validation else []
+        return DataLoader(self.val, 63) if self.has_validation else []
 
     def test_dataloader(self) -> Any:
         return held_out()
@@ -225,7 +225,7 @@ def test_the_loaders_that_a_trainer_has_had(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     model, callback = Classifier(), laplace()
     own = trainer(tmp_path, callback, max_epochs=10)
-    own.fit(model, DataLoader(labelled(37), 8, shuffle=True), held_out(63))
+    own.fit(model, DataLoader(labelled(37), 8, shuffle=True), held_out(63, 63))
     posterior = lightning_bayes.fit(own, structure="kron", progress=False)
     same_posterior(posterior, callback.posterior, X)
     assert posterior.calibrations == callback.posterior.calibrations
