@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import LaplaceCallback, Prediction, plots
 
 OUTPUT = Path("outputs/segmentation")
-EPOCHS, SCENES, HELD_OUT, SAMPLES, NOISE = 40, 300, 100, 20, 0.1
+EPOCHS, SCENES, HELD_OUT, SAMPLES, NOISE = 15, 800, 100, 20, 0.1
 UNKNOWN = -100  # the label of pixels without one
 
 

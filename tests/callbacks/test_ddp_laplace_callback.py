@@ -19,6 +19,7 @@ pytestmark = [
 
 QUANTITIES = (
     "n_data",
+    "used data",
     "logdet",
     "prior",
     "evidence",
