@@ -20,7 +20,7 @@ test: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-real: $(VENV)/.test $(VENV)/.real
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests/real_modules
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/real_modules
 
 test-slow: $(VENV)/.test $(VENV)/.peers
 	$(BIN)/python -m pytest -m slow

@@ -61,38 +61,23 @@ def fit(
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
         options: the words of `LaplaceCallback`.
     """
-    for name in options:
-        if name not in WORDS:
-            close = get_close_matches(name, WORDS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"fit has no argument {name!r}: its words are those of LaplaceCallback{hint}")
     if _is_trainer(module):
         trainer, module = _own_trainer(module, trainer), _module_of(module)
-    _check(module, datamodule, trainer)
+    _check(module, datamodule, trainer, options)
     words: dict[str, Any] = {"likelihood": likelihood, **options}
-    lightning_module: Any = module
     if not hasattr(module, "transfer_batch_to_device"):
-        if datamodule is None:
-            raise DataError(
-                "a plain network comes without data: pass a loader of training batches, fit(network, loader)"
-            )
-        within = options.get("network")
-        lightning_module = _PlainNetwork(module)
+        module, inside = _PlainNetwork(module), options.get("network")
         datamodule, val_dataloader = _as_loader(datamodule), _as_loader(val_dataloader)
-        words["network"] = "net" if within is None else f"net.{within}"
+        words["network"] = "net" if inside is None else f"net.{inside}"
     callback = _callback(trainer, words, is_plain=likelihood == "classification" and not options)
-    if options.get("save") and trainer is None:
-        raise ValueError("save= needs a Trainer, which knows the folder of its run: use the posterior's own save(path)")
-    data = _training_data(lightning_module, datamodule, trainer)
-    with _on_device_of(trainer, lightning_module) as home:
-        posterior = callback.fit_now(trainer, lightning_module, data, val_dataloader)
-    if home != posterior.device:
-        posterior = posterior.to(home)
+    data = _training_data(module, datamodule, trainer)
+    with _on_device_of(trainer, module) as home:
+        posterior = callback.fit_now(trainer, module, data, val_dataloader)
     if trainer is not None:
         _put_on(trainer, callback)
         if options.get("save"):
             callback.write_file(trainer)
-    return posterior
+    return posterior if home is None else posterior.to(home)
 
 
 class _PlainNetwork(LightningModule):
@@ -101,7 +86,7 @@ class _PlainNetwork(LightningModule):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.net = network
-        self.train(network.training)
+        self.train(network.training).to(inputs.device_of(network))
 
     def split_batch(self, batch: Any) -> Any:
         return inputs.split(self.net, batch)
@@ -132,7 +117,12 @@ def _module_of(trainer: Any) -> Any:
     return module
 
 
-def _check(module: Any, datamodule: Any, trainer: Any) -> None:
+def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in WORDS:
+            close = get_close_matches(name, WORDS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"fit has no argument {name!r}: its words are those of LaplaceCallback{hint}")
     if not isinstance(module, nn.Module):
         order = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
         raise TypeError(f"module must be a LightningModule, an nn.Module or a Trainer, got {shown(module)}{order}")
@@ -142,7 +132,16 @@ def _check(module: Any, datamodule: Any, trainer: Any) -> None:
         raise TypeError("datamodule must be a data module or a loader, got a Trainer: pass it as trainer=")
     if datamodule is not None and not is_datamodule(datamodule):
         check_loader(datamodule, "datamodule", "training batches")
+        if options.get("data") is not None:
+            raise ValueError("data= takes the place of a loader of training batches: pass one of the two")
+    if not hasattr(module, "transfer_batch_to_device"):
+        if datamodule is None:
+            raise DataError("a plain network comes without data: pass the training batches, fit(network, loader)")
+        if trainer is not None:
+            raise TypeError(f"trainer= needs a LightningModule, which {type(module).__name__} is not: leave it out")
     if trainer is None:
+        if options.get("save"):
+            raise ValueError("save= needs a Trainer, which knows the folder of its run: use posterior.save(path)")
         return
     weights = next((p for p in module.parameters() if p.is_floating_point()), None)
     if weights is not None and convert_input(trainer, torch.zeros(1, dtype=weights.dtype)).dtype != weights.dtype:
@@ -181,11 +180,12 @@ def _put_on(trainer: Any, callback: LaplaceCallback) -> None:
 
 
 @contextmanager
-def _on_device_of(trainer: Trainer | None, module: LightningModule) -> Iterator[torch.device]:
-    """The module on the Trainer's device, from which Lightning takes it after each run; yields where it was."""
+def _on_device_of(trainer: Trainer | None, module: LightningModule) -> Iterator[torch.device | None]:
+    """The module on the Trainer's device, from which Lightning takes it after each run; yields where it was, if that is
+    another one."""
     home = module.device
     if trainer is None or trainer.strategy.root_device == home:
-        yield home
+        yield None
         return
     module.to(trainer.strategy.root_device)
     try:

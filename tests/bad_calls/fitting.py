@@ -252,7 +252,14 @@ trained(
     module=Of(lambda t: OwnData(), "OwnData"),
     datamodule=None,
 )
-trained("save", "posterior.pt", "save= needs a Trainer", "save(path)")
+trained("data", "clean", "data= takes the place of a loader of training batches: pass one of the two")
+trained("save", "posterior.pt", "save= needs a Trainer", "posterior.save(path)")
+trained(
+    "trainer",
+    Of(lambda t: L.Trainer(**_unused), "Trainer"),
+    "needs a LightningModule, which Sequential is not",
+    module=PLAIN,
+)
 
 
 FITTING = [laplace, curvature, l2m, now, evaluating, trained]

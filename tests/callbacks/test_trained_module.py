@@ -297,7 +297,7 @@ def test_the_file_is_written_where_it_is_asked_for(trained: Any, tmp_path: Path)
     posterior = lightning_bayes.fit(model, Data(), trainer=trainer(tmp_path), save=str(path), progress=False)
     loaded = GaussianPosterior.load(path, copy.deepcopy(model))
     same_posterior(loaded, posterior, X)
-    with pytest.raises(ValueError, match=r"save= needs a Trainer, .*: use the posterior's own save\(path\)"):
+    with pytest.raises(ValueError, match=r"save= needs a Trainer, .*: use posterior\.save\(path\)"):
         lightning_bayes.fit(model, Data(), save=str(path))
 
 

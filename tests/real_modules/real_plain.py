@@ -6,6 +6,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.lstm import LightningLSTM
 from lightning.pytorch.demos.transformer import LightningTransformer
 from real_data import BATCH, CLASSES, TOKENS, WORDS, labels, seeded, texts
 from real_frame import HELD_OUT, Real
@@ -156,6 +157,25 @@ class Written(LightningTransformer):
     validation_step = test_step
 
 
+class WrittenInOrder(LightningLSTM):
+    """With a `forward`, without which Lightning does not predict."""
+
+    def prepare_data(self) -> None:
+        """Nothing is downloaded."""
+
+    def forward(self, words: Tensor, hidden: Any) -> Any:
+        return self.model(words, hidden)
+
+    def split_batch(self, batch: Any) -> Any:
+        return (batch[0], self.model.init_hidden(len(batch[0]))), batch[1].reshape(-1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.hidden = None
+        self.log("test_loss", self.training_step(batch, batch_idx))
+
+    validation_step = test_step
+
+
 def next_words(n: int, seed: int) -> Any:
     return DataLoader(TensorDataset(texts(n, seed), texts(n, seed + 1)), BATCH)
 
@@ -176,6 +196,9 @@ CASES = {
     "autoencoder": Real(AutoEncoder, pixels, (HELD_OUT, 28 * 28), {**REGRESSION, "structure": "diag"}),
     "Transformer of the demos": Real(
         lambda: Written(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer"}
+    ),
+    "LSTM of the demos": Real(
+        lambda: WrittenInOrder(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer", "output": 0}
     ),
     "BoringModel": Real(Boring, boring_data, (HELD_OUT, 2), REGRESSION, in_default=True),
 }

@@ -40,12 +40,12 @@ class Segmentation(L.LightningModule):
         super().__init__()
         self.model = models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)["out"]
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self(x), y)
+        return F.cross_entropy(self(x)["out"], y)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.training_step(batch, batch_idx))
@@ -63,13 +63,8 @@ def masks(n: int, seed: int) -> Any:
 
 LAST: dict[str, Any] = {"subset": "last_layer"}
 # Many outputs: samples of the linearised network, few of which are enough here.
-DENSE: dict[str, Any] = {
-    "subset": "last_layer",
-    "curvature": "fisher_mc",
-    "samples": 3,
-    "tune": None,
-    "calibrate": None,
-}
+FEW: dict[str, Any] = {"curvature": "fisher_mc", "samples": 3, "tune": None, "calibrate": None}
+DENSE: dict[str, Any] = {**LAST, **FEW, "output": "out"}
 OF_IMAGE, OF_PIXELS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, SIDE, SIDE)
 CASES = {
     "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, LAST, in_default=True),

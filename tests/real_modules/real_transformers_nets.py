@@ -72,6 +72,7 @@ CONFIGS: dict[str, Any] = {
     "roberta": hf.RobertaConfig(**BERT),
     "distilbert": hf.DistilBertConfig(**SMALL, dim=WIDTH, n_layers=1, n_heads=2, hidden_dim=12),
     "gpt2": hf.GPT2Config(**SMALL, n_embd=WIDTH, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2),
+    "bert, several labels": hf.BertConfig(**BERT, problem_type="multi_label_classification"),
     "llama": hf.LlamaConfig(**BERT, num_key_value_heads=1, bos_token_id=1, eos_token_id=2),
     "t5": hf.T5Config(**SMALL, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=1, num_heads=2),
     "vit": hf.ViTConfig(
@@ -108,6 +109,13 @@ def written(n: int, seed: int) -> Any:
     return as_loader(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 
 
+def marked(n: int, seed: int) -> Any:
+    """Several labels for a text, each there or not."""
+    ids, mask = padded(n, seed)
+    several = torch.randint(2, (n, CLASSES), generator=seeded(seed)).float()
+    return as_loader(input_ids=ids, attention_mask=mask, labels=several)
+
+
 def pictures(n: int, seed: int) -> Any:
     return as_loader(pixel_values=torch.randn(n, 3, 16, 16, generator=seeded(seed)), labels=labels(n, seed))
 
@@ -123,6 +131,16 @@ def of_texts(name: str, in_default: bool = False) -> Real:
 def of_tokens(name: str, in_default: bool = False) -> Real:
     kind = hf.AutoModelForTokenClassification
     return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), tagged, OF_TOKENS, in_default=in_default)
+
+
+def masked_language_model(name: str) -> Real:
+    kind, words = hf.AutoModelForMaskedLM, {"samples": 5}
+    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), written, OF_WORDS, words)
+
+
+def several_labels(name: str) -> Real:
+    kind, words = hf.AutoModelForSequenceClassification, {"likelihood": "binary"}
+    return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), marked, OF_TEXT, words)
 
 
 def language_model(name: str, in_default: bool = False) -> Real:
@@ -149,6 +167,9 @@ CASES = {
     "T5 encoder": Real(T5Classifier, classified, OF_TEXT),
     "ViT": Real(lambda: HuggingFaceModule(hf.AutoModelForImageClassification, CONFIGS["vit"]), pictures, OF_TEXT),
     "BERT, tokens": of_tokens("bert", in_default=True),
+    "BERT, several labels": several_labels("bert, several labels"),
+    "BERT, masked words": masked_language_model("bert"),
+    "T5 encoder, tokens": of_tokens("t5"),
     "DistilBERT, tokens": of_tokens("distilbert"),
     "GPT-2, language model": language_model("gpt2"),
     "Llama, language model": language_model("llama"),

@@ -6,7 +6,6 @@ configurations.
 
 import ast
 import importlib
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import real_plain
 from real_frame import Journey, Real
 from torch import Tensor, nn
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 FAMILIES = {
     "plain": (),
     "torchvision_nets": ("torchvision",),
