@@ -26,7 +26,7 @@ SIZES = [  # width, rank, layers
     *((width, 8, 2) for width in (256, 512, 1024)),
     *((512, rank, 2) for rank in (16, 64)),
     *((512, 8, layers) for layers in (4, 8)),
-    *((2048, rank, layers) for rank, layers in ((8, 1), (8, 2), (16, 1))),  # of Llama 3.2 1B
+    *((2048, rank, layers) for rank, layers in ((8, 1), (8, 2), (8, 4), (16, 1))),  # of Llama 3.2 1B
 ]
 
 

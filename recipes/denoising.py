@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import LaplaceCallback, Prediction, metrics, plots
 
 OUTPUT = Path("outputs/denoising")
-EPOCHS, SCENES, SAMPLES, NOISE = 15, 800, 20, 0.3
+EPOCHS, SCENES, HELD_OUT, SAMPLES, NOISE = 15, 800, 100, 20, 0.3
 Pairs = tuple[Tensor, Tensor]
 
 
@@ -60,7 +60,7 @@ def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, dict[str, Pairs]
     things = (digits.train.tensors[0], digits.validation.tensors[0], digits.test.tensors[0], letters)
     pairs = []
     for number, x in enumerate(things):
-        n = SCENES if number == 0 else SCENES // 8
+        n = SCENES if number == 0 else HELD_OUT
         scene, _ = scenes(x, torch.ones(len(x), dtype=torch.long), n, seed=10 * seed + number)
         pairs.append((spoilt(scene, 10 * seed + number), scene))
     return TensorDataset(*pairs[0]), TensorDataset(*pairs[1]), {"digits": pairs[2], "letters": pairs[3]}
@@ -76,7 +76,7 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
         "RMSE": float(error.mean().sqrt()),
         "NLL": float(metrics.functional.gaussian_nll(mean, variance, y)),
         "coverage": float(metrics.functional.interval_coverage(mean, variance, y)),
-        "rank correlation": float(torch.corrcoef(ranks)[0, 1]) if variance.std() > 0 else 0.0,
+        "rank correlation": float(torch.corrcoef(ranks)[0, 1]) if variance.std() > 1e-6 else 0.0,
     }
 
 

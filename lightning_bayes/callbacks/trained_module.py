@@ -54,8 +54,8 @@ def fit(
 
     Args:
         module: a LightningModule with its trained weights, a plain network, or a Trainer that has run with a module.
-        datamodule: a data module, which need not be set up, or a loader of training batches; by default the
-            Trainer's data module, or the module's own `train_dataloader`.
+        datamodule: a data module, which need not be set up, or a loader of training batches; by default those that
+            the Trainer has had, or the module's own `train_dataloader`.
         val_dataloader: held-out batches, to choose prior and temperature on; by default those of `datamodule`.
         likelihood: as in `LaplaceCallback`.
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
@@ -158,6 +158,8 @@ def _training_data(module: LightningModule, datamodule: Any, trainer: Any) -> An
         return datamodule
     if trainer is not None and datamodule_of(trainer) is not None:
         return datamodule_of(trainer)
+    if trainer is not None and trainer.train_dataloader is not None and module_of_trainer(trainer) is module:
+        return trainer.train_dataloader
     if is_default_data_hook(module, "train_dataloader"):
         raise DataError(
             f"there are no training data: pass a data module or a DataLoader, fit(module, datamodule), or give "

@@ -23,7 +23,7 @@ _BUILTINS = {  # PyTorch tells no signature of these
     **{f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)},
 }
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-_PYTHON = ("embedding", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
+_PYTHON = ("embedding", "embedding_bag", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 _OPERANDS = {"matmul": ("input", "other"), "mm": ("input", "mat2"), "addmm": ("input", "mat1", "mat2")}
 _SUMS = ("add", "add_")
 _NAMES = {
@@ -81,13 +81,35 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     if arguments["max_norm"] is not None or arguments["scale_grad_by_freq"] or arguments["sparse"]:
         return None
     padding_idx = arguments["padding_idx"]
-    return layers.Embedding(x, shape, None if padding_idx is None else padding_idx % shape[0], weight.dtype)
+    padding_idx = None if padding_idx is None else padding_idx % shape[0]
+    if name == "embedding":
+        return layers.Embedding(x, shape, padding_idx, weight.dtype)
+    words = _bags_of_words(x, weight, arguments, padding_idx)
+    return None if words is None else layers.EmbeddingBag(words, shape)
 
 
 def as_tuple(value: Any, n: int) -> tuple[int, ...]:
     """An option with a number for each of `n` dimensions, or one for all."""
     values = (value,) * n if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
+
+
+def _bags_of_words(x: Tensor, weight: Tensor, arguments: dict[str, Any], padding_idx: int | None) -> Tensor | None:
+    """How much of each word is in each bag.  # [B, V]"""
+    if arguments["mode"] not in ("sum", "mean"):
+        return None
+    each, V = arguments["per_sample_weights"], len(weight)
+    each = torch.ones_like(x, dtype=weight.dtype) if each is None else each.detach()
+    if x.ndim == 2:
+        B, bag = len(x), torch.arange(len(x), device=x.device).unsqueeze(1).expand_as(x)
+    else:
+        offsets = arguments["offsets"][:-1] if arguments["include_last_offset"] else arguments["offsets"]
+        B, bag = len(offsets), torch.bucketize(torch.arange(len(x), device=x.device), offsets, right=True) - 1
+    if padding_idx is not None:
+        each = each * (x != padding_idx)
+    words = torch.zeros(B * V, dtype=weight.dtype, device=x.device)
+    words = words.index_add(0, (bag * V + x).flatten(), each.flatten()).view(B, V)
+    return words / words.sum(1, keepdim=True).clamp_min(1) if arguments["mode"] == "mean" else words
 
 
 @cache

@@ -33,6 +33,7 @@ from torch import Tensor
 from lightning_bayes.curvature.patches import Patches, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
 
+WORDS = 4096  # up to which a bag of words has a Kronecker block
 STRIP = 2**23  # bytes of a convolution's patches that are made at a time
 
 
@@ -102,6 +103,18 @@ class MatrixProduct(LinearLayer):
     @property
     def weight(self) -> Piece:
         return Piece(0, (1, *self.weight_shape), (0, 2, 1))
+
+
+@dataclass(frozen=True)
+class EmbeddingBag(MatrixProduct):
+    """The sum or mean of the rows of some words: a product with how much of each word is in a bag `[B, V]`."""
+
+    kind = "bag of words"
+
+    @property
+    def kronecker(self) -> bool:  # type: ignore[override]
+        """Words that come together make a factor of all pairs of words."""
+        return self.weight_shape[0] <= WORDS
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,17 @@ def _class_panels(prediction: Any, target: Tensor | None) -> list[tuple[str, Ten
 
 
 def _value_panels(prediction: Any, target: Tensor | None) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """The first channel's mean, and what is summed over channels."""
+    """The first channel's mean, and sums over channels; the noise only where it is not the same everywhere."""
     values = prediction.mean if target is None else torch.cat([prediction.mean, target])
     grey = {"cmap": "gray", "vmin": float(values.min()), "vmax": float(values.max())}
-    epistemic, total = prediction.epistemic.sum(1).sqrt(), (prediction.epistemic + prediction.aleatoric).sum(1).sqrt()
-    panels = [("prediction", prediction.mean[:, 0], grey), _map("epistemic σ", epistemic), _map("total σ", total)]
+    noise = prediction.aleatoric.sum(1).sqrt()
+    uncertainties = [_map("epistemic σ", prediction.epistemic.sum(1).sqrt())]
+    uncertainties += [_map("aleatoric σ", noise)] if noise.max() > 1.001 * noise.min() else []
+    mean = ("prediction", prediction.mean[:, 0], grey)
     if target is None:
-        return panels
+        return [mean, *uncertainties]
     error = (target - prediction.mean).square().sum(1).sqrt()
-    return [("truth", target[:, 0], grey), panels[0], _map("|error|", error), *panels[1:]]
+    return [("truth", target[:, 0], grey), mean, _map("|error|", error), *uncertainties]
 
 
 def _map(title: str, values: Tensor) -> tuple[str, Tensor, dict[str, Any]]:

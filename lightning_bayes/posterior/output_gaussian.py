@@ -19,9 +19,10 @@ from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call, Recorder
-from lightning_bayes.network import inputs
+from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
+MOST = 2**36  # bytes of covariances
 BlockFinder = Callable[[Layout], Structure | None]
 
 
@@ -34,6 +35,7 @@ def output_gaussian(
     `[B·C, B·C]`, or the variances alone ("marginal") `[B, C]`, for which nothing of size `C²` is built.
     """
     B = inputs.batch_size(x)
+    _check_size(B, plan.n_outputs, form)
     few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
     if form != "joint" and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
@@ -51,6 +53,16 @@ def output_gaussian(
             chunks.append(gradients.covariances(precisions, wanted))
     covariances = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
     return forward.f.detach().to(forward.dtype), covariances
+
+
+def _check_size(B: int, outputs: int, form: str) -> None:
+    """Refuse covariances that no memory holds: those of all pixels of an image."""
+    needed = 4.0 * {"marginal": 0, "joint": B * B}.get(form, B) * outputs**2
+    if needed > MOST:
+        raise CurvatureError(
+            f"the covariance of {outputs} outputs per example takes {needed / 1e9:,.0f} GB: use predict, which draws "
+            "functions instead"
+        )
 
 
 def _one_by_one(

@@ -67,22 +67,16 @@ def draw_functions(
     return FunctionDraws(posterior, x, n, generator, generator.get_state(), linearised, lambda f: f)
 
 
-def each_of(draws: Draws, consume: Callable[[Tensor], None]) -> None:
-    """Hand over one draw after the other.  # [B, ...]"""
-    if isinstance(draws, FunctionDraws):
-        draws.each(consume)
-        return
-    for f in draws:
-        consume(f)
-
-
 def changed(draws: Draws, change: Callable[[Tensor], Tensor]) -> Draws:
     return change(draws) if isinstance(draws, Tensor) else draws.map(change)
 
 
 def mixture(likelihood: Likelihood, draws: Draws, consume: Callable[[Tensor], None] | None = None) -> Predictive:
-    """The predictive of `from_samples`; draws that are not kept are handed to `consume`, too."""
+    """The predictive of `from_samples`; each draw is handed to `consume`, too."""
     if isinstance(draws, Tensor):
+        if consume is not None:
+            for f in draws:
+                consume(f)
         return likelihood.from_samples(draws)
     sums = RunningMixture(likelihood)
 

@@ -27,6 +27,7 @@ Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 Candidates = Sequence[GaussianPosterior | None]  # that differ by their priors; None is the plain network
 
 LOG_TEMPERATURES = tuple(math.log(2) * k / 4 for k in range(-24, 13))  # 1/64 to 8
+CACHED = 2**13  # positions that are worked on at a time
 FEW = 50  # examples, below which one number is hardly known
 
 
@@ -117,8 +118,10 @@ def _nll_of_draws(law: OutputLaw, y: Tensor, likelihood: Likelihood) -> Tensor:
 
     def add(f: Tensor) -> None:
         rows = f.movedim(1, -1).flatten(0, -2) if likelihood.chooses_one_class else f.flatten()  # [B·R, C] or [B·R]
-        for at_temperature, t in zip(p, LOG_TEMPERATURES, strict=True):
-            at_temperature += likelihood.log_likelihood_per_example(rows / math.exp(t), labels).exp()
+        for start in range(0, len(labels), CACHED):
+            part = slice(start, start + CACHED)
+            for at_temperature, t in zip(p[:, part], LOG_TEMPERATURES, strict=True):
+                at_temperature += likelihood.log_likelihood_per_example(rows[part] / math.exp(t), labels[part]).exp()
 
     law.draws.each(add)
     log_p = (p / law.draws.n).clamp_min_(torch.finfo(p.dtype).tiny).log_()

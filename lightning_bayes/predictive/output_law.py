@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.likelihoods import Likelihood, Predictive
-from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.likelihoods.outputs import draw_gaussian, widen
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.function_space import process_gaussian
-from lightning_bayes.predictive.draws import Draws, FunctionDraws, changed, draw_functions, each_of, mixture
+from lightning_bayes.predictive.draws import Draws, FunctionDraws, changed, draw_functions, mixture
 from lightning_bayes.predictive.functions import outputs
 from lightning_bayes.predictive.prediction import TensorFields
 
@@ -150,8 +150,6 @@ class Integral:
         pairs = self.link == "pairwise" and mean.ndim > 1
         moments = _MomentsOfMoves(mean, pairs)
         sampled = mixture(self.likelihood, draws, moments.add)
-        if isinstance(draws, Tensor):
-            each_of(draws, moments.add)
         covariance = moments.mean()
         closed = closed_form._by_position(mean, covariance) if pairs else closed_form._integrate(mean, covariance)
         # Where the closed form is one of the probabilities alone, the draws have the rest.
@@ -182,9 +180,9 @@ class _MomentsOfMoves:
     output alone."""
 
     def __init__(self, mean: Tensor, pairs: bool) -> None:
-        self._mean, self._pairs, self._n = mean, pairs, 0
-        rows, C = mean.numel() // mean.shape[1] if pairs else 0, mean.shape[1] if pairs else 0
-        self._sum = mean.new_zeros(rows, C, C) if pairs else torch.zeros_like(mean)
+        self._mean, self._pairs, self._n = widen(mean), pairs, 0
+        shape = (mean.numel() // mean.shape[1], mean.shape[1], mean.shape[1]) if pairs else mean.shape
+        self._sum = self._mean.new_zeros(shape)
 
     def add(self, f: Tensor) -> None:
         """# [B, C, ...]"""

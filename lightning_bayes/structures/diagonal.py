@@ -84,8 +84,8 @@ class Diagonal(Structure):
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """One for each layer."""
         blocks, index = [], self.layer_index(subset)
-        for number, layer in enumerate(subset.layers):
-            places = (index == number).nonzero().squeeze(-1)
+        by_layer = index.argsort(stable=True).split(index.bincount(minlength=len(subset.layers)).tolist())
+        for layer, places in zip(subset.layers, by_layer, strict=True):
             names = tuple(name for name in subset.names if layer_of(name) == layer)
             blocks.append(ParameterBlock(names, Diagonal(self.values[places.to(self.device)]), places))
         return blocks

@@ -47,16 +47,25 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
         own = _copy(owner)
         for thing in (module, own):
             stack.enter_context(attached(thing, trainer))
-        # Under several processes one of them prepares the data, before the others read them.
-        if Processes.current().rank == 0:
-            own.prepare_data()
-        if trainer is not None:
-            trainer.strategy.barrier()
-        stack.callback(own.teardown, "fit")
-        own.setup("fit")
+        if not _is_set_up(owner):
+            # Under several processes one of them prepares the data, before the others read them.
+            if Processes.current().rank == 0:
+                own.prepare_data()
+            if trainer is not None:
+                trainer.strategy.barrier()
+            stack.callback(own.teardown, "fit")
+            own.setup("fit")
         stack.enter_context(_transfer_hooks_of(own, module))
         validation = None if is_default_data_hook(own, "val_dataloader") else own.val_dataloader()
         yield Loaders(own, own.train_dataloader(), validation if _holds_any(validation) else None)
+
+
+def _is_set_up(owner: Any) -> bool:
+    """Whether a Trainer has trained with a data module, which is then set up; to do so again could split the data in
+    another way, and leave examples to tune on that were trained on."""
+    own_trainer = None if isinstance(owner, nn.Module) else getattr(owner, "trainer", None)
+    has_trained = own_trainer is not None and own_trainer.train_dataloader is not None
+    return has_trained and is_default_data_hook(owner, "teardown")
 
 
 def _copy(owner: Any) -> Any:

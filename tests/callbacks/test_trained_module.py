@@ -35,7 +35,7 @@ class Data(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.calls.append(f"setup {stage}")
-        self.train, self.val = random_split(labelled(50), [37, 13], torch.Generator().manual_seed(1))
+        self.train, self.val = random_split(labelled(100), [37, 63], torch.Generator().manual_seed(1))
 
     def teardown(self, stage: str) -> None:
         self.calls.append(f"teardown {stage}")
@@ -44,7 +44,7 @@ class Data(L.LightningDataModule):
         return DataLoader(self.train, 8, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.val, 4) if self.has_validation else []
+        return DataLoader(self.val, 16) if self.has_validation else []
 
     def test_dataloader(self) -> Any:
         return held_out()
@@ -56,13 +56,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("last_week")
     L.seed_everything(0, verbose=False)
     model, callback = Classifier(), laplace()
-    fitting = trainer(folder, callback, max_epochs=40)
+    fitting = trainer(folder, callback, max_epochs=10)
     fitting.fit(model, datamodule=Data())
     path, weights = folder / "model.ckpt", folder / "model.pt"
     plain = trainer(folder, max_epochs=2)
     plain.strategy.connect(model)
     plain.save_checkpoint(path)
     torch.save(model.state_dict(), weights)
+    assert callback.posterior.prior_precision < 1e3  # not at the end of what is tried
     return path, weights, callback.posterior
 
 
@@ -197,6 +198,37 @@ def test_a_callback_that_the_trainer_has_is_fitted_in_its_own_words(trained: Any
     assert lightning_bayes.fit(model, Data(), trainer=own) is callback.posterior
     other = lightning_bayes.fit(model, Data(), trainer=own, structure="full", progress=False)
     assert [c.posterior for c in own.callbacks if isinstance(c, LaplaceCallback)] == [other]
+
+
+class Unseeded(Data):
+    """Which splits in another way each time, and has nothing to tear down."""
+
+    teardown = L.LightningDataModule.teardown
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+        self.train, self.val = random_split(labelled(100), [37, 63])
+
+
+def test_data_that_were_trained_with_are_not_split_again(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, dm, callback = Classifier(), Unseeded(), laplace()
+    own = trainer(tmp_path, callback, max_epochs=10)
+    own.fit(model, datamodule=dm)
+    for posterior in (lightning_bayes.fit(model, dm, progress=False), lightning_bayes.fit(own, structure="kron")):
+        same_posterior(posterior, callback.posterior, X)
+        assert posterior.calibrations == callback.posterior.calibrations  # type: ignore[attr-defined]
+    assert len(dm.calls) == 2
+
+
+def test_the_loaders_that_a_trainer_has_had(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, callback = Classifier(), laplace()
+    own = trainer(tmp_path, callback, max_epochs=10)
+    own.fit(model, DataLoader(labelled(37), 8, shuffle=True), held_out(63))
+    posterior = lightning_bayes.fit(own, structure="kron", progress=False)
+    same_posterior(posterior, callback.posterior, X)
+    assert posterior.calibrations == callback.posterior.calibrations
 
 
 class OwnData(Classifier):

@@ -81,6 +81,13 @@ def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
     assert said in caplog.messages
 
 
+def test_networks_page_reads_a_tagger() -> None:
+    names = run_page(DOCS / "networks.md")
+    batch = names["batch"]
+    assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
+    assert names["callback"].output == "logits"
+
+
 def test_metrics() -> None:
     names = run_page(DOCS / "metrics.md")
     page = (DOCS / "metrics.md").read_text(encoding="utf-8")
@@ -169,7 +176,9 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     loader = Data().loader()
     x, network = next(iter(loader))[0], nn.Linear(4, 3)
+    unused = TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
     own = {"network": network, "loader": loader, "validation": loader, "x": x}
+    own["held_out"] = DataLoader(unused, batch_size=7)
     names = run_page(page, model=Model(), dm=Data(), LitNet=Model, **own)
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "laplace")}
     assert said <= set(names["model"].tested)
@@ -186,6 +195,47 @@ def test_front_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if "net" in names:
         weights = [name for name, _ in names["LitNet"]().named_parameters()]
         assert list(names["net"].log_sigma.keys()) == weights
+
+
+def test_a_module_that_is_trained_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    loader = Data().loader()
+    before = L.Trainer(logger=False, max_epochs=1, enable_progress_bar=False, accelerator="cpu")
+    before.fit(Model(), Data())
+    before.save_checkpoint("last_week.ckpt")
+    names = run_page(DOCS / "trained.md", LitNet=Model, dm=Data(), x=next(iter(loader))[0])
+    assert {"test_nll_map", "test_nll_laplace"} <= set(names["model"].tested)
+    assert [len(p) for p in names["out"]] == [10, 10, 4]
+    summary = names["posterior"].summary()
+    assert (summary.n_weights, summary.n_data) == (67, 24)
+
+
+class Pixels(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], ignore_index=255)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+
+def test_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 6, 5), torch.randint(4, (8, 6, 5))
+    y[0] = 255
+    (dm := Data()).train_dataloader = dm.test_dataloader = dm.predict_dataloader = lambda: DataLoader(
+        TensorDataset(x, y), batch_size=5
+    )
+    names = run_page(DOCS / "dense.md", model=(model := Pixels()), dm=dm)
+    assert {f"test_{score}_laplace" for score in ("nll", "acc", "ece", "brier")} <= set(model.tested)
+    assert names["prediction"].probs.shape == names["prediction"].epistemic.shape == (5, 4, 6, 5)
+    assert names["prediction"].entropy.shape == (5, 6, 5)
+    assert names["laplace"].posterior.curvature.kind == "fisher_mc"
 
 
 class Autoencoder(L.LightningModule):
@@ -246,6 +296,25 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
+    pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6}
+
+    def make_base() -> Any:
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=9, num_labels=3, **sizes))
+
+    tokens, labels = torch.randint(1, 9, (8, 5)), torch.arange(8) % 3
+    loader = DataLoader([{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)], 3)
+    own = {"torch": torch, "make_base": make_base, "loader": loader, "x": {"input_ids": tokens}}
+    names = run_page(DOCS / "lora.md", folder=tmp_path / "adapter", **own)
+    expected = names["laplace"].posterior.predict(own["x"]).probs
+    torch.testing.assert_close(names["posterior"].predict(own["x"]).probs, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so

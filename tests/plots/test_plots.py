@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
@@ -281,9 +282,11 @@ def test_uncertainty_maps_of_classes(channels: int) -> None:
 def test_uncertainty_maps_of_values() -> None:
     target = randn(2, 1, 6, 5)
     figure, axes = plots.uncertainty_maps(randn(2, 1, 6, 5), VALUES, target)
-    titles = ["input", "truth", "prediction", "|error|", "epistemic σ", "total σ"]
+    titles = ["input", "truth", "prediction", "|error|", "epistemic σ", "aleatoric σ"]
     assert [ax.get_title() for ax in axes[0]] == titles
-    expected = ((target - VALUES.mean).abs(), VALUES.epistemic.sqrt(), (VALUES.epistemic + VALUES.aleatoric).sqrt())
+    one_noise = replace(VALUES, aleatoric=torch.full_like(VALUES.mean, 0.04))
+    assert [ax.get_title() for ax in plots.uncertainty_maps(randn(2, 1, 6, 5), one_noise, target)[1][0]] == titles[:-1]
+    expected = ((target - VALUES.mean).abs(), VALUES.epistemic.sqrt(), VALUES.aleatoric.sqrt())
     for n, row in enumerate(axes):
         for ax, values in zip(row[3:], expected, strict=True):
             torch.testing.assert_close(shown(ax), values[n, 0].double())

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplaceCallback, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import CurvatureError
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import draws, output_law, scores
 from lightning_bayes.predictive.evaluate import evaluate
@@ -196,6 +197,13 @@ def test_a_failing_likelihood_leaves_the_network_as_it_was(monkeypatch: pytest.M
 def test_the_default_curvature_of_an_image_takes_one_backward_pass(side: int, word: str, kind: str) -> None:
     x, y = real(2, 2, side, side), torch.randint(2, (2, side, side), generator=seeded(1))
     assert fit_laplace(made(lambda: pixels(2, 2)), [(x, y)], curvature=word).curvature.kind == kind
+
+
+def test_the_covariance_of_all_pixels_is_refused() -> None:
+    x, y = torch.randn(1, 2, 400, 400), torch.zeros(1, 400, 400, dtype=torch.long)
+    posterior = fit_laplace(nn.Conv2d(2, 2, 1), [(x, y)], curvature="auto")
+    with pytest.raises(CurvatureError, match=r"320000 outputs per example takes 410 GB: use predict"):
+        posterior.functional(x)
 
 
 def test_classes_without_positions_stay_exact() -> None:

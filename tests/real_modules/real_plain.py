@@ -25,8 +25,7 @@ class Recurrent(L.LightningModule):
         return self.head(self.rnn(self.embedding(x))[0][:, -1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x), y)
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.training_step(batch, batch_idx))

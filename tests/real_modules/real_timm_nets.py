@@ -40,9 +40,8 @@ CASES = {
     "timm resnet": case("test_resnet"),
     "timm vit": case("test_vit", img_size=32),
     "timm convnext": case("test_convnext"),
-    "timm efficientnet": case("test_efficientnet"),
+    "timm efficientnet": case("test_efficientnet", in_default=True),
     "timm byobnet": case("test_byobnet"),
     "timm nfnet": case("test_nfnet"),
     "timm mambaout": case("test_mambaout"),
-    "timm mixer": case("mixer_s32_224", in_default=True, img_size=32, patch_size=8, num_blocks=2, embed_dim=32),
 }

@@ -4,13 +4,18 @@
 configurations.
 """
 
+import ast
 import importlib
 import os
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import real_plain
 from real_frame import Journey, Real
+from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 FAMILIES = {
@@ -66,3 +71,32 @@ def test_nothing_of_it_is_changed(journey: Journey) -> None:
 
 def test_memory_does_not_grow_with_the_number_of_batches(journey: Journey, monkeypatch: pytest.MonkeyPatch) -> None:
     journey.check_memory(monkeypatch)
+
+
+def test_a_leak_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Leaking(real_plain.Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(super().forward(x))
+            return kept[-1]
+
+    kept: list[Tensor] = []
+    case = replace(real_plain.CASES["LSTM"], module=lambda: Leaking(nn.LSTM))
+    with pytest.raises(AssertionError):
+        Journey(case, tmp_path).check_memory(monkeypatch)
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("real_*.py")), ids=lambda path: path.stem)
+def test_a_module_is_defined_within_fifteen_lines(path: Path) -> None:
+    """Of code: from any Trainer's point of view, not ours."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and any(isinstance(part, ast.FunctionDef) for part in node.body):
+            lines = [line for line in ast.unparse(_without_docstring(node)).splitlines() if line.strip()]
+            steps = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            assert len(lines) <= 15 or "training_step" not in steps, node.name
+
+
+def _without_docstring(node: ast.ClassDef) -> ast.ClassDef:
+    if ast.get_docstring(node) is not None:
+        node.body = node.body[1:]
+    return node

@@ -158,3 +158,52 @@ def test_banana(run: Any) -> None:
     assert list(table) == ["MAP", "BNN", "GLM"]
     assert table["GLM"]["NLL"] < table["MAP"]["NLL"] + 0.05 < table["BNN"]["NLL"]
     assert (folder / "banana.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not improve the predictions")  # so few examples say little
+def test_lora(run: Any) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face models are the extra `real`")
+    pytest.importorskip("peft", reason="LoRA adapters are the extra `real`")
+    table, folder = run("lora", PRETRAIN=40, TRAIN=20, VALIDATION=15, TEST=15, SEEDS=1, EPOCHS=2)
+    assert list(table) == ["MAP", "MAP + temperature", "Laplace, adapter", "Laplace, last layer"]
+    assert all(row["NLL"] < 2 and 0 <= row["AUROC unknown"] <= 1 for row in table.values())
+    state = torch.load(folder / "adapter_0" / "posterior.pt", weights_only=True)
+    assert state["n_data"] == 4 * 20
+    assert (folder / "adapter_0" / "adapter_model.safetensors").exists()
+
+
+def test_no_docstring_is_in_two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    docstrings = importlib.import_module("docstrings")
+    source = docstrings.Docstrings()
+    groups = [source.read("torchmetrics", 0, 40), source.read("torchmetrics", 1, 30)]
+    assert [len(group) for group in groups] == [40, 30]
+    parts = docstrings.split(groups, 20, 5, 100)
+    assert [len(part) for part in parts] == [40, 10, 20]
+    tokens = [tuple(example["input_ids"].tolist()) for part in parts for example in part]
+    assert len(set(tokens)) == len(tokens)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")  # a run this short may say so
+def test_segmentation(run: Any) -> None:
+    table, folder = run("segmentation", EPOCHS=4, SCENES=60, HELD_OUT=24, SAMPLES=4)
+    assert list(table) == ["MAP", "Laplace"]
+    for row in table.values():
+        assert row["accuracy"] > 0.7
+        assert row["coverage"] > 0.8
+        assert row["AUROC entropy"] > 0.5
+    assert table["MAP"]["AUROC epistemic"] == 0.5  # which it has not
+    assert table["Laplace"]["NLL"] < table["MAP"]["NLL"] + 0.05
+    assert (folder / "maps.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")
+def test_denoising(run: Any) -> None:
+    table, folder = run("denoising", EPOCHS=4, SCENES=64, HELD_OUT=24, SAMPLES=6)
+    assert list(table) == ["MAP, digits", "Laplace, digits", "MAP, letters", "Laplace, letters"]
+    for name in ("digits", "letters"):
+        assert table[f"MAP, {name}"]["rank correlation"] == 0
+        assert table[f"Laplace, {name}"]["rank correlation"] > 0.2
+        assert 0.85 < table[f"Laplace, {name}"]["coverage"] <= 1
+    assert (folder / "maps.png").read_bytes().startswith(PNG)
