@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from abc import ABC, abstractmethod
@@ -98,7 +99,7 @@ def map_tensors(x: Any, change: Any) -> Any:
             return leaf.map(change)
         if isinstance(leaf, PackedSequence):
             return Packed(leaf).map(change).sequence
-        return leaf.apply(change) if is_graph(leaf) else leaf
+        return Graphs(leaf).map(change).data if is_graph(leaf) else leaf
 
     return pytree.tree_map(of_leaf, x, is_leaf=lambda node: isinstance(node, PackedSequence))
 
@@ -106,7 +107,7 @@ def map_tensors(x: Any, change: Any) -> Any:
 def is_graph(x: Any) -> bool:
     """Whether it is a graph, or a batch of graphs, of PyTorch Geometric, which is not imported for that."""
     geometric: Any = sys.modules.get("torch_geometric.data")
-    return geometric is not None and isinstance(x, (geometric.Data, geometric.HeteroData))
+    return geometric is not None and isinstance(x, geometric.Data)
 
 
 def labelled_nodes(data: Any, stage: str) -> Tensor | None:
@@ -147,7 +148,7 @@ class Graphs(Container):
         return (), {name: part for name, part in parts.items() if part is not None}
 
     def map(self, change: Any) -> Graphs:
-        return Graphs(self.data.clone().apply(change))
+        return Graphs(copy.copy(self.data).apply(change))
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,12 +282,14 @@ class Together(Container):
 
 def arguments(network: nn.Module, x: Any) -> Arguments:
     """A tuple or list is passed as positional arguments; a mapping as keyword arguments, those of them that the
-    network takes."""
+    network takes, or whole to a network that takes one argument of another name."""
     if isinstance(x, Container):
         return x.arguments(network)
     if isinstance(x, Mapping):
         parameters = forward_parameters(network)
         names = [p.name for p in parameters]
+        if len(names) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD and names[0] not in x:
+            return (x,), {}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or not names
         return (), {name: value for name, value in x.items() if takes_all or name in names}
     return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}

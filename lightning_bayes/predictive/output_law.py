@@ -29,6 +29,7 @@ from lightning_bayes.predictive.prediction import TensorFields
 PREDICTIVES = ("glm", "bnn", "map", "gp")
 LINEARISED = ("glm", "gp")  # with links
 MANY = 64  # outputs per example from which the linearised network is sampled
+MANY_TOGETHER = 512  # the same for examples that are computed together, all of their outputs
 BLOCKS = 2**21  # numbers of positions' covariances that are integrated over at a time
 
 
@@ -115,6 +116,9 @@ def output_laws(
 
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
+    x = inputs.contained(posterior.network, x)
+    if isinstance(x, inputs.Together):  # each output takes a backward pass of its own, a sample one pass for all
+        return outputs(posterior, x).numel() > MANY_TOGETHER
     return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
 
 

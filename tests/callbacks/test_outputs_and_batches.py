@@ -160,6 +160,17 @@ def test_classes_are_where_the_caller_says(tmp_path: Path) -> None:
     torch.testing.assert_close(from_dict.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
 
 
+class OfDict(Tokens):
+    def forward(self, batch: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        return super().forward(batch["input_ids"])
+
+
+def test_a_network_may_take_the_dict_as_it_is() -> None:
+    data = DataLoader(examples(9, 0, True), batch_size=4)
+    whole, parts = (fit_laplace(kind("dict").double(), data) for kind in (OfDict, Tokens))
+    torch.testing.assert_close(whole.precision.to_dense(), parts.precision.to_dense(), **TIGHT)
+
+
 def test_a_missing_output_is_an_error_before_training(tmp_path: Path) -> None:
     module = Tokens("tuple")
     before = [p.detach().clone() for p in module.parameters()]
