@@ -32,7 +32,8 @@ class UsedData:
     note them on the posterior afterwards."""
 
     def __init__(self, network: nn.Module, loader: Iterable[Any], as_: str, processes: Processes | None = None) -> None:
-        self.watched = Watched(network, check_loader(loader), self._look)
+        stage = "train" if as_ == "fit" else "val"
+        self.watched = Watched(network, check_loader(loader), self._look, stage)
         self._as, self._processes = as_, processes or Processes()
         self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long)]
 
@@ -50,10 +51,11 @@ class UsedData:
 
 def example_hashes(x: Any, y: Tensor) -> Tensor:
     """A number for each example; none where an example is not a row of the input's tensors.  # [B] or [0]"""
-    rows = [] if isinstance(x, inputs.Container) else [t for t in inputs.tensors(x) if t.ndim and len(t) == len(y)]
+    leaves = [] if isinstance(x, inputs.Container) else inputs.tensors(x)
+    rows = [t for t in leaves if _is_plain(t) and t.ndim and len(t) == len(y)]
     if not rows or not len(y):
         return torch.empty(0, dtype=torch.long, device=y.device)
-    return hashed(torch.cat([_columns(t.detach().to(y.device)) for t in (*rows, y)], dim=1))
+    return hashed(torch.cat([_columns(t.detach()).to(y.device) for t in (*rows, y)], dim=1))
 
 
 def share_used(hashes: Tensor, kept: Tensor) -> float:
@@ -64,6 +66,10 @@ def share_used(hashes: Tensor, kept: Tensor) -> float:
 
 def _smallest(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.cpu() for part in parts]).unique()[:KEPT]  # ascending
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.layout == torch.strided and not t.is_nested and not t.is_complex()
 
 
 def _columns(t: Tensor) -> Tensor:
