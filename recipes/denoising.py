@@ -40,6 +40,9 @@ class Denoiser(L.LightningModule):
         x, y = batch
         return F.mse_loss(self(x), y)
 
+    def validation_step(self, batch: Pairs, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 

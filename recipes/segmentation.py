@@ -41,6 +41,9 @@ class Segmentation(L.LightningModule):
         x, y = batch
         return F.cross_entropy(self(x), y)
 
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=3e-3, weight_decay=1e-4)
 

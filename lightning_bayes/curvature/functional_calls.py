@@ -133,7 +133,7 @@ def _product_arguments(given: dict[str, Any]) -> dict[str, Any] | None:
 
 def _sum_arguments(input: Any, other: Any, alpha: float = 1, **_: Any) -> dict[str, Any] | None:
     """`z + b` or `b + z` for a vector `b` along the last dimension. It needs no input, so that `z` is not held."""
-    if alpha != 1 or not isinstance(input, Tensor) or not isinstance(other, Tensor):
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor) or alpha != 1:
         return None
     z, b = (other, input) if input.ndim == 1 else (input, other)
     is_bias = b.ndim == 1 and z.ndim > 1 and z.shape[-1] == len(b)

@@ -96,7 +96,7 @@ class ClassPredictive(Predictive):
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
-        return (-log_probability(probs)).mul_(probs).sum(1)  # three times as fast as `entr`
+        return _plogp(probs).sum(1).abs()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,12 @@ class LabelPredictive(ClassPredictive):
 
     @staticmethod
     def entropy_of(probs: Tensor) -> Tensor:
-        return (-log_probability(probs)).mul_(probs) + (-log_probability(1 - probs)).mul_(1 - probs)
+        return (_plogp(probs) + _plogp(1 - probs)).abs()
+
+
+def _plogp(p: Tensor) -> Tensor:
+    """With one copy of `p` in memory, and twice as fast as `torch.special.entr`."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log_().mul_(p)
 
 
 def log_probability(p: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Monte-Carlo labels must not depend on how the data are split into batches or ove
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -24,11 +25,20 @@ def uniforms(seed: int, draw: int, examples: Tensor, shape: torch.Size, dtype: t
     return unit(bits, dtype).reshape(-1, *shape)
 
 
-def hashed(rows: Tensor, seed: int = 0) -> Tensor:
-    """64 bits for each row, which its numbers determine; floats count as float32.  # [B, n] -> [B]"""
-    bits = (rows.float() + 0.0).contiguous().view(torch.int32) if rows.is_floating_point() else rows  # −0 is 0
-    keys = _mix(_mix(torch.tensor(seed, device=rows.device)) + torch.arange(rows.shape[1], device=rows.device))
-    return _mix((bits.long() * (keys | 1)).sum(1))
+def hashed(bits: Tensor, seed: int = 0) -> Tensor:
+    """64 bits for each row of whole numbers, which they determine.  # [B, n] -> [B]"""
+    return _mix((bits * _keys(bits.shape[1], seed, bits.device)).sum(1))
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """Whole numbers that stand for these; of floats, the bits in float32."""
+    return ((t.float() + 0.0).view(torch.int32) if t.is_floating_point() else t).long()  # −0 is 0
+
+
+@lru_cache(maxsize=64)
+def _keys(n: int, seed: int, device: torch.device) -> Tensor:
+    """Odd numbers."""
+    return _mix(_mix(torch.tensor(seed, device=device)) + torch.arange(n, device=device)) | 1
 
 
 def unit(bits: Tensor, dtype: torch.dtype) -> Tensor:

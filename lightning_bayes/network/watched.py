@@ -13,13 +13,15 @@ from lightning_bayes.network import inputs
 class Watched:
     """The loader's batches as they are; `look(x, y)` sees each of them after its user."""
 
-    def __init__(self, network: nn.Module, loader: Iterable[Any], look: Callable[[Any, Tensor], None]) -> None:
-        self._network, self._loader, self._look = network, loader, look
+    def __init__(
+        self, network: nn.Module, loader: Iterable[Any], look: Callable[[Any, Tensor], None], stage: str = "train"
+    ) -> None:
+        self._network, self._loader, self._look, self._stage = network, loader, look, stage
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
             yield batch
-            self._look(*inputs.split_targets(self._network, batch))
+            self._look(*inputs.split_targets(self._network, batch, self._stage))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

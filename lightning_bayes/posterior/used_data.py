@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.noise import hashed
+from lightning_bayes.network.noise import as_bits, hashed
 from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 
 KEPT = 1024
-COLUMNS = 4096  # of an input that are looked at
+COLUMNS = 64  # of an input that are looked at, evenly: a fit shall not notice it
+MANY = 2**16  # hashes, of which the smallest are taken
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
 
@@ -31,27 +32,30 @@ class UsedData:
     note them on the posterior afterwards."""
 
     def __init__(self, network: nn.Module, loader: Iterable[Any], as_: str, processes: Processes | None = None) -> None:
-        self.watched = Watched(network, check_loader(loader), self._look)
-        self._as, self._processes, self._smallest = as_, processes or Processes(), torch.empty(0, dtype=torch.long)
+        stage = "train" if as_ == "fit" else "val"
+        self.watched = Watched(network, check_loader(loader), self._look, stage)
+        self._as, self._processes = as_, processes or Processes()
+        self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long)]
 
     def noted(self, posterior: Posterior) -> Posterior:
-        parts = [self._smallest.cpu()]
+        kept = _smallest(self._parts)
         if self._processes.size > 1:
-            parts = self._processes.gather(parts[0])
-        return replace(posterior, used_data={**posterior.used_data, self._as: _smallest(parts)})
+            kept = _smallest(self._processes.gather(kept))
+        return replace(posterior, used_data={**posterior.used_data, self._as: kept})
 
     def _look(self, x: Any, y: Tensor) -> None:
-        hashes = example_hashes(x, y)
-        self._smallest = _smallest([self._smallest.to(hashes.device), hashes])
+        self._parts.append(example_hashes(x, y))
+        if sum(map(len, self._parts)) > MANY:
+            self._parts = [_smallest(self._parts)]
 
 
 def example_hashes(x: Any, y: Tensor) -> Tensor:
     """A number for each example; none where an example is not a row of the input's tensors.  # [B] or [0]"""
-    rows = [] if isinstance(x, inputs.Container) else [t for t in inputs.tensors(x) if t.ndim and len(t) == len(y)]
+    leaves = [] if isinstance(x, inputs.Container) else inputs.tensors(x)
+    rows = [t for t in leaves if _is_plain(t) and t.ndim and len(t) == len(y)]
     if not rows or not len(y):
         return torch.empty(0, dtype=torch.long, device=y.device)
-    parts = [hashed(_columns(t.detach().to(y.device)), number) for number, t in enumerate([*rows, y.detach()])]
-    return hashed(torch.stack(parts, dim=1))
+    return hashed(torch.cat([_columns(t.detach()).to(y.device) for t in (*rows, y)], dim=1))
 
 
 def share_used(hashes: Tensor, kept: Tensor) -> float:
@@ -61,9 +65,15 @@ def share_used(hashes: Tensor, kept: Tensor) -> float:
 
 
 def _smallest(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts).unique()[:KEPT]  # ascending
+    return torch.cat([part.cpu() for part in parts]).unique()[:KEPT]  # ascending
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.layout == torch.strided and not t.is_nested and not t.is_complex()
 
 
 def _columns(t: Tensor) -> Tensor:
+    """Some of an example's numbers as whole ones.  # [B, n]"""
     flat = t.reshape(len(t), -1)
-    return flat[:, :: -(-flat.shape[1] // COLUMNS)] if flat.shape[1] > COLUMNS else flat
+    step = max(1, flat.shape[1] // COLUMNS)
+    return as_bits(flat[:, step // 2 :: step])

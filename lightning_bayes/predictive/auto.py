@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import flag, word
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.output import output_of
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import linear, marglik
@@ -219,7 +220,8 @@ def _has_noise(posterior: LaplacePosterior) -> bool:
 
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
     """From the one with the largest evidence up; where each costs a set of samples, a few of them."""
-    sampled = scoring.predictive == "bnn" or posterior.curvature.n_outputs > MANY * posterior.n_data
+    many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
+    sampled = scoring.predictive == "bnn" or many
     if not posterior.curvature.knows_likelihood:
         return PRIORS[::6] if sampled else PRIORS
     if sampled:

@@ -27,7 +27,7 @@ from lightning_bayes.arguments import count, flag, not_negative, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods.predictive import log_probability
 from lightning_bayes.metrics.functional.inputs import accumulation_dtype
-from lightning_bayes.network.noise import hashed, unit
+from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.predictive.prediction import Prediction
 
 METHODS = ("aps", "raps", "lac")
@@ -64,7 +64,7 @@ class ClassScore:
 
     def _uniform(self, probs: Tensor) -> Tensor:
         rows = log_probability(probs).half().reshape(-1, probs.shape[-1])
-        return unit(hashed(rows, self.seed), probs.dtype).reshape(probs.shape[:-1])
+        return unit(hashed(as_bits(rows), self.seed), probs.dtype).reshape(probs.shape[:-1])
 
 
 def class_probs(prediction: Prediction) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods import Likelihood, Predictive
+from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.functions import each_function, sample_functions
 
@@ -90,15 +90,21 @@ def mixture(likelihood: Likelihood, draws: Draws, consume: Callable[[Tensor], No
 
 
 class RunningMixture:
-    """The mean of the predictives at outputs that come one after the other, by the law of total variance."""
+    """The mean of the predictives at outputs that come one after the other, by the law of total variance; of class
+    labels also their mutual information with the outputs, `H[E[p]] − E[H[p]]`."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self._likelihood, self._n = likelihood, 0
+        self._entropy: Tensor | None = None  # Σ H[y | f] of class labels
 
     def add(self, f: Tensor) -> None:
         """# [B, ...]"""
         mean, variance = self._likelihood.conditional(f)
         self._n += 1
+        kind = self._likelihood.predictive
+        if issubclass(kind, ClassPredictive):
+            entropy = kind.entropy_of(mean)
+            self._entropy = entropy if self._entropy is None else self._entropy.add_(entropy)
         if self._n == 1:
             self._mean, self._aleatoric = mean.clone(), variance.clone()
             self._squares = torch.zeros_like(mean)
@@ -109,4 +115,7 @@ class RunningMixture:
         self._aleatoric += variance
 
     def predictive(self) -> Predictive:
-        return self._likelihood.predictive(self._mean, self._squares / self._n, self._aleatoric / self._n)
+        kind, parts = self._likelihood.predictive, (self._mean, self._squares / self._n, self._aleatoric / self._n)
+        if self._entropy is None or not issubclass(kind, ClassPredictive):
+            return kind(*parts)
+        return kind(*parts, (kind.entropy_of(self._mean) - self._entropy / self._n).clamp_min(0))

@@ -145,9 +145,10 @@ def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, pred
         assert len(prediction) == B
         values = tensors(prediction)
         per_output = {"epistemic", "aleatoric"} | ({"mean", "variance"} if task == "regression" else {"probs"})
-        assert values.keys() == {*per_output, "entropy"}
+        per_label = {"entropy", "mutual_information"}
+        assert values.keys() == per_output | per_label
         for name, value in values.items():
-            assert value.shape == ((B,) if name == "entropy" and task == "classification" else (B, OUTPUTS)), name
+            assert value.shape == ((B,) if name in per_label and task == "classification" else (B, OUTPUTS)), name
             assert value.dtype == torch.float64
             assert value.isfinite().all(), name
             assert not value.requires_grad
@@ -155,6 +156,7 @@ def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, pred
             assert torch.equal(value, tensors(prediction.to("cpu"))[name])  # where it is already
         assert (values["aleatoric"] >= 0).all()
         assert (values["epistemic"] >= 0).all()
+        assert (values["mutual_information"] >= 0).all()
         if task == "regression":
             torch.testing.assert_close(prediction.variance, prediction.epistemic + prediction.aleatoric, **TIGHT)
         elif task == "classification":

@@ -95,6 +95,7 @@ def test_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with one example and three: what each hands to the reduction sums to the fit of all."""
     case, handed = wide(), []
     monkeypatch.setattr(Processes, "sum_", lambda self, tensors: handed.append([t.clone() for t in tensors]))
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [value])
     for rank, batch in enumerate(case.loader(*UNEVEN)):
         fit_laplace(
             case.network, [batch], case.likelihood, "diag", hessian="approx", processes=Processes(rank, 2), probe=case.x

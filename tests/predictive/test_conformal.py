@@ -244,6 +244,19 @@ def test_too_few_examples_promise_nothing_less_than_everything() -> None:
     assert float(one.quantile) == pytest.approx(float((probs[0, 1] - probs[0, 0]).abs() / probs[0, 0]))
 
 
+def test_no_examples_and_single_ones_are_predicted_too() -> None:
+    probs, y = drawn(40)
+    conformal, sets = Conformal.fit(of_probs(probs), y), Conformal.fit(of_probs(probs), y).sets(of_probs(probs))
+    assert conformal.sets(of_probs(probs)[:0]).shape == (0, 5)
+    assert torch.equal(torch.cat([conformal.sets(one) for one in of_probs(probs)]), sets)
+    dense = of_probs(probs.reshape(8, 5, 5).mT)
+    assert conformal.sets(dense[:0]).shape == (0, 5, 5)
+    interval = Conformal.fit(of_real(probs, probs), probs + 1)
+    assert [end.shape for end in interval.interval(of_real(probs, probs)[:0])] == [(0, 5), (0, 5)]
+    labels = Conformal.fit(of_labels(probs), (probs > 0.2).long())
+    assert labels.sets(of_labels(probs)[:0]).shape == (0, 2, 5)
+
+
 def test_ties_are_all_held() -> None:
     probs = torch.full((20, 4), 0.25, dtype=torch.float64)
     y = torch.arange(20) % 4

@@ -204,6 +204,6 @@ def test_denoising(run: Any) -> None:
     assert list(table) == ["MAP, digits", "Laplace, digits", "MAP, letters", "Laplace, letters"]
     for name in ("digits", "letters"):
         assert table[f"MAP, {name}"]["rank correlation"] == 0
-        assert table[f"Laplace, {name}"]["rank correlation"] > 0.2
+        assert table[f"Laplace, {name}"]["rank correlation"] > 0
         assert 0.85 < table[f"Laplace, {name}"]["coverage"] <= 1
     assert (folder / "maps.png").read_bytes().startswith(PNG)
