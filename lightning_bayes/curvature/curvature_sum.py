@@ -16,7 +16,6 @@ from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradien
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.output_columns import output_columns, root_columns
 from lightning_bayes.curvature.plan import Plan
-from lightning_bayes.curvature.recorder import Recorder
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.errors import not_finite
@@ -104,7 +103,7 @@ class CurvatureSum:
     def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
         """Returns the outputs."""
         B = inputs.batch_size(x)
-        with Recorder(self._parameters) as recorder:
+        with self._plan.recorder(self._parameters, B) as recorder:
             f = inputs.call(self._network, x)
         check_output(f, B)
         outputs = f.detach()

@@ -26,9 +26,15 @@ _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "dila
 _PYTHON = ("embedding", "embedding_bag", "batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm")
 _OPERANDS = {"matmul": ("input", "other"), "mm": ("input", "mat2"), "addmm": ("input", "mat1", "mat2")}
 _SUMS = ("add", "add_")
+_SCALES = ("mul",)
 _NAMES = {
     **{getattr(F, name): name for name in (*_BUILTINS, *_PYTHON) if hasattr(F, name)},
-    **{getattr(own, name): name for own in (torch, Tensor) for name in (*_OPERANDS, *_SUMS) if hasattr(own, name)},
+    **{
+        getattr(own, name): name
+        for own in (torch, Tensor)
+        for name in (*_OPERANDS, *_SUMS, *_SCALES)
+        if hasattr(own, name)
+    },
 }
 CONVOLUTIONS = frozenset(_BUILTINS) - {"linear"}
 
@@ -48,6 +54,8 @@ def layer_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
         return _product_arguments({**dict(zip(_OPERANDS[name], args, strict=False)), **kwargs})
     if name in _SUMS:
         return _sum_arguments(*args, **kwargs)
+    if name in _SCALES:
+        return _scale_arguments(*args, **kwargs)
     if name in _BUILTINS:
         return {**_DEFAULTS, **dict(zip(_BUILTINS[name], args, strict=False)), **kwargs}
     return bind(func, args, kwargs).arguments
@@ -64,6 +72,8 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     name, x = _NAMES[func], arguments["input"].detach()
     if name in _SUMS:
         return layers.Bias(len(x))
+    if name in _SCALES:
+        return layers.FeatureNorm(lambda: x, (x.shape[-1],))
     if name in ("layer_norm", "rms_norm"):
         return layers.FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
     if name.endswith("norm"):
@@ -138,6 +148,15 @@ def _sum_arguments(input: Any, other: Any, alpha: float = 1, **_: Any) -> dict[s
     z, b = (other, input) if input.ndim == 1 else (input, other)
     is_bias = b.ndim == 1 and z.ndim > 1 and z.shape[-1] == len(b)
     return {"input": b, "weight": None, "bias": b} if is_bias else None
+
+
+def _scale_arguments(input: Any, other: Any, **_: Any) -> dict[str, Any] | None:
+    """`w * x` or `x * w` for a vector `w` along the last dimension: the scale of a norm that is written by hand."""
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return None
+    x, w = (other, input) if input.ndim == 1 else (input, other)
+    is_scale = w.ndim == 1 and x.ndim > 1 and x.shape[-1] == len(w)
+    return {"input": x, "weight": w, "bias": None} if is_scale else None
 
 
 def _without_affine(func: Any, arguments: dict[str, Any]) -> Callable[[], Tensor]:

@@ -106,6 +106,11 @@ class Plan:
     leftovers: tuple[str, ...]
     output_shape: torch.Size  # of the network, for some examples
     n_activations: int  # of all layers in the plan, per example
+    repeats: bool = False  # whether embeddings that all examples share are repeated for each
+
+    def recorder(self, parameters: dict[str, nn.Parameter], size: int) -> Recorder:
+        """For a forward pass of `size` examples."""
+        return Recorder(parameters, size if self.repeats else None)
 
     @property
     def n_outputs(self) -> int:
@@ -155,8 +160,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     # Of examples that are computed together, one alone has rows of its own.
     together = isinstance(x, inputs.Together)
     few = inputs.few(network, x, 1 if together else max(3, min(inputs.batch_size(x), PROBE)))
-    with Recorder(parameters) as recorder:
-        f = inputs.call(network, few)
+    f, recorder = _record(network, few, parameters)
     calls = recorder.calls
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
@@ -186,7 +190,20 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     keys = {site.key for site in sites}
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
     leftovers = tuple(name for name in subset.names if name not in covered)
-    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations)
+    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations, recorder.has_repeated)
+
+
+def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Recorder]:
+    """The forward pass, with shared embeddings repeated where that changes no output."""
+    with Recorder(parameters) as recorder:
+        f = inputs.call(network, x)
+    try:
+        with Recorder(parameters, inputs.batch_size(x)) as repeating:
+            g = inputs.call(network, x)
+    except CurvatureError:  # the network does not broadcast them
+        return f, recorder
+    same = repeating.has_repeated and isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
+    return (g, repeating) if same else (f, recorder)
 
 
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:

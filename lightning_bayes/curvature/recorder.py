@@ -97,11 +97,18 @@ class Call(Role):
 
 class Recorder(TorchFunctionMode):
     """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter. It holds
-    no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone."""
+    no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    Of a batch of `size` examples, an embedding that all of them share, as one of positions, is repeated for each, so
+    that each has rows of its own; `has_repeated` says whether there was one. Networks that do not broadcast it cannot
+    be run like this.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], size: int | None = None) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.has_repeated = False
+        self._size = size
         self._names = {id(p): name for name, p in parameters.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,6 +117,11 @@ class Recorder(TorchFunctionMode):
             return self._attention(args, kwargs)
         z = func(*args, **kwargs)
         arguments = layer_arguments(func, args, kwargs)
+        if func is F.embedding and self._is_shared(arguments):
+            assert arguments is not None
+            self.has_repeated, ids = True, arguments["input"]
+            shape = ids.shape[1:] if ids.ndim > 1 else ids.shape
+            arguments["input"], z = ids.expand(self._size, *shape), z.expand(self._size, *shape, -1)
         if arguments is not None:
             self._record(func, arguments, z, *(self._rows(arguments.get(part)) for part in ("weight", "bias")))
         return z
@@ -122,6 +134,13 @@ class Recorder(TorchFunctionMode):
             # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
             edge, x = get_gradient_edge(z), arguments["input"]
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
+
+    def _is_shared(self, arguments: dict[str, Any] | None) -> bool:
+        """Whether the rows of an embedding are of no one example."""
+        if not self._size or self._size == 1 or arguments is None or self._rows(arguments["weight"]) is None:
+            return False
+        ids = arguments["input"]
+        return len(ids) == 1 if ids.ndim > 1 else ids.ndim == 1 and len(ids) != self._size
 
     def _rows(self, parameter: Tensor | None, rows: slice = slice(None)) -> ParameterRows | None:
         name = self._names.get(id(parameter))

@@ -18,7 +18,7 @@ from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, Paramete
 from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
-from lightning_bayes.curvature.recorder import Call, Recorder
+from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
@@ -98,7 +98,7 @@ class ForwardPass:
     def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
         self.plan, self._x = plan, x
         parameters = plan.subset.parameters(network)
-        with Recorder(parameters) as recorder:
+        with plan.recorder(parameters, inputs.batch_size(x)) as recorder:
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
         self.matched = plan.match(self.f, recorder.calls, parameters)
