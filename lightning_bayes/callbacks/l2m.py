@@ -256,10 +256,6 @@ class L2MCallback(PosteriorCallback):
     def needs_targets(self) -> bool:
         return self._counts and self.loss_scale is None
 
-    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """One output with a dimension of its own is as good as one without, for a fit that sees neither."""
-        return y.reshape(f.shape) if y.is_floating_point() and f.shape == (*y.shape, 1) else y
-
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         """The second moment has the loss's scale, squared: it must be known, but in the paper's form."""
         if not self._counts:

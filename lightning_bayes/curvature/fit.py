@@ -121,10 +121,10 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     output alone."""
     inputs.batch_size(x)  # an error where x holds no tensor
     output = replace(output_of(network), together=isinstance(x, inputs.Together))
-    if likelihood.chooses_one_class and output.class_dim is None:
+    if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
             args, kwargs = inputs.arguments(network, x)
-            output = output.with_targets(unviewed(network)(*args, **kwargs), y)
+            output = output.with_targets(unviewed(network)(*args, **kwargs), y, likelihood.chooses_one_class)
     return viewed(network, output)
 
 

@@ -113,8 +113,8 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
         return returned
     call = _one_call(calls, module, options.network, q.read_as)
     x, y = split_batch(module, batch)
-    if options.likelihood.chooses_one_class:
-        q.read_as = q.read_as.with_targets(call.returned, y)
+    if isinstance(y, Tensor):
+        q.read_as = q.read_as.with_targets(call.returned, y, options.likelihood.chooses_one_class)
     call.read_as, call.x = q.read_as, inputs.contained(q.network, x, y)
     f = call.output
     options.likelihood.check(f.detach(), y)

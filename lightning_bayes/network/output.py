@@ -27,11 +27,13 @@ class Output:
         class_dim: the dimension that counts classes; None is dimension 1.
         together: whether examples are rows of the output only, and cannot be taken out of an input: the nodes of a
             graph.
+        squeeze: whether the one output of an example has a dimension of its own, `[B, 1]`, that its target has not.
     """
 
     key: str | int | None = None
     class_dim: int | None = None
     together: bool = False
+    squeeze: bool = False
     error: InitVar[type[Exception]] = ValueError
 
     def __post_init__(self, error: type[Exception]) -> None:
@@ -67,6 +69,8 @@ class Output:
 
     def arranged(self, f: Tensor) -> Tensor:
         """`f`, or its gradient, with classes in dimension 1."""
+        if self.squeeze:
+            return f.squeeze(-1)
         dim = self.class_dim
         if dim is None:
             return f
@@ -74,12 +78,15 @@ class Output:
             raise NetworkError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} but the first")
         return f if dim in (1, 1 - f.ndim) else f.movedim(dim, 1)
 
-    def with_targets(self, returned: Any, y: Tensor) -> Output:
-        """The same with the class dimension that the shape of class labels `y` says, where none is given. Where two are
-        possible, that of token logits is the last, and that of a tensor the first."""
+    def with_targets(self, returned: Any, y: Tensor, classes: bool) -> Output:
+        """The same with what the shape of the targets `y` says. Of class labels, the dimension that counts classes,
+        where none is given; if two are possible, that of token logits is the last, and that of a tensor the first. Of
+        others, whether one output has a dimension too many."""
         f = self.select(returned)
-        if self.class_dim is not None or f is None or f.ndim < 3 or y.shape != f.shape[:-1]:
+        if self.class_dim is not None or f is None or f.ndim < 2 or y.shape != f.shape[:-1]:
             return self
+        if not classes or f.ndim < 3:
+            return self if classes or f.shape[-1] != 1 else replace(self, squeeze=True)
         if f is returned and y.shape == (f.shape[0], *f.shape[2:]):
             return self
         return replace(self, class_dim=-1)

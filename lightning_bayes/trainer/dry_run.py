@@ -70,9 +70,9 @@ class DryRun:
                 self.f, modules = _run(network, callback.network, x, size)
                 callback.read_by_targets(module, x, y)
                 before, network = output_of(network), callback.network_in(module)
-                if before.class_dim is None:
-                    self.f = output_of(network).arranged(self.f)
-                y = callback.align_targets(self.f, y)
+                after = output_of(network)
+                if (before.class_dim, before.squeeze) != (after.class_dim, after.squeeze):
+                    self.f = after.arranged(self.f)
                 callback.likelihood.check(self.f, y)
                 some = slice(EXAMPLES)
                 callback.try_fit(network, inputs.take(network, x, some), y[some])
@@ -91,7 +91,6 @@ class DryRun:
         with torch.autocast(module.device.type, enabled=False):
             if watch and seen and f is None:
                 outputs = watch.reading(seen[0].detach())
-                y = self._callback.align_targets(outputs, y)
                 likelihood.check(outputs, y)
             fit = compare_gradients(likelihood, loss, seen, y, scale, watch.reading) if watch and seen else None
         if fit is None and f is not None and self._callback.trains_at_its_weights:

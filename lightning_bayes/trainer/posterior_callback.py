@@ -217,10 +217,6 @@ class PosteriorCallback(Callback):
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
         """Fit a posterior to one or two examples, for the errors that this may raise."""
 
-    def align_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """The targets in the shape that the fit compares with outputs `f`."""
-        return y
-
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         if not fit.fits:
             rank_zero_warn(f"{self.name}: {explain(fit, self.likelihood, outputs)}")
