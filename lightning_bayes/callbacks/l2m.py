@@ -235,10 +235,12 @@ class L2MCallback(PosteriorCallback):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._counts:
             return
-        x, y = split_training_batch(trainer, pl_module, batch, self.needs_targets) or (batch, None)
+        pair = split_training_batch(trainer, pl_module, batch, self.needs_targets)
+        x, y = (batch, None) if pair is None else pair
         if not self._batches.n_targets:
             self._batches.n_targets = max(1, sum(t[0].numel() for t in inputs.tensors(y)))
-        x = inputs.contained(self.network_in(pl_module), x, y)
+        if isinstance(y, Tensor):
+            x = inputs.contained(self.network_in(pl_module), x, y)
         self._batches.add(inputs.batch_size(x) * data.replicas(trainer))
 
     def on_train_batch_end(

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from lightning_bayes.network.errors import DataError, NetworkError
 from lightning_bayes.network.output import output_of, unviewed
 
+_DICTS = ("batch", "data", "inputs")  # names of an argument that takes a dict
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -281,15 +282,16 @@ class Together(Container):
 
 
 def arguments(network: nn.Module, x: Any) -> Arguments:
-    """A tuple or list is passed as positional arguments; a mapping as keyword arguments, those of them that the
-    network takes, or whole to a network that takes one argument of another name."""
+    """A tuple or list is passed as positional arguments; a mapping as keyword arguments, those of them that the network
+    takes. A network that takes one argument of another name gets the only entry there is, or the mapping as it is."""
     if isinstance(x, Container):
         return x.arguments(network)
     if isinstance(x, Mapping):
         parameters = forward_parameters(network)
         names = [p.name for p in parameters]
         if len(names) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD and names[0] not in x:
-            return (x,), {}
+            takes_dict = "dict" in str(parameters[0].annotation).lower() or names[0] in _DICTS
+            return ((x,) if takes_dict or len(x) > 1 else tuple(x.values())), {}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or not names
         return (), {name: value for name, value in x.items() if takes_all or name in names}
     return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}

@@ -61,10 +61,11 @@ class DryRun:
         if pair is None:
             return
         x, y = pair
+        if isinstance(y, Tensor):
+            x = inputs.contained(network, x, y)
+        size, modules = inputs.batch_size(x), [network]
         if not isinstance(y, Tensor):
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
-        x = inputs.contained(network, x, y)
-        size, modules = inputs.batch_size(x), [network]
         if not is_sharded(network):  # whose first forward pass must be the step's own
             with preserved_rng(), forward_context(trainer), kept_buffers(network):
                 self.f, modules = _run(network, callback.network, x, size)

@@ -190,7 +190,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "integers": ((X.long(), Y), "torch.int64"),
     "complex": ((X.to(torch.complex64), Y), "torch.complex64"),
     "two inputs": (((X, X), Y), "Sequential cannot be run on inputs of shapes ["),
-    "keywords": (({"ids": X}, Y), "Sequential cannot be run on an input of shape ["),
+    "keywords": (({"ids": X, "mask": X}, Y), "Sequential cannot be run on inputs of shapes ["),
     "NaN": ((X.masked_fill(X > 0, math.nan), Y), "batch 0: the network's output is not finite; its input has NaN"),
     "infinite": ((X.masked_fill(X > 0, math.inf), Y), "is not finite"),
     "fewer targets": ((X, Y[:3]), "needs targets of shape [4]"),

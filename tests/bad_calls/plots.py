@@ -104,8 +104,6 @@ log("directory", None, "must be a path, got None")
 log("directory", 3, "must be a path, got 3")
 log.anything_goes("loggers", "what takes no figures is passed over, and the figure is written to a file")
 
-PLOTS = [reliability, calibration, risk, histogram, bands, mapped, log]
-
 maps = Table(
     "plots.uncertainty_maps",
     lambda t, **bad: plots.uncertainty_maps(**{"image": torch.ones(2, 1, 4, 5), "prediction": MAPS, **bad}),
@@ -120,3 +118,5 @@ maps("target", [0], "must be a tensor, got [0]")
 maps("target", torch.zeros(2, 3, 4, 5), "must have shape [2, 4, 5] for this prediction, got [2, 3, 4, 5]")
 maps("ax", "left", "must be", "Axes", "got 'left'")
 maps("ax", Of(lambda t: _axes(2), "two"), "must hold 8 Axes, one per panel, got 2")
+
+PLOTS = [reliability, calibration, risk, histogram, bands, mapped, log, maps]

@@ -29,7 +29,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Categorical
+from lightning_bayes import Categorical, fit_laplace
 from lightning_bayes.callbacks import ModuleError
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.predictive.evaluate import evaluate
@@ -435,11 +435,22 @@ def test_a_batch_of_three_parts_is_split_by_the_modules_split_batch(tmp_path: Pa
     assert callback.posterior.n_data == 37
 
 
+def test_a_dict_of_one_input_and_its_label_needs_no_split_batch(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, callback = DictModule(), laplace()
+    trainer(tmp_path, callback).fit(model, as_dicts(37))
+    reference = fit_laplace(model, DataLoader(labelled(37), batch_size=8))
+    torch.testing.assert_close(
+        callback.posterior.curvature.structure.diagonal(), reference.curvature.structure.diagonal()
+    )
+
+
 @pytest.mark.parametrize("kind", ["dict", "three parts"])
 def test_without_split_batch_the_error_names_it_before_training(tmp_path: Path, kind: str) -> None:
     x, y = labelled(37).tensors
     model = DictModule() if kind == "dict" else Classifier()
-    data = as_dicts(37) if kind == "dict" else DataLoader(TensorDataset(x, y, y), batch_size=8)
+    dicts = [{"image": image, "target": target} for image, target in zip(x, y, strict=True)]
+    data: Any = DataLoader(dicts, batch_size=8) if kind == "dict" else DataLoader(TensorDataset(x, y, y), batch_size=8)
     before = model.net[0].weight.clone()
     what = "a dict of 2 parts" if kind == "dict" else "a list of 3 parts"
     with pytest.raises(ModuleError, match=rf"{what}: give {type(model).__name__} a method split_batch\(self, batch\)"):

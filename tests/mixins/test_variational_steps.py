@@ -293,19 +293,19 @@ class Odd(Lit):
     """A batch of another form."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.nll(self(batch["image"]), batch["label"])
+        return self.nll(self(batch["image"]), batch["target"])
 
 
 class OddWithSplit(Odd):
     def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return batch["image"], batch["label"]
+        return batch["image"], batch["target"]
 
 
 def test_a_batch_of_another_form_needs_split_batch() -> None:
     x, y = batch()
     with pytest.raises(RuntimeError, match=r"give Bayes a method split_batch\(self, batch\)"):
-        made(Odd).training_step({"image": x, "label": y}, 0)
-    loss = made(OddWithSplit).training_step({"image": x, "label": y}, 0)
+        made(Odd).training_step({"image": x, "target": y}, 0)
+    loss = made(OddWithSplit).training_step({"image": x, "target": y}, 0)
     torch.testing.assert_close(loss, made(Lit).training_step((x, y), 0), rtol=1e-12, atol=0)
 
 
