@@ -38,7 +38,7 @@ def _inputs(table: Table, argument: str = "x", part: str = "Sequential") -> None
     table(argument, Of(lambda t: t.x.double(), "double"), "torch.float64", "weights of torch.float32", named=False)
     table(argument, Of(lambda t: t.x.long(), "integers"), "torch.int64", named=False)
     table(argument, Of(lambda t: (t.x, t.x), "two inputs"), f"{part} cannot be run on inputs of shapes", named=False)
-    table(argument, Of(lambda t: {"ids": t.x, "mask": t.x}, "keywords"), run, "'ids'", named=False)
+    table(argument, Of(lambda t: {"ids": t.x, "mask": t.x}, "keywords"), "on inputs of shapes", "'ids'", named=False)
 
 
 def _drawing(table: Table, samples: str = "samples") -> None:
