@@ -160,6 +160,20 @@ def test_classes_are_where_the_caller_says(tmp_path: Path) -> None:
     torch.testing.assert_close(from_dict.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "binary"])
+def test_one_output_may_have_a_dimension_of_its_own(likelihood: str, tmp_path: Path) -> None:
+    """`[B, 1]` for targets `[B]`, as models with one label of Hugging Face have it, and most binary classifiers."""
+    network = made(lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
+    x = torch.randn(9, 2, generator=seeded(0), dtype=torch.float64)
+    y = (x[:, 0] > 0).double()
+    posterior = fit_laplace(network, [(x[:5], y[:5]), (x[5:], y[5:])], likelihood)
+    reference = fit_laplace(nn.Sequential(network, nn.Flatten(0)), [(x, y)], likelihood)
+    torch.testing.assert_close(posterior.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
+    prediction, expected = posterior.predict(x), reference.predict(x)
+    torch.testing.assert_close(prediction.epistemic, expected.epistemic, **TIGHT)
+    assert prediction.epistemic.shape == (9,)
+
+
 class OfDict(Tokens):
     def forward(self, batch: dict[str, Tensor]) -> Any:  # type: ignore[override]
         return super().forward(batch["input_ids"])
