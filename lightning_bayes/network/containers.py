@@ -79,7 +79,7 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
     bags = None if output.together or isinstance(x, Tensor) else _bags(network, x)
     if bags is not None and B in (None, bags.size):
         return bags
-    if output.together or (B is not None and _cannot_be_taken_apart(x, B)):
+    if output.together or (B is not None and _cannot_be_taken_apart(network, x, B)):
         rows = Together.whole(network, x)
         if B in (None, rows.size):
             return rows
@@ -336,12 +336,16 @@ def _are_sequences(network: nn.Module, x: list[Any], B: int | None) -> bool:
     return is_said or (B in (None, len(x)) and not could_be_argument)
 
 
-def _cannot_be_taken_apart(x: Any, B: int) -> bool:
-    """Whether no tensor has a row for each example, as in a sequence with time first, or an object of one's own."""
+def _cannot_be_taken_apart(network: nn.Module, x: Any, B: int) -> bool:
+    """Whether no tensor has a row for each example, as in a sequence with time first, or an object of one's own; or
+    rows that give something else by themselves, as the nodes of a graph do."""
     if isinstance(x, Tensor):
         return x.ndim > 1 and len(x) > 0 and len(x) != B and B in x.shape
     if isinstance(x, (tuple, list, dict)):
-        return len(tensors(x)) > 1 and not any(len(t) == B for t in tensors(x) if t.ndim)
+        from lightning_bayes.network.inputs import batched
+
+        lengths = [len(t) for t in tensors(x) if t.ndim]
+        return len(lengths) > 1 and (B not in lengths or (lengths[0] == B and not any(batched(network, x))))
     return hasattr(x, "__dict__") and not isinstance(x, (Tensor, type)) and not hasattr(x, "__array__")
 
 

@@ -141,7 +141,7 @@ def few(network: nn.Module, x: Any, count: int) -> Any:
 def batched(network: nn.Module, x: Any) -> list[bool]:
     """Of each leaf of `x`, whether it has a row for every example. A tensor that all examples share may have as many
     rows by chance. The network itself tells, once for each form of input: examples taken out of the batch must give
-    what they gave in it."""
+    what they gave in it. None has, where they never do."""
     leaves, spec = pytree.tree_flatten(x)
     size = batch_size(x)
     fits = [isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size for leaf in leaves]
@@ -150,7 +150,7 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
     learned = _LEARNED.setdefault(unviewed(network), {})
     form = (str(spec), *(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves))
     if form not in learned:
-        learned[form] = _ask(network, x, fits) if sum(fits) > 1 else fits
+        learned[form] = _ask(network, x, fits)
     learned[form] = [before and now for before, now in zip(learned[form], fits, strict=True)]
     return learned[form]
 
@@ -203,4 +203,4 @@ def _ask(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
                 except Exception as error:  # a network may refuse inputs that do not fit with an error of any type
                     if is_out_of_memory(error):
                         raise
-    return fits
+    return [False] * len(fits)

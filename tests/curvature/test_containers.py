@@ -214,3 +214,23 @@ def test_bags_with_their_end_and_another_input() -> None:
     posterior = fit_laplace(network, [(x, Y)], structure="full")
     torch.testing.assert_close(posterior.curvature.structure.to_dense(), ggn(network(*x), network))
     assert posterior.predict(x).probs.shape == (4, 3)  # type: ignore[union-attr]
+
+
+class OfEdges(nn.Module):
+    """A graph network by hand: a node sees its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.head(h.index_add(0, edges[1], h[edges[0]]))
+
+
+def test_nodes_of_a_graph_by_hand_are_rows_of_the_output() -> None:
+    network, x = OfEdges(), torch.randn(4, 3, dtype=torch.float64)
+    edges = torch.tensor([[0, 1, 3, 2, 0], [1, 2, 0, 3, 3]])
+    posterior = fit_laplace(network, [((x, edges), Y)], structure="full")
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), ggn(network(x, edges), network))
+    assert posterior.predict((x, edges)).probs.shape == (4, 3)  # type: ignore[union-attr]
