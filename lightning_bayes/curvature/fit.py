@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,8 +25,11 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained
+from lightning_bayes.network.containers import Sequences, Together
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
 from lightning_bayes.network.subset import check_subset, resolve_subset
+
+logger = logging.getLogger("lightning_bayes")
 
 
 def fit_curvature(
@@ -120,11 +124,19 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
     output alone."""
     inputs.batch_size(x)  # an error where x holds no tensor
-    output = replace(output_of(network), together=isinstance(x, inputs.Together))
+    output = replace(output_of(network), together=isinstance(x, Together), listed=isinstance(x, Sequences))
     if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
-            args, kwargs = inputs.arguments(network, x)
-            output = output.with_targets(unviewed(network)(*args, **kwargs), y, likelihood.chooses_one_class)
+            own = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
+            args, kwargs = inputs.arguments(network, inputs.to_device(own, inputs.device_of(network)))
+            returned = unviewed(network)(*args, **kwargs)
+        output = output.with_targets(returned, y, likelihood.chooses_one_class)
+        if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
+            logger.warning(
+                "outputs for targets of shape %s have as many positions as classes: classes are taken to be in "
+                "dimension 1; class_dim=-1 says that they are in the last",
+                list(y.shape),
+            )
     return viewed(network, output)
 
 

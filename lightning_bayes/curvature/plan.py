@@ -110,7 +110,7 @@ class Plan:
 
     def recorder(self, parameters: dict[str, nn.Parameter], size: int) -> Recorder:
         """For a forward pass of `size` examples."""
-        return Recorder(parameters, size if self.repeats else None)
+        return Recorder(parameters, size, self.repeats)
 
     @property
     def n_outputs(self) -> int:
@@ -190,19 +190,22 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     keys = {site.key for site in sites}
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
     leftovers = tuple(name for name in subset.names if name not in covered)
-    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations, recorder.has_repeated)
+    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations, recorder.repeats)
 
 
 def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Recorder]:
     """The forward pass, with shared embeddings repeated where that changes no output."""
-    with Recorder(parameters) as recorder:
+    size = inputs.batch_size(x)
+    with Recorder(parameters, size) as recorder:
         f = inputs.call(network, x)
+    if not recorder.has_shared:
+        return f, recorder
     try:
-        with Recorder(parameters, inputs.batch_size(x)) as repeating:
+        with Recorder(parameters, size, repeats=True) as repeating:
             g = inputs.call(network, x)
     except CurvatureError:  # the network does not broadcast them
         return f, recorder
-    same = repeating.has_repeated and isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
+    same = isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
     return (g, repeating) if same else (f, recorder)
 
 

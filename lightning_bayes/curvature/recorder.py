@@ -99,15 +99,15 @@ class Recorder(TorchFunctionMode):
     """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter. It holds
     no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone.
 
-    Of a batch of `size` examples, an embedding that all of them share, as one of positions, is repeated for each, so
-    that each has rows of its own; `has_repeated` says whether there was one. Networks that do not broadcast it cannot
-    be run like this.
+    Of a batch of `size` examples, `has_shared` says whether there was an embedding that all of them share, as one of
+    positions. If it `repeats`, that is repeated for each, so that each has rows of its own; a network that does not
+    broadcast it cannot be run like this.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], size: int | None = None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], size: int = 1, repeats: bool = False) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.has_repeated = False
+        self.has_shared, self.repeats = False, repeats
         self._size = size
         self._names = {id(p): name for name, p in parameters.items()}
 
@@ -117,11 +117,12 @@ class Recorder(TorchFunctionMode):
             return self._attention(args, kwargs)
         z = func(*args, **kwargs)
         arguments = layer_arguments(func, args, kwargs)
-        if func is F.embedding and self._is_shared(arguments):
-            assert arguments is not None
-            self.has_repeated, ids = True, arguments["input"]
-            shape = ids.shape[1:] if ids.ndim > 1 else ids.shape
-            arguments["input"], z = ids.expand(self._size, *shape), z.expand(self._size, *shape, -1)
+        if func is F.embedding and arguments is not None and self._is_shared(arguments):
+            self.has_shared = True
+            if self.repeats:
+                ids, lead = arguments["input"], int(arguments["input"].ndim > 1)
+                shape = (self._size, *ids.shape[lead:])
+                arguments["input"], z = ids.expand(shape), z.expand(*shape, -1)
         if arguments is not None:
             self._record(func, arguments, z, *(self._rows(arguments.get(part)) for part in ("weight", "bias")))
         return z
@@ -130,14 +131,19 @@ class Recorder(TorchFunctionMode):
         self, func: Any, arguments: dict[str, Any], z: Tensor, weight: ParameterRows | None, bias: ParameterRows | None
     ) -> None:
         # A call under no_grad, or of a form without a rule, is left to the exact per-example gradients.
-        if (weight or bias) and z.requires_grad and (layer := make_layer(func, arguments)) is not None:
+        if (
+            (weight or bias)
+            and z.requires_grad
+            and not z.is_nested
+            and (layer := make_layer(func, arguments)) is not None
+        ):
             # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
             edge, x = get_gradient_edge(z), arguments["input"]
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
-    def _is_shared(self, arguments: dict[str, Any] | None) -> bool:
+    def _is_shared(self, arguments: dict[str, Any]) -> bool:
         """Whether the rows of an embedding are of no one example."""
-        if not self._size or self._size == 1 or arguments is None or self._rows(arguments["weight"]) is None:
+        if self._size == 1 or self._rows(arguments["weight"]) is None:
             return False
         ids = arguments["input"]
         return len(ids) == 1 if ids.ndim > 1 else ids.ndim == 1 and len(ids) != self._size

@@ -258,9 +258,11 @@ class Likelihood(ABC):
     def _check_shape(self, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
         """Refuse a target that is not exactly of the expected shape: broadcasting would change the model silently."""
         if y.shape != expected:
+            named = ", or name the classes' dimension with class_dim=" if self.chooses_one_class and f.ndim > 2 else ""
             raise LikelihoodError(
                 f"{type(self).__name__} needs targets of shape {list(expected)} for network outputs of shape "
-                f"{list(f.shape)}, got shape {list(y.shape)}; reshape the targets or the outputs so that they match."
+                f"{list(f.shape)}, got shape {list(y.shape)}; reshape the targets or the outputs so that they "
+                f"match{named}."
             )
 
     def _check_uniform(self, f: Tensor, uniform: Tensor) -> None:

@@ -60,10 +60,10 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
     if isinstance(x, Mapping):
         x = dict(x)  # of Hugging Face's own kinds, which PyTorch does not look into
     B = len(y) if isinstance(y, Tensor) and y.ndim else None
-    together = output_of(network).together
+    output = output_of(network)
     if is_graph(x):
         graphs = Graphs(x)
-        by_node = together if B is None else B == x.num_nodes != graphs.size
+        by_node = output.together if B is None else B == x.num_nodes != graphs.size
         if B is not None and B not in (x.num_nodes, graphs.size):
             raise DataError(
                 f"{B} targets fit neither the {graphs.size} graphs nor the {x.num_nodes} nodes of a batch: give the "
@@ -72,15 +72,19 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
         return Together(graphs, torch.arange(x.num_nodes)) if by_node else graphs
     if isinstance(x, PackedSequence):
         return Packed(x)
-    if isinstance(x, Tensor):
-        return Nested(x) if x.is_nested else x
-    if isinstance(x, list) and _are_sequences(network, x, B):
+    if isinstance(x, Tensor) and x.is_nested:
+        return Nested(x)
+    if isinstance(x, list) and (output.listed or _are_sequences(network, x, B)):
         return Sequences(x)
-    bags = _bags(network, x)
+    bags = None if output.together or isinstance(x, Tensor) else _bags(network, x)
     if bags is not None and B in (None, bags.size):
         return bags
-    if together or (B is not None and _cannot_be_taken_apart(x, B)):
-        return Together.whole(network, x, B)
+    if output.together or (B is not None and _cannot_be_taken_apart(x, B)):
+        rows = Together.whole(network, x)
+        if B in (None, rows.size):
+            return rows
+        if not isinstance(x, Tensor):
+            raise DataError(f"a batch has {B} targets, but the network's output for it has {rows.size} rows")
     return x
 
 
@@ -112,11 +116,27 @@ def is_graph(x: Any) -> bool:
 
 
 def labelled_nodes(data: Any, stage: str) -> Tensor | None:
-    """The nodes with targets in a "train", "val" or "test" stage; None where targets are of graphs."""
-    if data.y is None or len(data.y) != data.num_nodes or len(data.y) == Graphs(data).size:
+    """The nodes with targets in a "train", "val", "test" or "calib" stage; None where targets are of graphs. Of a
+    sampled neighbourhood, those that it was sampled for."""
+    if data.get("y") is None:
+        raise DataError("the graphs have no targets y: give the module a method split_batch(self, batch) that has them")
+    if len(data.y) != data.num_nodes or len(data.y) == Graphs(data).size:
         return None
-    mask = data.get(f"{stage}_mask")
-    return torch.arange(data.num_nodes) if mask is None else mask.nonzero().squeeze(1).cpu()
+    seeds = data.get("batch_size") if data.get("input_id") is not None else None
+    if seeds is not None:
+        return torch.arange(int(seeds))
+    name = "val_mask" if stage == "calib" and data.get("calib_mask") is None else f"{stage}_mask"
+    mask = data.get(name)
+    if mask is None:
+        return torch.arange(data.num_nodes)
+    if mask.dtype != torch.bool or mask.shape != (data.num_nodes,):
+        raise DataError(
+            f"{name} must have a yes or no for each of the {data.num_nodes} nodes, but it is of {mask.dtype} and shape "
+            f"{list(mask.shape)}: choose one split, or mark its nodes"
+        )
+    if not mask.any():
+        raise DataError(f"{name} marks none of the {data.num_nodes} nodes")
+    return mask.nonzero().squeeze(1).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +155,13 @@ class Graphs(Container):
 
     def arguments(self, network: nn.Module) -> Arguments:
         """The data whole, for a `forward` with one argument, or those of its parts that `forward` names."""
-        parameters = forward_parameters(network)
+        parameters, data = forward_parameters(network), self.data
         required = [p for p in parameters if p.default is p.empty]
         if len(required) <= 1 and not (required and required[0].name == "x" and len(parameters) > 1):
             return (self.data,), {}
-        parts = {p.name: self.data.get(p.name) for p in parameters}
+        if any(p.name == "batch" for p in required) and data.get("batch") is None:
+            data = self.take([0]).data  # a graph alone
+        parts = {p.name: data.get(p.name) for p in parameters}
         missing = [p.name for p in required if parts[p.name] is None]
         if missing:
             raise NetworkError(
@@ -149,7 +171,7 @@ class Graphs(Container):
         return (), {name: part for name, part in parts.items() if part is not None}
 
     def map(self, change: Any) -> Graphs:
-        return Graphs(copy.copy(self.data).apply(change))
+        return Graphs(copy.copy(self.data).apply(lambda t: change(t) if isinstance(t, Tensor) else t))
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,14 +238,14 @@ class Bags(Container):
 
     parts: dict[str, Any]  # by the names of the network's arguments
     words: tuple[str, ...]  # of those with a number for each word
-    offsets: str
+    has_end: bool = False  # whether the last offset is the end of the last bag
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return len(self.parts[self.offsets])
+        return len(self.parts["offsets"]) - self.has_end
 
     def take(self, examples: list[int]) -> Bags:
-        starts, n_words = self.parts[self.offsets], len(self.parts[self.words[0]])
+        starts, n_words = self.parts["offsets"][: self.size], len(self.parts[self.words[0]])
         ends = torch.cat([starts[1:], starts.new_tensor([n_words])])
         lengths = (ends - starts)[examples]
         index = torch.cat([torch.arange(int(starts[n]), int(ends[n])) for n in examples]).to(starts.device)
@@ -232,7 +254,8 @@ class Bags(Container):
             name: part[index] if name in self.words else _rows_of(part, rows, self.size)
             for name, part in self.parts.items()
         }
-        return replace(self, parts={**parts, self.offsets: lengths.cumsum(0) - lengths})
+        borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return replace(self, parts={**parts, "offsets": borders if self.has_end else borders[:-1]})
 
     def arguments(self, network: nn.Module) -> Arguments:
         return (), self.parts
@@ -249,15 +272,13 @@ class Together(Container):
     index: Tensor  # of the rows, on the CPU
 
     @staticmethod
-    def whole(network: nn.Module, x: Any, size: int | None) -> Together:
-        """All rows of the output, of which there must be `size`."""
+    def whole(network: nn.Module, x: Any) -> Together:
+        """All rows of the output."""
         from lightning_bayes.network.borrowed import borrowed
         from lightning_bayes.network.inputs import call, device_of, to_device
 
         with borrowed(network, ()), torch.no_grad():
             rows = len(call(network, to_device(x, device_of(network))))
-        if size not in (None, rows):
-            raise DataError(f"a batch has {size} targets, but the network's output for it has {rows} rows")
         return Together(x, torch.arange(rows))
 
     @property
@@ -316,7 +337,9 @@ def _are_sequences(network: nn.Module, x: list[Any], B: int | None) -> bool:
 
 
 def _cannot_be_taken_apart(x: Any, B: int) -> bool:
-    """Whether no tensor has a row for each example: of several tensors, or in an object of the user's own."""
+    """Whether no tensor has a row for each example, as in a sequence with time first, or an object of one's own."""
+    if isinstance(x, Tensor):
+        return x.ndim > 1 and len(x) > 0 and len(x) != B and B in x.shape
     if isinstance(x, (tuple, list, dict)):
         return len(tensors(x)) > 1 and not any(len(t) == B for t in tensors(x) if t.ndim)
     return hasattr(x, "__dict__") and not isinstance(x, (Tensor, type)) and not hasattr(x, "__array__")
@@ -331,11 +354,15 @@ def _bags(network: nn.Module, x: Any) -> Bags | None:
     offsets = parts.get("offsets")
     if len(parts) != len(x) or not isinstance(offsets, Tensor) or offsets.ndim != 1:
         return None
-    flat = [t for name, t in parts.items() if isinstance(t, Tensor) and t.ndim == 1 and name != "offsets"]
-    if not flat or len(flat[0]) < int(offsets.max()):
+    flat = {name: t for name, t in parts.items() if isinstance(t, Tensor) and t.ndim == 1 and name != "offsets"}
+    words = [name for name, t in flat.items() if not t.is_floating_point()]
+    if not words or len(flat[words[0]]) < int(offsets.max()):
         return None
-    words = [name for name, t in parts.items() if name != "offsets" and any(t is f for f in flat)]
-    return Bags(parts, tuple(name for name in words if len(parts[name]) == len(flat[0])), "offsets")
+    layers = [module for module in unviewed(network).modules() if isinstance(module, nn.EmbeddingBag)]
+    bags = Bags(parts, (words[0],), any(layer.include_last_offset for layer in layers))
+    n_words = len(flat[words[0]])
+    others = [name for name, t in flat.items() if name != words[0] and len(t) == n_words != bags.size]
+    return replace(bags, words=(words[0], *others))
 
 
 def _rows_of(part: Any, rows: Tensor, size: int) -> Any:

@@ -12,6 +12,10 @@ class NetworkError(CurvatureError):
     """The network cannot be run on an input; the message says on what, and holds the network's own."""
 
 
+class OutputError(NetworkError):
+    """What the network returns is not what `output=` or `class_dim=` says."""
+
+
 def not_finite(name: str) -> CurvatureError:
     return CurvatureError(
         f"{name}: the curvature is not finite; the network's gradients overflow there (half precision, or exploding "

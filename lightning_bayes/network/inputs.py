@@ -70,18 +70,23 @@ def without_targets(batch: Any) -> Any:
 
 
 def predicts_next_token(network: nn.Module) -> bool:
-    """Whether it is, or holds, a language model of Hugging Face's, whose labels are its own inputs."""
-    return any(
-        getattr(module, "loss_type", None) == "ForCausalLM" or type(module).__name__.endswith("LMHeadModel")
-        for module in unviewed(network).modules()
-    )
+    """Whether it holds a causal language model of Hugging Face's, which shifts labels within its loss."""
+    for module in unviewed(network).modules():
+        name, config = type(module).__name__, getattr(module, "config", None)
+        if getattr(config, "is_encoder_decoder", False) or name.startswith(("XLNet", "XLM", "Flaubert")):
+            return False
+        if getattr(module, "loss_type", None) == "ForCausalLM" or name.endswith("LMHeadModel"):
+            return True
+    return False
 
 
 def next_tokens(x: Mapping[str, Any], labels: Any) -> Any:
-    """Labels that belong to the same places as the outputs: those of the token after it. Hugging Face's models shift
-    them within their loss."""
+    """Labels that belong to the same places as the outputs: those of the token after it, if the labels are the inputs
+    themselves, as Hugging Face has them. Others, of tagged or already shifted tokens, are left as they are."""
     ids = x.get("input_ids")
     if not isinstance(labels, Tensor) or not isinstance(ids, Tensor) or labels.shape != ids.shape:
+        return labels
+    if not bool(((labels == ids) | (labels == -100)).all()):
         return labels
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import integer, shown
-from lightning_bayes.network.errors import NetworkError
+from lightning_bayes.network.errors import OutputError
 
 LOGITS = "logits"  # the entry that is the output where none is named
 
@@ -28,12 +28,14 @@ class Output:
         together: whether examples are rows of the output only, and cannot be taken out of an input: the nodes of a
             graph.
         squeeze: whether the one output of an example has a dimension of its own, `[B, 1]`, that its target has not.
+        listed: whether an input is a list with an entry for each example.
     """
 
     key: str | int | None = None
     class_dim: int | None = None
     together: bool = False
     squeeze: bool = False
+    listed: bool = False
     error: InitVar[type[Exception]] = ValueError
 
     def __post_init__(self, error: type[Exception]) -> None:
@@ -56,7 +58,7 @@ class Output:
         if self.key is None:
             return returned
         entries = f" with {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else ""
-        raise NetworkError(
+        raise OutputError(
             f"output={self.key!r} names no tensor in what the network returned, a {type(returned).__name__}{entries}"
         )
 
@@ -75,7 +77,7 @@ class Output:
         if dim is None:
             return f
         if not -f.ndim < dim < f.ndim:
-            raise NetworkError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} but the first")
+            raise OutputError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} but the first")
         return f if dim in (1, 1 - f.ndim) else f.movedim(dim, 1)
 
     def with_targets(self, returned: Any, y: Tensor, classes: bool) -> Output:
@@ -87,9 +89,13 @@ class Output:
             return self
         if not classes or f.ndim < 3:
             return self if classes or f.shape[-1] != 1 else replace(self, squeeze=True)
-        if f is returned and y.shape == (f.shape[0], *f.shape[2:]):
-            return self
-        return replace(self, class_dim=-1)
+        return self if self.is_ambiguous(returned, y) else replace(self, class_dim=-1)
+
+    def is_ambiguous(self, returned: Any, y: Tensor) -> bool:
+        """Whether a tensor has as many positions as classes, so that the shape of class labels does not tell."""
+        if self.class_dim is not None or not isinstance(returned, Tensor) or returned.ndim < 3:
+            return False
+        return y.shape == returned.shape[:-1] == (returned.shape[0], *returned.shape[2:])
 
 
 def viewed(network: nn.Module, output: Output) -> nn.Module:

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng
+from lightning_bayes.network.errors import OutputError
 from lightning_bayes.network.output import Output, output_of, unviewed
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import is_out_of_memory
@@ -152,7 +153,7 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
         try:
             f = inputs.call(network, x)
         except Exception as error:  # of the user's own network, which may raise anything
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, OutputError):
                 raise
             shapes = ", ".join(str(list(t.shape)) for t in inputs.tensors(x))
             problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"

@@ -54,9 +54,11 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False, s
     if isinstance(batch, (tuple, list)) and len(batch) == 1 and predicting:
         return batch[0], None
     parts = f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if hasattr(batch, "__len__") else "")
+    keys = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else ""
+    keys = f", or give its targets, among {keys}, the key 'labels'" if keys else ""
     raise ModuleError(
         f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
-        "split_batch(self, batch) that returns (x, y)"
+        f"split_batch(self, batch) that returns (x, y){keys}"
     )
 
 

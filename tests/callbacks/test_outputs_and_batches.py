@@ -4,6 +4,7 @@ The same token classifier returns its logits in several forms, from several kind
 and predictions of the one that returns a tensor `[B, C, T]` for a pair.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from lightning_bayes import (
     evaluate,
     fit_laplace,
 )
+from lightning_bayes.network import inputs
 from lightning_bayes.trainer import PosteriorCallback
 
 WORDS, CLASSES, T = 7, 4, 3
@@ -148,14 +150,17 @@ def test_a_posterior_keeps_how_its_network_is_read(tmp_path: Path) -> None:
     assert set(vars(network)) == set(vars(Tokens("tuple")))
 
 
-def test_classes_are_where_the_caller_says(tmp_path: Path) -> None:
+def test_classes_are_where_the_caller_says(caplog: pytest.LogCaptureFixture) -> None:
     """Where positions are as many as classes, the shape of the targets does not tell."""
     network = Tokens("tensor").double()
     ids, labels = torch.randint(WORDS, (5, CLASSES)), torch.randint(CLASSES, (5, CLASSES))
     named = fit_laplace(network, [(ids, labels)], class_dim=-1)
     reference = fit_laplace(Tokens("dense").double(), [(ids, labels)])
     torch.testing.assert_close(named.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
-    assert not torch.allclose(fit_laplace(network, [(ids, labels)]).precision.to_dense(), named.precision.to_dense())
+    with caplog.at_level(logging.WARNING, "lightning_bayes"):
+        guessed = fit_laplace(network, [(ids, labels)])
+    assert "class_dim=-1 says that they are in the last" in caplog.text
+    assert not torch.allclose(guessed.precision.to_dense(), named.precision.to_dense())
     from_dict = fit_laplace(Tokens("dict").double(), [(ids, labels)])  # whose logits have classes last
     torch.testing.assert_close(from_dict.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
 
@@ -174,6 +179,21 @@ def test_one_output_may_have_a_dimension_of_its_own(likelihood: str, tmp_path: P
     assert prediction.epistemic.shape == (9,)
 
 
+class TinyLMHeadModel(Tokens):
+    """By its name a causal language model of Hugging Face's, whose loss shifts the labels itself."""
+
+
+def test_labels_of_a_language_model_are_those_of_the_next_token() -> None:
+    ids = torch.tensor([[3, 1, 4, 1], [5, 2, 6, 0]])
+    own = torch.where(ids == 0, -100, ids)  # without padding
+    shifted = torch.tensor([[1, 4, 1, -100], [2, 6, -100, -100]])
+    for network in (TinyLMHeadModel(), nn.Sequential(TinyLMHeadModel())):
+        assert torch.equal(inputs.split(network, {"input_ids": ids, "labels": own})[1], shifted)
+        # What is not a copy of the inputs is of tags, or has been shifted before.
+        assert torch.equal(inputs.split(network, {"input_ids": ids, "labels": shifted})[1], shifted)
+    assert torch.equal(inputs.split(Tokens(), {"input_ids": ids, "labels": own})[1], own)
+
+
 class OfDict(Tokens):
     def forward(self, batch: dict[str, Tensor]) -> Any:  # type: ignore[override]
         return super().forward(batch["input_ids"])
@@ -185,9 +205,20 @@ def test_a_network_may_take_the_dict_as_it_is() -> None:
     torch.testing.assert_close(whole.precision.to_dense(), parts.precision.to_dense(), **TIGHT)
 
 
-def test_a_missing_output_is_an_error_before_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({}, "must return one tensor, but it returned tuple.*output="),
+        ({"output": "scores"}, "^output='scores' names no tensor in what the network returned, a tuple"),
+        ({"output": 1, "class_dim": 3}, "^class_dim=3 is no dimension of outputs of shape"),
+        ({"output": 1, "class_dim": 1}, "or name the classes' dimension with class_dim="),
+    ],
+)
+def test_a_wrong_output_is_an_error_before_training(words: dict[str, Any], message: str, tmp_path: Path) -> None:
     module = Tokens("tuple")
     before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(Exception, match=r"must return one tensor, but it returned tuple.*output="):
-        trainer(tmp_path, LaplaceCallback(progress=False)).fit(module, DataLoader(examples(8, 0, True), batch_size=4))
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        trainer(tmp_path, LaplaceCallback(progress=False, **words)).fit(
+            module, DataLoader(examples(8, 0, True), batch_size=4)
+        )
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))

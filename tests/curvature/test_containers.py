@@ -166,3 +166,51 @@ def test_posterior_of_examples_computed_together_is_kept(tmp_path: Any) -> None:
     posterior.save(tmp_path / "posterior.pt")
     loaded = GaussianPosterior.load(tmp_path / "posterior.pt", network)
     torch.testing.assert_close(loaded.predict(flat([2, 0])).probs, posterior.predict(flat([2, 0])).probs)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[1][-1])
+
+
+def test_a_sequence_with_time_first_has_its_examples_in_the_output() -> None:
+    network, x = TimeFirst(), torch.randn(5, 4, 3, dtype=torch.float64)  # [T, B, F]
+    posterior = fit_laplace(network, [(x, Y)], structure="full")
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), ggn(network(x), network))
+    assert posterior.n_data == 4
+    assert posterior.predict(x).probs.shape == (4, 3)  # type: ignore[union-attr]
+
+
+class Loose(Pooled):
+    """Takes a list, and does not say so."""
+
+    def forward(self, sequences):  # type: ignore[no-untyped-def]
+        return self.pooled(sequences)
+
+
+def test_a_list_of_one_sequence_is_one_example() -> None:
+    posterior = fit_laplace(Loose(), [(SEQUENCES[:3], Y[:3])])
+    assert posterior.predict([SEQUENCES[0]]).probs.shape == (1, 3)  # type: ignore[union-attr]
+
+
+class WithAge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.EmbeddingBag(9, 4, include_last_offset=True).double()
+        self.head = nn.Linear(5, 3).double()
+
+    def forward(self, age: Tensor, text: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(torch.cat([self.body(text, offsets), age.unsqueeze(1)], dim=1))
+
+
+def test_bags_with_their_end_and_another_input() -> None:
+    network, age = WithAge(), torch.rand(4, dtype=torch.float64)
+    text, starts = bags([0, 1, 2, 3])
+    x = (age, text, torch.cat([starts, torch.tensor([len(text)])]))
+    posterior = fit_laplace(network, [(x, Y)], structure="full")
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), ggn(network(*x), network))
+    assert posterior.predict(x).probs.shape == (4, 3)  # type: ignore[union-attr]

@@ -125,6 +125,46 @@ def test_targets_of_some_nodes_need_a_mask() -> None:
         fit_laplace(made(OfNodes), [(data, data.y[data.train_mask])])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_mask": torch.tensor([3, 5, 7])}, "train_mask must have a yes or no for each of the 9 nodes"),
+        ({"train_mask": torch.zeros(NODES, 2, dtype=torch.bool)}, "train_mask must have a yes or no for each"),
+        ({"train_mask": torch.zeros(NODES, dtype=torch.bool)}, "train_mask marks none of the 9 nodes"),
+        ({"y": None}, "the graphs have no targets y"),
+    ],
+    ids=["numbers", "splits", "none", "no targets"],
+)
+def test_masks_that_say_nothing_are_named(change: dict[str, Any], message: str) -> None:
+    data = with_masks()
+    for name, value in change.items():
+        data[name] = value
+    with pytest.raises(DataError, match=message):
+        fit_laplace(made(OfNodes), [data])
+
+
+def test_what_is_no_tensor_is_passed_on() -> None:
+    named = [Data(**graph_.to_dict(), smiles="CCO", number=3) for graph_ in graphs()]
+    plain, other = (fit_laplace(made(OfGraphs), DataLoader(data, batch_size=3)) for data in (graphs(), named))
+    torch.testing.assert_close(other.precision.to_dense(), plain.precision.to_dense())
+
+
+def test_a_neighbourhood_counts_the_nodes_it_was_sampled_for() -> None:
+    data = with_masks()
+    data.batch_size, data.input_id = 4, torch.arange(4)
+    posterior = fit_laplace(made(OfNodes), [data], structure="full")
+    assert posterior.n_data == 4
+    network = made(OfNodes)
+    H = ggn(network(data.x, data.edge_index)[:4], network)
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), H)
+
+
+def test_one_graph_without_a_batch_is_predicted() -> None:
+    posterior = fit_laplace(made(OfGraphs), DataLoader(graphs(), batch_size=3))
+    alone, both = posterior.predict(graphs()[0]), posterior.predict(Batch.from_data_list(graphs()[:2]))
+    torch.testing.assert_close(alone.probs, both.probs[:1])  # type: ignore[index]
+
+
 class LitNodes(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()

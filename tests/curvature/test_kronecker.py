@@ -206,7 +206,6 @@ EXACT = {
     "tied_linears": ["0.weight", "0.bias", "2.bias"],
     "tied_embedding": ["table.weight", "head.bias"],
     "functional_and_matmul": ["w"],
-    "positional_embedding": ["places.weight"],
     "penalised_weight": ["inner.weight"],
     "attention_shared_projection": ["first.in_proj_weight"],
 }

@@ -118,7 +118,7 @@ def test_out_of_memory_in_a_batched_backward_pass(raiser: Callable[..., Any], mo
 
 
 def test_out_of_memory_in_vmap(raiser: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    example = case(Wired(lambda s, x: x * s.scale, scale=nn.Parameter(torch.rand(3, dtype=torch.float64))))
+    example = case(Wired(lambda s, x: x * s.scale.exp(), scale=nn.Parameter(torch.rand(3, dtype=torch.float64))))
     monkeypatch.setattr("lightning_bayes.curvature.gradients.vmap", raiser)
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
         fit_curvature(example.network, example.loader())
