@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -196,7 +196,7 @@ class Likelihood(ABC):
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
         `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form, as the
-        epistemic and aleatoric parts for "probit" and "pairwise". They are NaN for `samples=0`, which draws nothing.
+        epistemic and aleatoric shares for "probit" and "pairwise". They are NaN for `samples=0`, which draws nothing.
         """
         self._check_outputs(mean)
         self._check_tensor("variances of the outputs", covariance)
@@ -210,7 +210,7 @@ class Likelihood(ABC):
             unknown = torch.full_like(closed, math.nan)
             return self.predictive(closed, unknown, unknown)
         drawn = self.from_samples(draw_gaussian(mean, covariance, samples, generator))
-        return drawn if closed is None else replace(drawn, mean=closed)
+        return drawn if closed is None else drawn.with_mean(closed)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
         """The integral by this link, exact or approximate: a predictive, or its mean alone; None where all is drawn."""

@@ -43,6 +43,10 @@ class Predictive:
         """The variance times `T²`: a Gaussian to the power `1/T²`, normalised."""
         return replace(self, epistemic=T**2 * self.epistemic, aleatoric=T**2 * self.aleatoric)
 
+    def with_mean(self, mean: Tensor) -> Predictive:
+        """With another mean, such as one in closed form, and the same parts of the variance."""
+        return replace(self, mean=mean)
+
     @property
     def variance(self) -> Tensor:
         """The variance of `y`, noise included."""
@@ -79,15 +83,17 @@ class ClassPredictive(Predictive):
 
     def tempered(self, T: float) -> ClassPredictive:
         """`p^(1/T)`, normalised: sharper for `T < 1`. The epistemic shares of variance and entropy stay."""
-        return self._with_probs((log_probability(self.probs) / T).softmax(1))
+        return self.with_mean((log_probability(self.probs) / T).softmax(1))
 
-    def _with_probs(self, probs: Tensor) -> ClassPredictive:
-        tiny = torch.finfo(probs.dtype).tiny
-        scale = probs * (1 - probs) / (self.epistemic + self.aleatoric).clamp_min(tiny)
+    def with_mean(self, mean: Tensor) -> ClassPredictive:
+        """With other probabilities, whose variance and entropy are divided in the same shares."""
+        tiny = torch.finfo(mean.dtype).tiny
+        variance = mean * (1 - mean)
+        epistemic = variance * (self.epistemic / self.variance.clamp_min(tiny))
         information = self.mutual_information
         if information is not None:
-            information = information * self.entropy_of(probs) / self.entropy.clamp_min(tiny)
-        return type(self)(probs, scale * self.epistemic, scale * self.aleatoric, information)
+            information = self.entropy_of(mean) * (information / self.entropy.clamp_min(tiny))
+        return type(self)(mean, epistemic, variance - epistemic, information)
 
     @property
     def entropy(self) -> Tensor:
@@ -104,7 +110,7 @@ class LabelPredictive(ClassPredictive):
     """The predictive distribution of independent yes/no labels: `probs` holds `p(y = 1)` of every label."""
 
     def tempered(self, T: float) -> ClassPredictive:
-        return self._with_probs((log_odds(self.probs) / T).sigmoid())
+        return self.with_mean((log_odds(self.probs) / T).sigmoid())
 
     @property
     def entropy(self) -> Tensor:

@@ -4,11 +4,14 @@ An example becomes a 64-bit hash of its input and target. Of all hashes the `K` 
 2002, "Counting distinct elements in a data stream"). Of other data, the examples whose hash is not above the largest
 one kept can be told exactly: they were used if and only if their hash is among those kept. Order, batches and processes
 change nothing; random augmentation does, as it makes other examples.
+
+The hash of a row is a function of `Σⱼ keyⱼ·valueⱼ`, to which zeros add nothing: a text has the same hash whatever
+length it is padded to with zeros, or with any token where there is an `attention_mask`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,7 +25,8 @@ from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 
 KEPT = 1024
-COLUMNS = 64  # of an input that are looked at, evenly: a fit shall not notice it
+FEW = 2**17  # numbers that are hashed at a time, in the processor's cache: a fit shall not notice it
+IGNORED = -100  # the target that torch and Hugging Face pad with
 MANY = 2**16  # hashes, of which the smallest are taken
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
 
@@ -52,10 +56,12 @@ class UsedData:
 def example_hashes(x: Any, y: Tensor) -> Tensor:
     """A number for each example; none where an example is not a row of the input's tensors.  # [B] or [0]"""
     leaves = [] if isinstance(x, inputs.Container) else inputs.tensors(x)
-    rows = [t for t in leaves if _is_plain(t) and t.ndim and len(t) == len(y)]
+    rows = [t.detach() for t in leaves if _is_plain(t) and t.ndim and len(t) == len(y)]
     if not rows or not len(y):
         return torch.empty(0, dtype=torch.long, device=y.device)
-    return hashed(torch.cat([_columns(t.detach()).to(y.device) for t in (*rows, y)], dim=1))
+    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
+    parts = [*(_without_padding(t, mask) for t in rows), _without_ignored(y.detach())]
+    return hashed(torch.stack([_row_hashes(t).to(y.device) for t in parts], dim=1))
 
 
 def share_used(hashes: Tensor, kept: Tensor) -> float:
@@ -72,8 +78,19 @@ def _is_plain(t: Tensor) -> bool:
     return t.layout == torch.strided and not t.is_nested and not t.is_complex()
 
 
-def _columns(t: Tensor) -> Tensor:
-    """Some of an example's numbers as whole ones.  # [B, n]"""
+def _without_padding(t: Tensor, mask: Any) -> Tensor:
+    """Whole numbers, such as tokens, with zeros where an attention mask has them."""
+    if not isinstance(mask, Tensor) or t.is_floating_point() or t.shape != mask.shape:
+        return t
+    return t.masked_fill(mask == 0, 0)
+
+
+def _without_ignored(y: Tensor) -> Tensor:
+    """Classes from one on, so that those that are marked as unknown are zeros."""
+    return y if y.is_floating_point() else (y.long() + 1).masked_fill(y == IGNORED, 0)
+
+
+def _row_hashes(t: Tensor) -> Tensor:
+    """Of all numbers of each example.  # [B]"""
     flat = t.reshape(len(t), -1)
-    step = max(1, flat.shape[1] // COLUMNS)
-    return as_bits(flat[:, step // 2 :: step])
+    return torch.cat([hashed(as_bits(part)) for part in flat.split(max(1, FEW // max(1, flat.shape[1])))])

@@ -7,10 +7,10 @@ of total variance, with the member as one more thing that is not known:
     epistemic = Σₘ wₘ epistemicₘ + Σₘ wₘ (μₘ − μ)²        within the members, and between them
     aleatoric = Σₘ wₘ aleatoricₘ
 
-so that for classes `epistemic + aleatoric = μ(1 − μ)` wherever the members have it (with the "probit" link nearly). The
-entropy of classes is the mixture's own, and its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's
-mixture is reported, and scored, as the Gaussian with its mean and variance, whose entropy is the largest at that
-variance; `log_prob` is the density of the mixture itself.
+so that for classes `epistemic + aleatoric = μ(1 − μ)`, as for the members. The entropy of classes is the mixture's
+own, and its epistemic part is `Σₘ wₘ Iₘ + (H[μ] − Σₘ wₘ H[μₘ])`. A regression's mixture is reported, and scored, as the
+Gaussian with its mean and variance, whose entropy is the largest at that variance; `log_prob` is the density of the
+mixture itself.
 
 At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.

@@ -156,8 +156,8 @@ class Integral:
         sampled = mixture(self.likelihood, draws, moments.add)
         covariance = moments.mean()
         closed = closed_form._by_position(mean, covariance) if pairs else closed_form._integrate(mean, covariance)
-        # Where the closed form is one of the probabilities alone, the draws have the rest.
-        return replace(sampled, mean=closed.mean) if closed.epistemic.isnan().any() else closed
+        # Where the closed form is one of the probabilities alone, the draws have the shares of variance and entropy.
+        return sampled.with_mean(closed.mean) if closed.epistemic.isnan().any() else closed
 
     def _by_position(self, mean: Tensor, covariance: Tensor) -> Predictive:
         """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""

@@ -151,7 +151,7 @@ def test_kwon_parts_add_up(link: str) -> None:
     torch.testing.assert_close(p.sum(1), torch.ones(5, dtype=torch.float64))
 
 
-def test_probit_scales_the_logits_and_takes_its_parts_from_samples() -> None:
+def test_probit_scales_the_logits_and_takes_its_shares_from_samples() -> None:
     m, Σ = logits(5, 4), covariance(5, 4)
     probit, mc = (
         Categorical().integrate(m, Σ, link=link, samples=20, generator=torch.Generator().manual_seed(0))
@@ -159,8 +159,9 @@ def test_probit_scales_the_logits_and_takes_its_parts_from_samples() -> None:
     )
     v = Σ.diagonal(dim1=1, dim2=2)
     torch.testing.assert_close(probit.mean, (m / (1 + torch.pi / 8 * v).sqrt()).softmax(1))
-    assert torch.equal(probit.epistemic, mc.epistemic)
-    assert torch.equal(probit.aleatoric, mc.aleatoric)
+    torch.testing.assert_close(probit.variance, probit.mean * (1 - probit.mean))
+    torch.testing.assert_close(probit.epistemic / probit.variance, mc.epistemic / mc.variance)
+    torch.testing.assert_close(probit.mutual_information / probit.entropy, mc.mutual_information / mc.entropy)
 
 
 def test_probit_without_samples_leaves_the_parts_unknown() -> None:

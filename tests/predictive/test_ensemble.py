@@ -171,7 +171,9 @@ def test_at_the_map_it_is_a_plain_deep_ensemble(kind: str) -> None:
     torch.testing.assert_close(found.aleatoric, variances.mean(0), **TIGHT)
 
 
-@pytest.mark.parametrize(("predictive", "link"), [("glm", "mc"), ("glm", "bridge"), ("bnn", None), ("map", None)])
+@pytest.mark.parametrize(
+    ("predictive", "link"), [("glm", "mc"), ("glm", "probit"), ("glm", "bridge"), ("bnn", None), ("map", None)]
+)
 @pytest.mark.parametrize("kind", ["classes", "labels"])
 def test_the_two_parts_add_up_to_the_variance_of_a_label(kind: str, predictive: str, link: str | None) -> None:
     if kind == "labels" and link == "bridge":

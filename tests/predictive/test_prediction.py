@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ REAL = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual
 DENSE_CLASSES = torch.tensor([[[0, 1], [2, 0]]]).expand(7, 2, 2).contiguous()
 
 
-def posterior(kind: str) -> Any:
+def posterior(kind: str, **options: Any) -> Any:
     network, y, likelihood = {
         "classes": (mlp(3), CLASSES, Categorical()),
         "labels": (mlp(2), LABELS, Bernoulli()),
@@ -30,7 +31,7 @@ def posterior(kind: str) -> Any:
         "dense classes": (Shaped(mlp(12), 3, 2, 2), DENSE_CLASSES, Categorical()),
         "dense real": (Shaped(mlp(8), 2, 2, 2), REAL[:, :, None, None].expand(7, 2, 2, 2).contiguous(), Gaussian(0.5)),
     }[kind]
-    return fit_laplace(network, [(X, y)], likelihood, structure="full")
+    return fit_laplace(network, [(X, y)], likelihood, structure="full", **options)
 
 
 KINDS = ["classes", "labels", "label", "real", "dense classes", "dense real"]
@@ -161,7 +162,46 @@ def test_mutual_information_is_a_part_of_the_entropy(kind: str) -> None:
         assert prediction.mutual_information.shape == prediction.entropy.shape
         assert (prediction.mutual_information > 0).all()
         if prediction.probs is not None:
-            assert (prediction.mutual_information < prediction.entropy + 0.05).all()  # of few draws
+            check_parts(prediction)
+
+
+def check_parts(prediction: Any) -> None:
+    """Of class labels: both parts of the variance and of the entropy add up."""
+    p, information = prediction.probs, prediction.mutual_information
+    assert (prediction.epistemic >= 0).all()
+    assert (prediction.aleatoric >= 0).all()
+    torch.testing.assert_close(prediction.epistemic + prediction.aleatoric, p * (1 - p), rtol=1e-6, atol=1e-12)
+    assert (information >= 0).all()
+    assert (information <= prediction.entropy * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "predictive"),
+    [
+        *product(["classes", "labels", "dense classes"], ["glm", "many outputs", "bnn", "map"]),
+        *product(["classes", "labels"], ["gp"]),
+    ],
+)
+def test_epistemic_and_aleatoric_parts_make_the_whole(
+    kind: str, predictive: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With outputs so wide, and so few draws, that closed forms and draws are far from each other."""
+    if predictive == "many outputs":
+        monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
+        predictive = "glm"
+    fitted = posterior(kind, **({"gp_points": None} if predictive == "gp" else {})).with_prior(1e-3)
+    for link in fitted.likelihood.links:
+        for samples in (1, 3):
+            prediction = fitted.predict(X, predictive, link, samples, seeded())
+            check_parts(prediction)
+            check_parts(DeepEnsemble([fitted, fitted]).predict(X, predictive, link, samples, seeded()))
+
+
+def test_parts_add_up_where_all_draws_are_certain() -> None:
+    m = torch.tensor([[0.0, 300.0, 40.0]])
+    for likelihood in (Categorical(), Bernoulli()):
+        for link in likelihood.links:
+            check_parts(likelihood.integrate(m, torch.full_like(m, 1e4), link, 1, seeded()))
 
 
 def test_of_real_targets_it_is_the_capacity_of_the_gaussian_channel() -> None:

@@ -127,7 +127,7 @@ def test_bridge_is_near_the_integral_where_no_class_is_special() -> None:
 
 
 @pytest.mark.parametrize("predictive", ["glm", "bnn"])
-@pytest.mark.parametrize("link", ["bridge", "mc"])
+@pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
 def test_epistemic_and_aleatoric_add_up(link: str, predictive: str) -> None:
     """`diag Cov[p] + E[p(1 − p)] = p(1 − p)` (Kwon et al. 2020), to rounding."""
     found = fitted(Categorical(), LABELS).predict(X_TEST, predictive, link, samples=50, generator=seeded())
@@ -146,8 +146,9 @@ def test_the_decomposition_of_probit_comes_from_output_samples() -> None:
     posterior = fitted(Categorical(), LABELS)
     probit = posterior.predict(X_TEST, samples=70, generator=seeded(3))
     sampled = posterior.predict(X_TEST, link="mc", samples=70, generator=seeded(3))
-    torch.testing.assert_close(probit.epistemic, sampled.epistemic, **TIGHT)
-    torch.testing.assert_close(probit.aleatoric, sampled.aleatoric, **TIGHT)
+    variances = [prediction.probs * (1 - prediction.probs) for prediction in (probit, sampled)]
+    torch.testing.assert_close(probit.epistemic / variances[0], sampled.epistemic / variances[1], **TIGHT)
+    torch.testing.assert_close(probit.aleatoric / variances[0], sampled.aleatoric / variances[1], **TIGHT)
 
 
 @pytest.mark.parametrize("link", ["probit", "mc"])
@@ -196,8 +197,11 @@ class TestDenseOutputs:
         n = 20_000
         p = output_samples(posterior, X_TEST, n).reshape(n, 5, 3, 2, 2).softmax(2)
         found = posterior.predict(X_TEST, link=link, samples=n, generator=seeded(4))
-        error = 5 * 2**0.5 * (p - p.mean(0)).square().std(0) / n**0.5
-        assert ((found.epistemic - p.var(0)).abs() < error).all()
+        m = p.mean(0)
+        whole, share = m * (1 - m), p.var(0) / (m * (1 - m))
+        errors = [5 * 2**0.5 * t.std(0) / n**0.5 for t in ((p - m).square(), p)]
+        error = (errors[0] + share * (1 - 2 * m).abs() * errors[1]) / whole
+        assert ((found.epistemic / (found.probs * (1 - found.probs)) - share).abs() < error).all()
 
     def test_regression(self) -> None:
         σ = torch.tensor([0.2, 0.9], dtype=torch.float64)
