@@ -122,8 +122,8 @@ class Journey:
         """As many live tensors, and as many bytes, in and after a pass of 3k batches as in one of k; and in as many
         predictions."""
         module, callback, _ = self.fitted
-        # What is gathered up to a bound, whatever the number of batches, is dealt with after each batch: a block's rows,
-        # and the hashes of the examples.
+        # What is gathered up to a bound, whatever the number of batches, goes after each batch: rows of a block, and
+        # hashes of examples.
         monkeypatch.setattr(blocks, "FULL", 1)
         monkeypatch.setattr(used_data, "MANY", 0)
         k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
