@@ -248,6 +248,8 @@ class L2MCallback(PosteriorCallback):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._count_step(trainer, pl_module)
+        if self._batches.steps == 1 and data.replicas(trainer) == 1:  # a graph in a batch is many nodes
+            fisher_factor(self._batches.n_data, self._batches.size)
 
     def _count_step(self, trainer: Trainer, module: LightningModule) -> None:
         # Lightning divides the loss by the batches to accumulate, also where an epoch ends before they are complete.

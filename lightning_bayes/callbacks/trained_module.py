@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any
 
 import torch
@@ -81,15 +82,16 @@ def fit(
 
 
 class _PlainNetwork(LightningModule):
-    """Batches of a plain network are `(x, y)`, as `fit_laplace` takes them."""
+    """Batches of a plain network are those that `fit_laplace` takes."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.net = network
         self.train(network.training).to(inputs.device_of(network))
 
-    def split_batch(self, batch: Any) -> Any:
-        return inputs.split(self.net, batch)
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """A pair; graphs stay whole, as their nodes have other targets in each stage."""
+        return batch if inputs.is_graph(batch) else inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:
@@ -124,8 +126,10 @@ def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) 
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"fit has no argument {name!r}: its words are those of LaplaceCallback{hint}")
     if not isinstance(module, nn.Module):
-        order = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
-        raise TypeError(f"module must be a LightningModule, an nn.Module or a Trainer, got {shown(module)}{order}")
+        hint = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
+        if isinstance(module, (str, PathLike)):
+            hint = ": of a checkpoint, make it first, YourModule.load_from_checkpoint(path)"
+        raise TypeError(f"module must be a LightningModule, an nn.Module or a Trainer, got {shown(module)}{hint}")
     if trainer is not None and not _is_trainer(trainer):
         raise TypeError(f"trainer must be a Trainer or None, got {shown(trainer)}")
     if _is_trainer(datamodule):

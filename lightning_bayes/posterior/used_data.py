@@ -48,7 +48,9 @@ class UsedData:
         return replace(posterior, used_data={**posterior.used_data, self._as: kept})
 
     def _look(self, x: Any, y: Tensor) -> None:
-        self._parts.append(example_hashes(x, y))
+        hashes = example_hashes(x, y)
+        if len(hashes):  # those of graphs have none, and many empty parts would be many
+            self._parts.append(hashes)
         if sum(map(len, self._parts)) > MANY:
             self._parts = [_smallest(self._parts)]
 

@@ -7,6 +7,7 @@ examples `r, r + W, …` in the dataset's order, without padding or dropping.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from torch.utils.data import (
 )
 
 from lightning_bayes.network import DataError, Processes, inputs
-from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.borrowed import borrowed, preserved_rng
+from lightning_bayes.network.containers import is_graph, labelled_nodes
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import convert_input, datamodule_of, is_dev_run, transfer_batch, users_sampler
 
@@ -144,8 +146,8 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     size = batch_size(loader)
     if size is None:
         raise DataError(f"the training data cannot be counted, because the dataset gives whole batches: {instead}")
-    n, batches = len(_indices(loader)), drawn_batches(trainer)
-    return n if batches is None else min(n, size * batches)
+    batches = drawn_batches(trainer)
+    return _count(loader, _indices(loader)[: None if batches is None else size * batches])
 
 
 def count_passed(trainer: Trainer) -> int:
@@ -153,7 +155,7 @@ def count_passed(trainer: Trainer) -> int:
     shuffles."""
     loader = single(trainer.train_dataloader)
     indices = _indices(loader)
-    return len(indices[: _limit(trainer.limit_train_batches, len(indices), batch_size(loader) or 1)])
+    return _count(loader, indices[: _limit(trainer.limit_train_batches, len(indices), batch_size(loader) or 1)])
 
 
 def drawn_batches(trainer: Trainer) -> int | None:
@@ -251,6 +253,17 @@ def _indices(loader: DataLoader[Any]) -> list[int]:
             stacklevel=3,
         )
     return list(range(len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def _count(loader: DataLoader[Any], indices: list[int]) -> int:
+    """An example is an element of the dataset; where that is a graph whose nodes have targets, a labelled node."""
+    if not indices or "torch_geometric" not in sys.modules:
+        return len(indices)
+    with preserved_rng():  # from which a transform may draw
+        if not is_graph(loader.dataset[indices[0]]):
+            return len(indices)
+        labelled = [labelled_nodes(loader.dataset[i], "train") for i in indices]
+    return sum(1 if nodes is None else len(nodes) for nodes in labelled)
 
 
 def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None) -> DataLoader[Any]:

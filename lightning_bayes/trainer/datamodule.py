@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.trainer.module import ReplacedMethod
 from lightning_bayes.trainer.private import TRANSFER_HOOKS, attached, is_default_data_hook
+
+_SET_UP_AGAIN = (
+    "{} has been trained with and torn down, so that it is set up again: a split at random needs a seed of its own, or "
+    "the posterior is tuned on examples that were trained on (or pass the loaders of training and validation)"
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,21 @@ def _is_set_up(owner: Any) -> bool:
     """Whether a Trainer has trained with a data module, which is then set up; to do so again could split the data in
     another way, and leave examples to tune on that were trained on."""
     own_trainer = None if isinstance(owner, nn.Module) else getattr(owner, "trainer", None)
-    has_trained = own_trainer is not None and own_trainer.train_dataloader is not None
-    return has_trained and is_default_data_hook(owner, "teardown")
+    if own_trainer is None or not own_trainer.global_step:
+        return False
+    if not is_default_data_hook(owner, "teardown"):
+        rank_zero_warn(_SET_UP_AGAIN.format(type(owner).__name__))
+        return False
+    return own_trainer.train_dataloader is not None or _has_training_data(owner)
+
+
+def _has_training_data(owner: Any) -> bool:
+    """Whether the Trainer, which has tested since, had trained with it, too, or with other data."""
+    try:
+        owner.train_dataloader()
+    except (AttributeError, TypeError):  # of what `setup("fit")` would have put there
+        return False
+    return True
 
 
 def _copy(owner: Any) -> Any:

@@ -215,6 +215,7 @@ _unused: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "acce
 PLAIN, OWN_DATA = Of(lambda t: t.net(), "Sequential"), Of(lambda t: OwnData(), "OwnData")
 trained = Table("fit", _trained, lightning_bayes.fit, named=False)
 trained("module", "net", "module must be a LightningModule, an nn.Module or a Trainer, got 'net'")
+trained("module", "last_week.ckpt", "got 'last_week.ckpt'", "YourModule.load_from_checkpoint(path)")
 trained("module", LitNet, "module must be a LightningModule, an nn.Module or a Trainer, got the class LitNet")
 trained("module", L.LightningDataModule(), "the data come second, fit(module, datamodule)", datamodule=LitNet())
 trained("module", DataLoader(TensorDataset(X, Y), 4), "the data come second", datamodule=LitNet())

@@ -221,6 +221,45 @@ def test_data_that_were_trained_with_are_not_split_again(tmp_path: Path) -> None
     assert len(dm.calls) == 2
 
 
+class OfStages(Unseeded):
+    """As it is usual: what is for training is not split for a test."""
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            super().setup(stage)
+
+
+@pytest.mark.parametrize("run", ["test", "validate", "predict"])
+def test_nor_are_they_after_another_run(run: str, tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, dm, callback = Classifier(), OfStages(), laplace()
+    own = trainer(tmp_path, callback, max_epochs=10)
+    own.fit(model, datamodule=dm)
+    trained_with = callback.posterior
+    getattr(own, run)(model, **({"datamodule": dm} if run != "predict" else {"dataloaders": held_out()}))
+    for posterior in (lightning_bayes.fit(model, dm, progress=False), lightning_bayes.fit(own, structure="kron")):
+        same_posterior(posterior, trained_with, X)
+        assert posterior.calibrations == trained_with.calibrations
+    assert sum(call.startswith("setup") for call in dm.calls) == 1
+
+
+def test_data_that_were_tested_with_after_others_are_set_up(trained: Any, tmp_path: Path) -> None:
+    model, own, dm = restored(trained, "state dict"), trainer(tmp_path, max_epochs=1), OfStages()
+    own.fit(model, DataLoader(labelled(37), 8))
+    own.test(model, datamodule=dm, verbose=False)
+    assert lightning_bayes.fit(model, dm, progress=False).n_data == 37
+    assert dm.calls.count("setup fit") == 1
+
+
+def test_data_that_were_torn_down_are_set_up_again_which_is_said(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, own, dm = Classifier(), trainer(tmp_path, max_epochs=1), Data()
+    own.fit(model, datamodule=dm)
+    with pytest.warns(UserWarning, match="Data has been trained with and torn down, .* needs a seed of its own"):
+        posterior = lightning_bayes.fit(model, dm, progress=False)
+    assert posterior.n_data == 37
+
+
 def test_the_loaders_that_a_trainer_has_had(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     model, callback = Classifier(), laplace()

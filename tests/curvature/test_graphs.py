@@ -3,12 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.networks import made
-from helpers.tensors import seeded
 from helpers.training import trainer
 from torch import Tensor, nn
 
@@ -21,11 +18,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
 ]
 
+from helpers.graphs import CLASSES, FEATURES, NODES, LitNodes, OfNodes, graph, with_masks  # noqa: E402
 from torch_geometric.data import Batch, Data  # noqa: E402
 from torch_geometric.loader import DataLoader  # noqa: E402
 from torch_geometric.nn import GCNConv, global_mean_pool  # noqa: E402
-
-NODES, FEATURES, CLASSES = 9, 3, 3
 
 
 class OfGraphs(nn.Module):
@@ -45,31 +41,8 @@ class OfData(OfGraphs):
         return super().forward(data.x, data.edge_index, data.batch)
 
 
-class OfNodes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = GCNConv(FEATURES, 4), GCNConv(4, CLASSES)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x, edge_index)), edge_index)
-
-
-def graph(nodes: int, seed: int, **parts: Any) -> Any:
-    generator = seeded(seed)
-    edges = torch.randint(nodes, (2, 3 * nodes), generator=generator)
-    x = torch.randn(nodes, FEATURES, generator=generator, dtype=torch.float64)
-    return Data(x=x, edge_index=edges, **parts)
-
-
 def graphs() -> list[Any]:
     return [graph(n, n, y=torch.tensor([n % CLASSES])) for n in (3, 5, 4, 6, 2)]
-
-
-def with_masks(seed: int = 0) -> Any:
-    data = graph(NODES, seed, y=torch.arange(NODES) % CLASSES)
-    for stage, nodes in {"train": [0, 3, 4, 7, 8], "val": [1, 2], "test": [5, 6]}.items():
-        data[f"{stage}_mask"] = torch.zeros(NODES, dtype=torch.bool).index_fill(0, torch.tensor(nodes), True)
-    return data
 
 
 def ggn(f: Tensor, network: nn.Module) -> Tensor:
@@ -163,30 +136,6 @@ def test_one_graph_without_a_batch_is_predicted() -> None:
     posterior = fit_laplace(made(OfGraphs), DataLoader(graphs(), batch_size=3))
     alone, both = posterior.predict(graphs()[0]), posterior.predict(Batch.from_data_list(graphs()[:2]))
     torch.testing.assert_close(alone.probs, both.probs[:1])  # type: ignore[index]
-
-
-class LitNodes(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = made(OfNodes)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.net(x, edge_index)
-
-    def training_step(self, data: Any, batch_idx: int) -> Tensor:
-        return self._nll(data, data.train_mask)
-
-    def validation_step(self, data: Any, batch_idx: int) -> None:
-        self.log("val_nll", self._nll(data, data.val_mask), batch_size=1)
-
-    def test_step(self, data: Any, batch_idx: int) -> None:
-        self.log("test_nll", self._nll(data, data.test_mask), batch_size=1)
-
-    def _nll(self, data: Any, mask: Tensor) -> Tensor:
-        return F.cross_entropy(self(data.x, data.edge_index)[mask], data.y[mask])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 1e-2)
 
 
 def test_each_stage_has_its_own_nodes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.curvature import blocks
+from lightning_bayes.posterior import used_data
 from lightning_bayes.trainer.module import split_batch
 
 TRAINED, HELD_OUT = 8, 6
@@ -121,7 +122,10 @@ class Journey:
         """As many live tensors, and as many bytes, in and after a pass of 3k batches as in one of k; and in as many
         predictions."""
         module, callback, _ = self.fitted
-        monkeypatch.setattr(blocks, "FULL", 1)  # rows that a block gathers before it multiplies them, whatever batches
+        # What is gathered up to a bound, whatever the number of batches, goes after each batch: rows of a block, and
+        # hashes of examples.
+        monkeypatch.setattr(blocks, "FULL", 1)
+        monkeypatch.setattr(used_data, "MANY", 0)
         k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
         x = self.split(module, batch)
         live: list[tuple[int, int]] = []
