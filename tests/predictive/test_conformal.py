@@ -372,3 +372,52 @@ def test_training_examples_are_warned_of() -> None:
         warnings.simplefilter("error")
         posterior.conformalize(loader(x[2500:], y[2500:]))
         posterior.conformalize(loader(x[:500], (y[:500] + 1) % 3))  # the same inputs with other targets are others
+
+
+class LastWords(nn.Module):
+    """Of sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.linear(torch.stack([sequence[-1] for sequence in sequences]))
+
+
+def test_inputs_that_cannot_be_remembered_are_warned_of_once() -> None:
+    g = generator(4)
+    sequences, y = [torch.randn(1 + n % 4, 3, generator=g) for n in range(40)], torch.randint(2, (40,), generator=g)
+    batches = [(sequences[start : start + 20], y[start : start + 20]) for start in (0, 20)]
+    posterior = fit_laplace(LastWords(), batches, structure="diag")
+    with pytest.warns(UserWarning, match="used before cannot be told for inputs of type list") as caught:
+        conformal = posterior.conformalize(batches, 0.8)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert conformal.predict(sequences[:5]).shape == (5, 2)  # type: ignore[union-attr]
+
+
+class NodeClasses(nn.Module):
+    """Of each node and its neighbours' mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.linear(x.index_add(0, edge_index[1], x[edge_index[0]]))
+
+
+def test_sets_of_nodes_are_made_with_those_that_were_used_for_nothing_else() -> None:
+    geometric = pytest.importorskip("torch_geometric.data", reason="graphs are the extra `real`")
+    g, part = generator(5), torch.arange(60) // 20
+    x, edges = torch.randn(60, 3, generator=g), torch.randint(60, (2, 100), generator=g)
+    masks = {"train_mask": part == 0, "val_mask": (part == 1) & (torch.arange(60) % 20 < 4), "calib_mask": part == 2}
+    data = geometric.Data(x=x, edge_index=edges, y=(x[:, 0] > 0).long(), **masks)
+    posterior = fit_laplace(NodeClasses(), [data], structure="diag")
+    with pytest.warns(UserWarning, match="used before cannot be told for inputs of type Data:"):
+        conformal = posterior.conformalize([data], 0.75)
+    assert conformal.n_data == 20
+    del data.calib_mask
+    with pytest.warns(UserWarning, match="used before cannot be told"):
+        assert posterior.conformalize([data], 0.75).n_data == 4
