@@ -195,15 +195,24 @@ def conformalize(
     how = {"predictive": predictive, "link": link, "samples": samples, "seed": seed}
     members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
     scores, hashes = TargetScores(score, predictor.likelihood.ignore_index), []
+    unknown = ""  # the type of inputs that have no hashes
     with preserved_rng():  # a shuffling loader draws from the global generator
         for batch in loader:
-            x, y = inputs.split_targets(members[0].network, batch, "val")
+            x, y = inputs.split_targets(members[0].network, batch, "calib")
             prediction = _predict(predictor, x, how)
             scores.update(prediction, y.to(predictor.device))
             hashes.append(example_hashes(x, y).cpu())
+            if len(y) and not len(hashes[-1]):
+                unknown = type(batch[0] if isinstance(batch, (tuple, list)) else batch).__name__
     if not hashes:
         raise DataError("the held-out data are empty: conformal sets need at least one batch of (x, y)")
     _warn_of_used(members, torch.cat(hashes))
+    if unknown:
+        warnings.warn(
+            f"whether these examples were used before cannot be told for inputs of type {unknown}: the level is "
+            "promised only with examples that were used for nothing else",
+            stacklevel=3,
+        )
     return replace(_made(scores, score, level, allow_empty), predictor=predictor, how=how)
 
 

@@ -10,6 +10,9 @@ rank of `c`, and `u` a uniform number that belongs to the example:
 - `"lac"`: `1 − p_c` (Sadinle, Lei & Wasserman 2019, "Least ambiguous set-valued classifiers"): the smallest sets on
   average, which may fail the difficult examples to serve the easy ones.
 
+Where the classes before `c` have all probability but a millionth, `"aps"` would tell the rest apart by rounding alone,
+and a network that is wrong and certain in many cases would get sets of all classes. There `10⁻⁶ k` is added.
+
 A real target `y` has the score `|y − m| / s`, with the mean and standard deviation of its prediction.
 
 `u` is computed from the bits of the example's own log-probabilities, rounded to half precision, and a seed. So a score
@@ -31,6 +34,7 @@ from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.predictive.prediction import Prediction
 
 METHODS = ("aps", "raps", "lac")
+CERTAIN = 1e-6  # the probability that is left where ranks count, and what each counts
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ class ClassScore:
             return 1 - probs
         p, order = probs.sort(dim=-1, descending=True, stable=True)
         u = self._uniform(probs).unsqueeze(-1) if self.randomised else 1.0
-        scores = p.cumsum(-1) - p + u * p
+        before = p.cumsum(-1) - p
+        rank = torch.arange(1, p.shape[-1] + 1, dtype=p.dtype, device=p.device)
+        scores = before + u * p + CERTAIN * rank * (before > 1 - CERTAIN)
         if self.method == "raps":
-            rank = torch.arange(1, p.shape[-1] + 1, dtype=p.dtype, device=p.device)
             scores = scores + self.penalty * (rank - self.free_classes).clamp_min(0)
         return torch.empty_like(scores).scatter_(-1, order, scores)
 

@@ -79,6 +79,21 @@ def test_sets_are_those_of_the_papers(method: str, randomised: bool) -> None:
     assert torch.equal(never_empty, expected | top)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [20.0, 40.0, 400.0])
+def test_certain_networks_have_sets_by_rank(gap: float, dtype: torch.dtype) -> None:
+    """Of ten classes the first is right in 70 % of all cases, the second in 25 %: two classes are enough for 90 %."""
+    logits = -gap * torch.arange(10, dtype=dtype) + torch.randn(2000, 10, generator=generator(), dtype=dtype)
+    rank = torch.searchsorted(torch.tensor([0.7, 0.95]), torch.rand(2000, generator=generator(1)))
+    y = logits.argsort(1, descending=True).gather(1, rank[:, None])
+    probs = logits.softmax(1)
+    for method in ("aps", "raps"):
+        conformal = Conformal.fit(of_probs(probs[:1000]), y[:1000, 0], 0.9, method)
+        sets = conformal.sets(of_probs(probs[1000:]))
+        assert sets.gather(1, y[1000:]).double().mean() > 0.88
+        assert sets.sum(1).double().mean() <= 2
+
+
 def test_noise_belongs_to_the_example() -> None:
     probs, _ = drawn(500)
     u = ClassScore()._uniform(probs)
@@ -372,3 +387,52 @@ def test_training_examples_are_warned_of() -> None:
         warnings.simplefilter("error")
         posterior.conformalize(loader(x[2500:], y[2500:]))
         posterior.conformalize(loader(x[:500], (y[:500] + 1) % 3))  # the same inputs with other targets are others
+
+
+class LastWords(nn.Module):
+    """Of sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.linear(torch.stack([sequence[-1] for sequence in sequences]))
+
+
+def test_inputs_that_cannot_be_remembered_are_warned_of_once() -> None:
+    g = generator(4)
+    sequences, y = [torch.randn(1 + n % 4, 3, generator=g) for n in range(40)], torch.randint(2, (40,), generator=g)
+    batches = [(sequences[start : start + 20], y[start : start + 20]) for start in (0, 20)]
+    posterior = fit_laplace(LastWords(), batches, structure="diag")
+    with pytest.warns(UserWarning, match="used before cannot be told for inputs of type list") as caught:
+        conformal = posterior.conformalize(batches, 0.8)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert conformal.predict(sequences[:5]).shape == (5, 2)  # type: ignore[union-attr]
+
+
+class NodeClasses(nn.Module):
+    """Of each node and its neighbours' mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.linear(x.index_add(0, edge_index[1], x[edge_index[0]]))
+
+
+def test_sets_of_nodes_are_made_with_those_that_were_used_for_nothing_else() -> None:
+    geometric = pytest.importorskip("torch_geometric.data", reason="graphs are the extra `real`")
+    g, part = generator(5), torch.arange(60) // 20
+    x, edges = torch.randn(60, 3, generator=g), torch.randint(60, (2, 100), generator=g)
+    masks = {"train_mask": part == 0, "val_mask": (part == 1) & (torch.arange(60) % 20 < 4), "calib_mask": part == 2}
+    data = geometric.Data(x=x, edge_index=edges, y=(x[:, 0] > 0).long(), **masks)
+    posterior = fit_laplace(NodeClasses(), [data], structure="diag")
+    with pytest.warns(UserWarning, match="used before cannot be told for inputs of type Data:"):
+        conformal = posterior.conformalize([data], 0.75)
+    assert conformal.n_data == 20
+    del data.calib_mask
+    with pytest.warns(UserWarning, match="used before cannot be told"):
+        assert posterior.conformalize([data], 0.75).n_data == 4
