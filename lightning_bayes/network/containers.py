@@ -83,7 +83,7 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
         rows = Together.whole(network, x)
         if B in (None, rows.size):
             return rows
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) and not any(len(t) == B for t in tensors(x) if t.ndim):
             raise DataError(f"a batch has {B} targets, but the network's output for it has {rows.size} rows")
     return x
 
