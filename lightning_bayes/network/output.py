@@ -85,8 +85,8 @@ class Output:
         where none is given; if two are possible, that of token logits is the last, and that of a tensor the first. Of
         others, whether one output has a dimension too many."""
         f = self.select(returned)
-        if self.class_dim is not None or f is None or f.ndim < 2 or y.shape != f.shape[:-1]:
-            return self
+        if self.class_dim is not None or f is None or f.ndim < 2 or y.shape[1:] != f.shape[1:-1]:
+            return self  # of the rows, targets may have some alone: the labelled nodes of a graph
         if not classes or f.ndim < 3:
             return self if classes or f.shape[-1] != 1 else replace(self, squeeze=True)
         return self if self.is_ambiguous(returned, y) else replace(self, class_dim=-1)
@@ -95,7 +95,7 @@ class Output:
         """Whether a tensor has as many positions as classes, so that the shape of class labels does not tell."""
         if self.class_dim is not None or not isinstance(returned, Tensor) or returned.ndim < 3:
             return False
-        return y.shape == returned.shape[:-1] == (returned.shape[0], *returned.shape[2:])
+        return y.shape[1:] == returned.shape[1:-1] == returned.shape[2:]
 
 
 def viewed(network: nn.Module, output: Output) -> nn.Module:

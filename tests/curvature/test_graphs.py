@@ -36,6 +36,15 @@ class OfGraphs(nn.Module):
         return self.head(global_mean_pool(h, batch))
 
 
+class Valued(OfNodes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(CLASSES, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.head(super().forward(x, edge_index))
+
+
 class OfData(OfGraphs):
     def forward(self, data: Any) -> Tensor:  # type: ignore[override]
         return super().forward(data.x, data.edge_index, data.batch)
@@ -90,6 +99,18 @@ def test_labelled_nodes_are_examples(tmp_path: Path) -> None:
     posterior.save(tmp_path / "posterior.pt")
     loaded = GaussianPosterior.load(tmp_path / "posterior.pt", network)
     torch.testing.assert_close(loaded.predict(data).probs, posterior.predict(data).probs)
+
+
+def test_one_real_number_of_some_nodes() -> None:
+    """Outputs `[N, 1]` for targets `[N]`, of which some count."""
+    network, data = made(Valued), with_masks()
+    data.y = data.x[:, 0]
+    f, parameters = network(data.x, data.edge_index)[data.train_mask, 0], list(network.parameters())
+    rows = [torch.autograd.grad(out, parameters, retain_graph=True) for out in f]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    posterior = fit_laplace(network, [data], "regression", structure="full")
+    torch.testing.assert_close(posterior.curvature.structure.to_dense(), J.mT @ J)
+    assert posterior.predict(data).mean.shape == (NODES,)  # type: ignore[union-attr]
 
 
 def test_targets_of_some_nodes_need_a_mask() -> None:
