@@ -1,9 +1,10 @@
-"""`fit_curvature`: one pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ`, never a mean, in the chosen structure."""
+"""`fit_curvature`: `H = Σₙ JₙᵀΛₙJₙ`, a sum over the data and never a mean, in the chosen structure: one pass over the
+data, or several for a low rank."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecompo
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
+from lightning_bayes.curvature.low_rank import LowRankSum, check_rank, check_repeatable
 from lightning_bayes.curvature.normalised import normalised_layers
 from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
@@ -44,6 +47,7 @@ def fit_curvature(
     seed: int = 0,
     weight_sharing: str = "expand",
     hessian: str = "exact",
+    rank: int | None = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
@@ -57,7 +61,7 @@ def fit_curvature(
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag" or "kron".
+        structure: "full", "diag", "kron" or "lowrank".
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
@@ -68,6 +72,7 @@ def fit_curvature(
         weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
         hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
             pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
+        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
@@ -76,31 +81,42 @@ def fit_curvature(
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
     """
-    check_options(structure, subset, curvature, weight_sharing, progress, hessian)
+    check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
     likelihood = resolve(likelihood)
     network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
-    total: CurvatureSum | None = None
+    if structure == LOW_RANK:
+        check_repeatable(loader)
+    total: CurvatureSum | LowRankSum | None = None
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
-        bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
+        def batches(number: str = "") -> Iterator[tuple[Any, Tensor]]:
+            """Of one pass."""
+            what = f"{structure} {curvature}{number}"
+            bar = stack.enter_context(tqdm(loader, desc=what, disable=not progress, unit="batch"))
+            return (_prepare(network, batch) for batch in bar)
+
+        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
             chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
+            begun: CurvatureSum | LowRankSum
             if hessian == "exact":
                 kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
-                options = (structure, weight_sharing, kind, samples, seed, processes)
-                begun = CurvatureSum(network, plan, likelihood, *options)
+                drawn = (kind, samples, seed, processes)
+                if structure == LOW_RANK:
+                    begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
+                else:
+                    begun = CurvatureSum(network, plan, likelihood, structure, weight_sharing, *drawn)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
             describe(begun.blocks())
@@ -110,8 +126,7 @@ def fit_curvature(
         if probe is not None:
             probe = inputs.contained(network, probe)
             total = begin(inputs.to_device(probe, inputs.device_of(network)))
-        for batch in bar:
-            x, y = _prepare(network, batch)
+        for x, y in batches():
             total = total or begin(x, y)
             total.add(x, y)
         if total is None:
@@ -141,10 +156,11 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
 
 
 def check_options(
-    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any
+    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
 ) -> None:
     """Refuse what is known to be wrong without a network or data."""
-    word("structure", structure, tuple(STRUCTURES))
+    word("structure", structure, (*STRUCTURES, LOW_RANK))
+    check_rank(rank, structure)
     word("curvature", curvature, tuple(CURVATURES))
     word("hessian", hessian, HESSIANS)
     if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):

@@ -1,4 +1,4 @@
-"""A loader of which each batch is looked at once it has been used."""
+"""A loader of which each batch is looked at, in the first pass, once it has been used."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from lightning_bayes.network import inputs
 
 
 class Watched:
-    """The loader's batches as they are; `look(x, y)` sees each of them after its user."""
+    """The loader's batches as they are; `look(x, y)` sees each of them after its user, in the first pass alone."""
 
     def __init__(
         self, network: nn.Module, loader: Iterable[Any], look: Callable[[Any, Tensor], None], stage: str = "train"
     ) -> None:
-        self._network, self._loader, self._look, self._stage = network, loader, look, stage
+        self.loader = loader
+        self._network, self._look, self._stage = network, look, stage
+        self._is_first = True
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        is_first, self._is_first = self._is_first, False
+        for batch in self.loader:
             yield batch
-            self._look(*inputs.split_targets(self._network, batch, self._stage))
+            if is_first:
+                self._look(*inputs.split_targets(self._network, batch, self._stage))
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
@@ -17,6 +18,7 @@ __all__ = [
     "Factor",
     "Kronecker",
     "Layout",
+    "LowRank",
     "Piece",
     "ShardedDiagonal",
     "Structure",

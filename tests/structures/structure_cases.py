@@ -5,7 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+from lightning_bayes.structures import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Factor,
+    Kronecker,
+    Layout,
+    LowRank,
+    Piece,
+    Structure,
+)
 
 F64 = torch.float64
 
@@ -78,6 +88,11 @@ def block_diagonal() -> BlockDiagonal:
     return BlockDiagonal(tuple(blocks.values()), tuple(LAYOUTS.values()), tuple(blocks))
 
 
+def low_rank(k: int = 3) -> LowRank:
+    """Rank `k` of 7, and a shift, without which it has no inverse."""
+    return LowRank.from_root(random(7, k, seed=14), torch.tensor(0.4, dtype=F64))
+
+
 STRUCTURES: dict[str, Callable[[], Structure]] = {
     "dense": dense,
     "diagonal": diagonal,
@@ -87,6 +102,9 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "kronecker embedding": embedding,
     "kronecker diagonal factors": diagonal_factors,
     "block diagonal": block_diagonal,
+    "low rank": low_rank,
+    "low rank, whole": lambda: low_rank(7),
+    "low rank, nothing but the shift": lambda: low_rank(0),
 }
 
 
@@ -96,6 +114,8 @@ def like(structure: Structure) -> Structure:
         return Dense(spd(structure.size, seed=21))
     if isinstance(structure, Diagonal):
         return Diagonal(positive(structure.size, seed=22))
+    if isinstance(structure, LowRank):
+        return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
     if isinstance(structure, Kronecker):
         g, O, I = structure.shape
         left = Factor(structure.left.vectors, positive(g, O, seed=23))
