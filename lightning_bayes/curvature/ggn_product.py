@@ -1,8 +1,9 @@
 """Products of a batch's curvature with a block of vectors, `Σₙ JₙᵀΛₙJₙ V`, and never a Jacobian.
 
-`JV` in forward mode, `Λ(JV)` example by example, and `Jᵀ(ΛJV)` by a backward pass, for many vectors at a time where
-PyTorch has batching rules for every operator. Some of those are wrong, so the two halves are held against each other:
-`Vᵀ(JᵀΛJV)` by backward mode must be `(JV)ᵀ(ΛJV)` by forward mode.
+`JV` in forward mode, `Λ(JV)` example by example, and `Jᵀ(ΛJV)` by a backward pass, for many vectors at a time. Where
+PyTorch has no rule for an operator, `JV` is the derivative of a backward pass, or vectors are taken one at a time. Rules
+may be wrong, and forward mode differs from backward mode at an embedding's padding, whose row has no gradient. So the
+two halves are held against each other: `Vᵀ(JᵀΛJV)` must be `(JV)ᵀ(ΛJV)`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.curvature.output_checks import TOLERANCE
 from lightning_bayes.curvature.output_columns import output_columns
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network import CurvatureError, Subset, inputs
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 Fisher = Callable[[Tensor], Tensor]  # U -> ΛU  # [b, B, ...]
+WAYS = ((True, True), (False, True), (True, False), (False, False))  # in forward mode, and batched?
 
 
 class GGNProduct:
@@ -30,8 +32,9 @@ class GGNProduct:
     def __init__(self, network: nn.Module, subset: Subset, n_activations: int) -> None:
         self._network, self._subset, self._n_activations = network, subset, n_activations
         self._parameters = subset.parameters(network)
-        self._batched = True
-        self._checked: set[tuple[int, torch.Size]] = set()  # vectors and outputs for which batching was right
+        self._ways = list(WAYS)  # of which the first is used, as long as it is right
+        self._checked: set[tuple[int, torch.Size]] = set()  # vectors and outputs for which it was
+        self._largest = 0.0
 
     def __call__(self, x: Any, f: Tensor, fisher: Fisher, V: Tensor) -> Tensor:
         """`f` is the network's output at `x`, with its graph.  # [b, P] -> [b, P]"""
@@ -40,30 +43,43 @@ class GGNProduct:
         return torch.cat([self._few(x, f, fisher, part) for part in V.split(few)])
 
     def _few(self, x: Any, f: Tensor, fisher: Fisher, V: Tensor) -> Tensor:
-        x = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
-        linearised = Linearised(self._network, self._parameters, x)
-        moves = self._unflatten(V)
-        if self._batched and len(V) > 1 and not isinstance(x, inputs.Container):
+        reason = ""
+        while self._ways:
             try:
-                with quiet():
-                    JV = linearised.derivatives(moves).detach()
-                    u = fisher(JV)
-                    product = self._flatten(self._pull(f, u, is_grads_batched=True), len(V))
+                JV, u, product = self._by(*self._ways[0], x, f, fisher, V)
                 if self._is_right(V, product, JV, u):
                     return product
-                reason = "PyTorch's batching rules give wrong products with the Jacobian of this network"
-            except RuntimeError as error:
-                if not is_missing_rule(error):
+                reason = "forward and backward mode disagree"
+            except (RuntimeError, CurvatureError) as error:
+                if not is_missing_rule(error) and type(error) is not CurvatureError:
                     raise
-                reason = f"PyTorch cannot batch products with the Jacobian of this network ({first_line(error)})"
-            log_slow_path(reason, "vectors are taken one at a time")
-            self._batched = False
-        rows = []
-        for b in range(len(V)):
-            with torch.no_grad():
-                Jv = linearised.derivative({name: move[b] for name, move in moves.items()})[1]
-            rows.append(self._flatten(self._pull(f, fisher(Jv.unsqueeze(0))[0]), 1))
-        return torch.cat(rows)
+                reason = first_line(error.__cause__ or error)
+            del self._ways[0]
+            self._checked.clear()
+            if self._ways:
+                forward, batched = self._ways[0]
+                how = "in forward mode" if forward else "by two backward passes"
+                how = how if batched else f"{how} for one vector at a time"
+                log_slow_path(
+                    f"PyTorch has no rule for products with this Jacobian ({reason})", f"they are taken {how}"
+                )
+        raise CurvatureError(
+            f"an operator of the network has neither forward mode nor a backward that can be differentiated ({reason}), "
+            "so that its curvature is known by its Jacobian alone: use structure='kron', 'diag' or 'full'"
+        )
+
+    def _by(
+        self, forward: bool, batched: bool, x: Any, f: Tensor, fisher: Fisher, V: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`JV`, `ΛJV` and `JᵀΛJV`."""
+        x = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
+        linearised = Linearised(self._network, self._parameters, x)
+        with quiet():
+            JV = linearised.derivatives(self._unflatten(V), forward, batched).detach()
+            u = fisher(JV)
+            if batched:
+                return JV, u, self._flatten(self._pull(f, u, is_grads_batched=True), len(V))
+            return JV, u, torch.cat([self._flatten(self._pull(f, row), 1) for row in u])
 
     def _is_right(self, V: Tensor, product: Tensor, JV: Tensor, u: Tensor) -> bool:
         """Checked once for each number of vectors and shape of outputs, which a rule may confuse."""
@@ -72,8 +88,10 @@ class GGNProduct:
             return True
         backward = V.double() @ product.double().mT
         forward = JV.double().flatten(1) @ u.double().flatten(1).mT
-        close = (backward - forward).norm() <= TOLERANCE.get(JV.dtype, 0.1) * forward.norm() + 1e-30
-        if close or not forward.isfinite().all():  # which is an error of its own
+        size = float(forward.norm())
+        self._largest = max(size, self._largest)  # of vectors that `H` makes zero, only the rounding is left
+        tolerance = TOLERANCE.get(JV.dtype, 0.1) * size + 100 * torch.finfo(JV.dtype).eps * self._largest + 1e-30
+        if (backward - forward).norm() <= tolerance or not forward.isfinite().all():  # which is an error of its own
             self._checked.add(shape)
             return True
         return False

@@ -7,7 +7,7 @@ is linear in `u`, so that one graph serves all directions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -64,24 +64,40 @@ class Linearised:
         (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
         return f, df
 
-    def derivatives(self, moves: dict[str, Tensor]) -> Tensor:
-        """`J(x) d` of many directions at once; an error where an operator has no batched forward mode.
-        # {name: [b, the parameter's shape]} -> [b, B, ...]"""
+    def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
+        """`J(x) d` of many directions, in forward mode or by two backward passes, all at once or one after the other;
+        an error where an operator has no rule for that.  # {name: [b, the parameter's shape]} -> [b, B, ...]"""
         directions = {name: moves[name] for name in self._parameters}
-        with _forward_mode(self._recurrent):
-            return vmap(lambda d: jvp(self._call, (self._parameters,), (d,))[1])(directions)
+        if forward:
+            with _forward_mode(self._recurrent):
+                return (vmap if batched else _looped)(self._pushed)(directions)
+        f, u, names, pulled = self._double_backward()
+        if not names:
+            return f.new_zeros(len(next(iter(directions.values()))), *f.shape)
+
+        def push(d: dict[str, Tensor]) -> Tensor:
+            along = [d[name] for name in names]
+            (df,) = torch.autograd.grad(pulled, u, along, retain_graph=True, is_grads_batched=batched)
+            return df
+
+        return push(directions) if batched else _looped(push)(directions)
+
+    def _pushed(self, directions: dict[str, Tensor]) -> Tensor:
+        df: Tensor = jvp(self._call, (self._parameters,), (directions,))[1]
+        return df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
         with explained(self._network, self._x):
             return inputs.run(self._network, self._x, parameters)
 
     @torch.enable_grad()
-    def _double_backward(self, reason: str) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
+    def _double_backward(self, reason: str | None = None) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
         """`f`, `u`, and the graph of `uᵀJ` for the parameters that `f` depends on."""
         parameters = {name: p.clone().requires_grad_() for name, p in self._parameters.items()}
         f = self._call(parameters)
-        lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
-        log_slow_path(lack, "it is linearised by two backward passes")
+        if reason is not None:
+            lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
+            log_slow_path(lack, "it is linearised by two backward passes")
         u = torch.zeros_like(f, requires_grad=True)
         try:
             gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
@@ -95,6 +111,16 @@ class Linearised:
             ) from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         return f.detach(), u, list(used), list(used.values())
+
+
+def _looped(function: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
+    """As `vmap`, one after the other."""
+
+    def all_of(directions: dict[str, Tensor]) -> Tensor:
+        count = len(next(iter(directions.values())))
+        return torch.stack([function({name: d[i] for name, d in directions.items()}) for i in range(count)])
+
+    return all_of
 
 
 @contextmanager
