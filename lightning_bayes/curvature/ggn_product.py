@@ -1,9 +1,9 @@
 """Products of a batch's curvature with a block of vectors, `Σₙ JₙᵀΛₙJₙ V`, and never a Jacobian.
 
 `JV` in forward mode, `Λ(JV)` example by example, and `Jᵀ(ΛJV)` by a backward pass, for many vectors at a time. Where
-PyTorch has no rule for an operator, `JV` is the derivative of a backward pass, or vectors are taken one at a time. Rules
-may be wrong, and forward mode differs from backward mode at an embedding's padding, whose row has no gradient. So the
-two halves are held against each other: `Vᵀ(JᵀΛJV)` must be `(JV)ᵀ(ΛJV)`.
+PyTorch has no rule for an operator, `JV` is the derivative of a backward pass, or vectors are taken one at a time. A
+rule may be wrong, and forward mode differs from backward mode at an embedding's padding, whose row has no gradient. So
+the two halves are held against each other: `Vᵀ(JᵀΛJV)` must be `(JV)ᵀ(ΛJV)`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class GGNProduct:
                     f"PyTorch has no rule for products with this Jacobian ({reason})", f"they are taken {how}"
                 )
         raise CurvatureError(
-            f"an operator of the network has neither forward mode nor a backward that can be differentiated ({reason}), "
-            "so that its curvature is known by its Jacobian alone: use structure='kron', 'diag' or 'full'"
+            "an operator of the network has neither forward mode nor a backward that can be differentiated "
+            f"({reason}), so that its curvature is known by its Jacobian alone: use structure='kron', 'diag' or 'full'"
         )
 
     def _by(
