@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -98,9 +99,12 @@ def fit_curvature(
 
         def batches(number: str = "") -> Iterator[tuple[Any, Tensor]]:
             """Of one pass."""
-            what = f"{structure} {curvature}{number}"
-            bar = stack.enter_context(tqdm(loader, desc=what, disable=not progress, unit="batch"))
-            return (_prepare(network, batch) for batch in bar)
+            what, total = f"{structure} {curvature}{number}", length_hint(loader) or None
+            # Without the loader, which tqdm would begin to read twice, and start its workers twice.
+            bar = stack.enter_context(tqdm(desc=what, total=total, disable=not progress, unit="batch"))
+            for batch in loader:
+                yield _prepare(network, batch)
+                bar.update()
 
         def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
