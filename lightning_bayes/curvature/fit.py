@@ -37,7 +37,7 @@ def fit_curvature(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
+    subset: str | Sequence[str] | Tensor | Subset = "all",
     curvature: str = "ggn",
     *,
     samples: int = 1,
@@ -49,6 +49,8 @@ def fit_curvature(
     probe: Any = None,
     output: str | int | None = None,
     class_dim: int | None = None,
+    updatable: bool = False,
+    first_example: int = 0,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
@@ -59,7 +61,7 @@ def fit_curvature(
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
         structure: "full", "diag" or "kron".
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
-            positions of) the trainable weights.
+            positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
             of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
             outputs at many positions.
@@ -75,11 +77,15 @@ def fit_curvature(
             that of the first batch. Then nothing is learned from the shape of the targets.
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
+        first_example: the number of the first example, for what is drawn: how many were fitted before these.
     """
     check_options(structure, subset, curvature, weight_sharing, progress, hessian)
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
+    flag("updatable", updatable)
+    count("first_example", first_example, least=0)
     likelihood = resolve(likelihood)
     network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
@@ -99,7 +105,7 @@ def fit_curvature(
             plan = make_plan(network, x, chosen)
             if hessian == "exact":
                 kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
-                options = (structure, weight_sharing, kind, samples, seed, processes)
+                options = (structure, weight_sharing, kind, samples, seed, processes, None, updatable, first_example)
                 begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
@@ -117,7 +123,7 @@ def fit_curvature(
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
         fitted = replace(total.finish(), normalised=normalised, output=output_of(network))
-        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian)
+        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian, samples=samples, seed=seed)
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
@@ -153,7 +159,8 @@ def check_options(
             f"structure={structure!r} and curvature={curvature!r}"
         )
     word("weight_sharing", weight_sharing, tuple(SHARINGS))
-    check_subset(subset)
+    if not isinstance(subset, Subset):
+        check_subset(subset)
     flag("progress", progress)
 
 
@@ -181,8 +188,10 @@ def log_likelihood(
     return name_totals(totals)
 
 
-def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
+def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
     """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
+    if isinstance(subset, Subset):
+        return subset
     last_layer: tuple[str, ...] = ()
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):
