@@ -46,6 +46,13 @@ def process(task: str) -> GaussianPosterior:
     return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp_points=5)
 
 
+def after(task: str, structure: str) -> GaussianPosterior:
+    """With the posterior of other data, at other weights, for its prior."""
+    before = laplace(task, structure, seed=1)
+    words: dict[str, Any] = {"prior": before, "prior_precision": 1.5, "updatable": True}
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure, **words)
+
+
 def l2m(task: str) -> LaplacePosterior:
     module = LitNet(task)
     optimizer: Any = module.configure_optimizers()
@@ -102,6 +109,8 @@ MAKERS: dict[str, Callable[[str], Any]] = {
         for structure, subset in product(STRUCTURES, SUBSETS)
     },
     "with training points": process,
+    "after another posterior, kron": lambda task: after(task, "kron"),
+    "after another posterior, full": lambda task: after(task, "full"),
     "l2m": l2m,
     "sharded": sharded,
     "online": online,
