@@ -49,8 +49,7 @@ def process(task: str) -> GaussianPosterior:
 def after(task: str, structure: str) -> GaussianPosterior:
     """With the posterior of other data, at other weights, for its prior."""
     before = laplace(task, structure, seed=1)
-    words: dict[str, Any] = {"prior": before, "prior_precision": 1.5, "updatable": True}
-    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure, **words)
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure, prior=before, prior_precision=1.5)
 
 
 def l2m(task: str) -> LaplacePosterior:
