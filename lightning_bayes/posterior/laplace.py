@@ -71,7 +71,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        structure: "kron", "ekfac", "diag" or "full". "ekfac" takes a second pass, for eigenvalues of its own in the
+            basis of "kron". A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc", "empirical_fisher", or "auto": "ggn", but "fisher_mc" for images and other
             outputs at many positions, where the exact GGN takes a backward pass for each.

@@ -13,7 +13,7 @@ A grouped layer is `g` independent products of one size, kept as a leading batch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +100,7 @@ class Kronecker(Structure):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
         shift = self.shift.to(device=device, dtype=dtype) if isinstance(self.shift, Tensor) else self.shift
-        return Kronecker(self.left.to(device, dtype), self.right.to(device, dtype), shift)
+        return replace(self, left=self.left.to(device, dtype), right=self.right.to(device, dtype), shift=shift)
 
     def to_dense(self) -> Tensor:
         return self.matmul(torch.eye(self.size, dtype=self.dtype, device=self.device))
@@ -120,10 +120,11 @@ class Kronecker(Structure):
                 "the sum of two Kronecker products in different bases is not a Kronecker product: "
                 "sum their factors over the data first, then decompose once"
             )
-        return Kronecker(self.left, self.right, self.shift + other.values)
+        return replace(self, shift=self.shift + other.values)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
-        return Kronecker(Factor(self.left.vectors, self.left.values * factor), self.right, self.shift * factor)
+        left = Factor(self.left.vectors, self.left.values * factor)
+        return replace(self, left=left, shift=self.shift * factor)
 
     def add_prior(self, precision: float | Tensor) -> Kronecker:
         precision = self._check_prior(precision)
@@ -132,7 +133,7 @@ class Kronecker(Structure):
                 "a Kronecker block takes one prior precision for the whole layer (adding a different one per parameter "
                 "is not a Kronecker product): use a scalar or per-layer prior, or structure='diag' or 'full'"
             )
-        return Kronecker(self.left, self.right, self.shift + precision.flatten()[0])
+        return replace(self, shift=self.shift + precision.flatten()[0])
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
         """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""
@@ -171,7 +172,7 @@ class Kronecker(Structure):
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any]) -> Kronecker:
-        return cls(Factor(*parts["left"]), Factor(*parts["right"]), parts["shift"])
+        return cls(**{**parts, "left": Factor(*parts["left"]), "right": Factor(*parts["right"])})
 
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""
