@@ -1,4 +1,4 @@
-"""A network and data to the curvature of its loss: exact, Monte-Carlo or empirical; dense, diagonal, Kronecker, EKFAC."""
+"""A network and data to the curvature of its loss: exact, Monte-Carlo or empirical, in the form of a structure."""
 
 from lightning_bayes.curvature.ekfac import EKFACAccumulator  # which makes its word known
 from lightning_bayes.curvature.fit import Curvature, choose_subset, fit_curvature
