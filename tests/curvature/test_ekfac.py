@@ -236,6 +236,18 @@ def test_the_covariance_of_outputs_is_that_of_its_dense_matrix() -> None:
         torch.testing.assert_close(posterior.functional(case.x)[1], J @ Σ @ J.mT, **TIGHT)
 
 
+@pytest.mark.parametrize("name", ["mlp", "deep_cnn", "linear_on_sequences", "transformer", "heteroscedastic"])
+def test_its_evidence_is_a_lower_bound_of_the_exact_one(name: str) -> None:
+    """A matrix without what is off its diagonal, in any basis, has the larger determinant (Hadamard) and the larger
+    number of weights that the data determine (Schur)."""
+    case = CASES[name]()
+    ekfac, full = (fit_laplace(case.network, case.loader(), case.likelihood, word) for word in ("ekfac", "full"))
+    for δ in (1e-3, 1.0, 50.0):
+        one, exact = ekfac.with_prior(δ), full.with_prior(δ)
+        assert one.log_marginal_likelihood() <= exact.log_marginal_likelihood() + 1e-9
+        assert one.effective_parameters >= exact.effective_parameters - 1e-9
+
+
 @pytest.mark.parametrize("name", ["deep_cnn", "transformer"])
 def test_new_noise_is_a_new_fit(name: str) -> None:
     case = CASES[name]()
