@@ -1,6 +1,6 @@
 """The second pass of `structure="ekfac"`: eigenvalues of their own for the eigenvectors of the Kronecker blocks.
 
-The first pass ends in `Q = Q_G ⊗ Q_A` for every block `G ⊗ A`. The second adds up (George et al. 2018, eq. (12))
+The first pass ends in `Q = Q_G ⊗ Q_A` for every block `G ⊗ A`. The second adds up (George et al. 2018)
 
     Λ = diag(QᵀHQ) = Σₙ Σ_k (Q_Gᵀ Jₙₖ Q_A)²,    Jₙₖ = Σ_t g [a 1]ᵀ   [O, I + 1],
 

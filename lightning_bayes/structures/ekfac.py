@@ -1,4 +1,4 @@
-"""A Kronecker product's eigenvectors with eigenvalues of their own (EKFAC; George et al. 2018, section 3),
+"""A Kronecker product's eigenvectors with eigenvalues of their own (EKFAC; George et al. 2018),
 
     M = (Q_G ⊗ Q_A) diag(Λ) (Q_G ⊗ Q_A)ᵀ,
 
