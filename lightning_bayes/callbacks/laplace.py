@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
-from lightning_bayes.curvature.fit import check_options
+from lightning_bayes.curvature.fit import check_options, check_passes
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
@@ -54,7 +55,11 @@ from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, report
 from lightning_bayes.trainer.strategy import refuse_sharded, share
 
-_TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
+_TRIED = {
+    "full": 1024,
+    "kron": 1_000_000,
+    "ekfac": 1_000_000,
+}  # weights up to which a dry run makes the matrices of the structure
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -68,7 +73,7 @@ class LaplaceCallback(PosteriorCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "diag" or "full"; for a `Subnetwork`, "kron" is "full".
+        structure: "kron", "ekfac" (a second pass), "diag" or "full"; for a `Subnetwork`, "kron" is "full".
         subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
@@ -187,6 +192,7 @@ class LaplaceCallback(PosteriorCallback):
         joined = structure if self._given.is_posterior else None
         check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined)
         self.updatable = flag("updatable", updatable)
+        check_passes(structure, data)
         check_iteration(tune, iterate, passes, self.likelihood)
         self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
@@ -329,7 +335,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._data.check_training_data(trainer)
+        self._data.check_training_data(trainer, partial(check_passes, self.structure))
         if self.tune == "grid":
             check_validation(trainer)
 

@@ -37,8 +37,10 @@ class Accumulator(ABC):
     `add_leftover`, `end_chunk`."""
 
     word: ClassVar[str | None] = None  # by which `structure=` means it
+    passes: ClassVar[int] = 1  # over the data, that the structure takes
     needs_axes = False  # whether an example's rows must lie along an axis
     keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
+    _plan: Plan
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -76,6 +78,15 @@ class Accumulator(ABC):
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
         """The curvature; its decompositions are shared out over the processes. The sums are given up."""
+
+    def again(self, fitted: Structure) -> Accumulator | None:
+        """What a second pass over the data adds up, given the curvature of the first; None where one is enough."""
+        return None
+
+    @property
+    def plan(self) -> Plan:
+        """The layers and parameters of which it takes gradients."""
+        return self._plan
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:

@@ -37,7 +37,7 @@ from lightning_bayes.posterior.prior_precision import as_precision, check_precis
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
 from lightning_bayes.posterior.used_data import UsedData
-from lightning_bayes.structures import Structure
+from lightning_bayes.structures import BlockDiagonal, Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,7 +76,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        structure: "kron", "ekfac", "diag" or "full". "ekfac" takes a second pass, for eigenvalues of its own in the
+            basis of "kron". A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc", "empirical_fisher", or "auto": "ggn", but "fisher_mc" for images and other
             outputs at many positions, where the exact GGN takes a backward pass for each.
@@ -227,7 +228,8 @@ class LaplacePosterior(GaussianPosterior):
     @property
     def has_exact_sum(self) -> bool:
         """Whether `P` is `H/T + Λ` itself."""
-        return self.damping is None and self.prior.has_exact_sum
+        adds_factors = self.prior.precision is not None and isinstance(self.curvature.structure, BlockDiagonal)
+        return self.damping is None and not adds_factors
 
     def check_exact_sum(self, what: str) -> None:
         if not self.has_exact_sum:

@@ -21,7 +21,7 @@ from lightning_bayes.arguments import shown
 from lightning_bayes.network import Subset
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior.prior_precision import PriorError, per_parameter
-from lightning_bayes.structures import BlockDiagonal, Diagonal, Structure, StructureError
+from lightning_bayes.structures import Diagonal, Structure, StructureError
 
 if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
@@ -35,11 +35,6 @@ class Prior:
 
     mean: Tensor | None = None  # m [P]; None is zero
     precision: Structure | None = None  # P₀; None is the identity
-
-    @property
-    def has_exact_sum(self) -> bool:
-        """Whether `P` is `H + Λ` itself."""
-        return not isinstance(self.precision, BlockDiagonal)
 
     def distance(self, θ: Tensor) -> Tensor:
         """`θ − m`.  # [P]"""
@@ -102,10 +97,10 @@ def check_prior(
         raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
     if prior is not None and prior.is_sharded:
         raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
-    if prior is not None and structure not in (None, "full", prior.precision.word):
+    if prior is not None and structure not in (None, "full") and structure not in _same_sum(prior):
         raise PriorError(
             f"prior= has structure={prior.precision.word!r}, which cannot be added to structure={structure!r}: fit "
-            "both with the same one of 'kron', 'diag' and 'full', or this one with 'full'"
+            "both with the same one of 'kron' and 'diag', or this one with 'full'"
         )
     if prior is not None and has_points:
         raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
@@ -120,6 +115,11 @@ def check_prior(
             raise PriorError(f"prior_mean must be a vector of finite weights [P], got {shown(prior_mean)}")
     elif prior_mean is not None:
         raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
+
+
+def _same_sum(prior: GaussianPosterior) -> set[str]:
+    """The structure of a posterior, where two of it have a sum of the same structure."""
+    return {"kron", "diag"} & {str(prior.precision.word)}
 
 
 def check_fits(

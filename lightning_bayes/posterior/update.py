@@ -14,13 +14,13 @@ from typing import Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
+from lightning_bayes.curvature.fit import GROWING
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
-GROWING = ("full", "diag", "kron")
 
 
 def update(

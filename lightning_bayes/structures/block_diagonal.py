@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -126,7 +126,7 @@ class BlockDiagonal(Structure):
         return other.blocks
 
     def _with(self, blocks: Iterable[Structure]) -> BlockDiagonal:
-        return BlockDiagonal(tuple(blocks), self.layouts, self.names)
+        return replace(self, blocks=tuple(blocks))
 
     def _map(self, operation: Callable[[Structure, Tensor], Tensor], vectors: Tensor) -> Tensor:
         return self._assemble(self._each(lambda block, layout: operation(block, layout.gather(vectors))))

@@ -234,7 +234,7 @@ class Kronecker(Structure):
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any]) -> Kronecker:
-        return cls(Factor(*parts["left"]), Factor(*parts["right"]), parts["shift"], parts.get("rows"))
+        return cls(**{**parts, "left": Factor(*parts["left"]), "right": Factor(*parts["right"])})
 
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""

@@ -16,6 +16,7 @@ from lightning_bayes import (
     Subnetwork,
     SWAGCallback,
 )
+from lightning_bayes.network import SubsetError
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -176,6 +177,8 @@ loaders(laplace)
 laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
 laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
+laplace("data", iter([1]), "structure='ekfac' takes 2 passes over the data", "iterator", structure="ekfac", named=False)
+laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError)
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
 laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True, tune="marglik")

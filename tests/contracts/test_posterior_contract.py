@@ -353,6 +353,9 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
         assert {block.form for block in summary.blocks} == {"kronecker"}
         assert summary.blocks[-1].sizes == "3×3 ⊗ 5×5"
         assert summary.blocks[-1].n_bytes == 8 * (9 + 25 + 3 + 5)  # eigenvectors and eigenvalues
+    elif "ekfac" in kind:
+        assert {block.form for block in summary.blocks} == {"ekfac"}
+        assert summary.blocks[-1].n_bytes == 8 * (9 + 25 + 3 + 5 + 15)  # and those that were refitted
     elif "full" in kind or "subnetwork" in kind:
         assert [(block.form, block.sizes) for block in summary.blocks] == [("dense", f"{P}×{P}")]
         assert summary.n_bytes == 8 * P**2
@@ -398,7 +401,7 @@ def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
 @every_gaussian
 def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
-    word = next((word for word in ("kron", "full", "diag") if word in kind), "diag")
+    word = next((word for word in ("kron", "ekfac", "full", "diag") if word in kind), "diag")
     word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
