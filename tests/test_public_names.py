@@ -377,7 +377,7 @@ def fit(**arguments: Any) -> LaplacePosterior:
 
 # The call, what it takes, and what it is to take one day.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
-    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac"], ["lowrank"]),
+    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac", "lowrank"], []),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)], []),
     "by of Subnetwork": (
         lambda word: Subnetwork(3, word),

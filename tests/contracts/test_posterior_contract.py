@@ -359,6 +359,10 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
     elif "full" in kind or "subnetwork" in kind:
         assert [(block.form, block.sizes) for block in summary.blocks] == [("dense", f"{P}×{P}")]
         assert summary.n_bytes == 8 * P**2
+    elif "lowrank" in kind:
+        k = posterior.curvature.structure.rank
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrank", f"{P}×{k}")]
+        assert summary.n_bytes == 8 * (P * k + k)
     else:
         assert {block.form for block in summary.blocks} == {"diagonal"}
         assert summary.n_bytes == 8 * P
@@ -401,7 +405,7 @@ def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
 @every_gaussian
 def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
-    word = next((word for word in ("kron", "ekfac", "full", "diag") if word in kind), "diag")
+    word = next((word for word in ("kron", "ekfac", "full", "diag", "lowrank") if word in kind), "diag")
     word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
