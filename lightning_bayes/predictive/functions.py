@@ -23,15 +23,16 @@ from lightning_bayes.network import inputs
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.checks import explained
+from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.network.shards import is_sharded, local, reshard
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 
 
-def outputs(posterior: GaussianPosterior, x: Any) -> Tensor:
+def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Tensor:
     """`f(x)` at the mean."""
-    with at_mean(posterior, x) as x:
+    with at_mean(posterior, x, differentiable) as x:
         return inputs.call(posterior.network, x)
 
 
@@ -41,14 +42,16 @@ def sample_functions(
     n: int,
     generator: torch.Generator | None = None,
     linearised: bool = True,
+    differentiable: bool = False,
 ) -> Tensor:
     """`n` functions drawn from the posterior, evaluated at `x`: one weight sample for all inputs, so that the draws are
     smooth in x. Of the linearised network `f(x) + J(x)(θ − θ*)`, or of the network itself.  # [n, B, ...]"""
     count("n", n)
     check_generator(generator)
     flag("linearised", linearised)
+    check_differentiable(differentiable, x)
     draws: list[Tensor] = []
-    each_function(posterior, x, n, generator, linearised, draws.append)
+    each_function(posterior, x, n, generator, linearised, draws.append, differentiable)
     return torch.stack(draws)
 
 
@@ -59,11 +62,12 @@ def each_function(
     generator: torch.Generator | None,
     linearised: bool,
     consume: Callable[[Tensor], None],
+    differentiable: bool = False,
 ) -> None:
     """The same, one after the other.  # [B, ...]"""
     if linearised and posterior.is_sharded:
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
-    with at_mean(posterior, x) as x:
+    with at_mean(posterior, x, differentiable) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
         for _ in range(n):
             moves = draw_moves(posterior, generator)
@@ -76,19 +80,20 @@ def draw_moves(posterior: GaussianPosterior, generator: torch.Generator | None) 
     return unflatten(posterior, move if posterior.shift is None else move + posterior.shift)
 
 
-def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor) -> Tensor:
+def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
     """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
-    with at_mean(posterior, x) as x:
+    with at_mean(posterior, x, differentiable) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
         return network(unflatten(posterior, move)).to(posterior.mean)
 
 
 @contextmanager
-def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
+def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
+    """The network, borrowed, and `x` on its device; a graph, if it is to be `differentiable`, leads to `x` alone."""
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # an error where x holds no tensor
-    with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
+    with torch.inference_mode(False), borrowed(posterior.network, ()), torch.set_grad_enabled(differentiable):
         yield inputs.to_device(x, posterior.device)
 
 
@@ -110,7 +115,7 @@ class Linearised:
     """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`."""
 
     def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
-        self._network = network
+        self._network, self._differentiable = network, torch.is_grad_enabled()
         self._parameters = {name: p.detach() for name, p in parameters.items()}
         self._x = x
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
@@ -144,7 +149,8 @@ class Linearised:
         f, u, names, pulled = self._backward
         if not names:
             return f, torch.zeros_like(f)
-        (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
+        moves_used = [directions[name] for name in names]
+        (df,) = torch.autograd.grad(pulled, u, moves_used, retain_graph=True, create_graph=f.requires_grad)
         return f, df
 
     def _call(self, parameters: dict[str, Tensor]) -> Tensor:
@@ -169,7 +175,7 @@ class Linearised:
                 "that its linearisation cannot be sampled: use predictive='bnn'"
             ) from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-        return f.detach(), u, list(used), list(used.values())
+        return f if self._differentiable else f.detach(), u, list(used), list(used.values())
 
 
 @contextmanager
