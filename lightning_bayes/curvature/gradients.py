@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import inputs
+from lightning_bayes.network.input_graph import differentiable_again
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
@@ -39,6 +40,8 @@ class LayerGradients:
         """Valid until the next call. Of operations that are not `plain` batching is checked before it is trusted.
         # columns [k, *f.shape] -> one [k, *z.shape] per call"""
         columns = columns.to(f.dtype)
+        if self._batched and self._create_graph and describe_functions(f):
+            self._batched = False  # batching hides that a function of the author's own has no second derivative
         if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
                 with quiet():
@@ -64,7 +67,8 @@ class LayerGradients:
         """Zero at a layer that `f` does not depend on."""
         edges = [call.edge for call in calls]
         options = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True, **options}
-        grads = torch.autograd.grad(f, edges, columns, **options)
+        with differentiable_again() if self._create_graph else nullcontext():
+            grads = torch.autograd.grad(f, edges, columns, **options)
         lead = columns.shape[: columns.ndim - f.ndim]
         shapes = [(*lead, *call.output_shape) for call in calls]
         return [columns.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
@@ -103,7 +107,7 @@ class ParameterGradients:
 
     def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter], create_graph: bool = False) -> None:
         self._network, self._parameters, self._create_graph = network, parameters, create_graph
-        self._vectorised = True
+        self._vectorised: bool | None = None if create_graph else True  # None: not known yet
 
     def __call__(
         self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[str, Tensor, slice], None]
@@ -121,6 +125,8 @@ class ParameterGradients:
                     consume(name, J, part)
 
     def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        if self._vectorised is None:  # vmap hides that a function of the author's own has no second derivative
+            self._vectorised = not describe_functions(inputs.call(self._network, x))
         if self._vectorised and not isinstance(x, inputs.Container):
             try:
                 with quiet():
@@ -178,7 +184,8 @@ class ParameterGradients:
                 cotangent = columns[k, b : b + 1].to(f.dtype)
                 leaves = list(parameters.values())
                 keep = self._create_graph or k < K - 1
-                grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=keep, **options)
+                with differentiable_again() if self._create_graph else nullcontext():
+                    grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=keep, **options)
                 for name, g in zip(parameters, grads, strict=True):
                     gradients[name][k, b] = g.flatten()
         return gradients

@@ -8,7 +8,8 @@ copies alone. It is differentiable in turn, because that gradient, too, is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.network.containers import map_tensors, tensors
-from lightning_bayes.network.errors import CurvatureError, DataError
+from lightning_bayes.network.errors import DataError, no_second_derivative
 from lightning_bayes.network.slow_path import first_line
 
-_NO_DERIVATIVE = ("once_differentiable", "is not implemented")  # of PyTorch's own messages
+_NO_DERIVATIVE = (
+    "is not implemented",
+    "Can't call numpy()",
+)  # of PyTorch's own messages, the latter on a pass in NumPy
 
 
 def check_differentiable(differentiable: bool, x: Any) -> None:
@@ -63,6 +67,17 @@ def attached(x: Any, compute: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor
     return _Attached.apply(_Graph(copies, list(outputs)), *real)
 
 
+@contextmanager
+def differentiable_again() -> Iterator[None]:
+    """A backward pass that needs derivatives of backward passes; one sentence where an operator has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_DERIVATIVE):
+            raise
+        raise no_second_derivative(first_line(error)) from error
+
+
 @dataclass(frozen=True, eq=False)
 class _Graph:
     inputs: list[Tensor]
@@ -73,15 +88,8 @@ class _Graph:
         reached = [(f, g) for f, g in zip(self.outputs, gradients, strict=True) if f.requires_grad]
         options = {"create_graph": create_graph, "materialize_grads": True}
         options["retain_graph"] = True  # it is freed with the tensors that it belongs to
-        try:
+        with differentiable_again():
             return torch.autograd.grad([f for f, _ in reached], self.inputs, [g for _, g in reached], **options)
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(words in str(error) for words in _NO_DERIVATIVE):
-                raise
-            raise CurvatureError(
-                f"the covariance has no gradient in x, because an operator of the network has no second derivative "
-                f"({first_line(error)}): use predictive='bnn' or 'map'"
-            ) from error
 
 
 class _Attached(torch.autograd.Function):

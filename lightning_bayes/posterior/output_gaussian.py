@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
+from lightning_bayes.curvature.graph import check_differentiable_twice
 from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
@@ -114,6 +115,8 @@ class ForwardPass:
         with plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder:
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
+        if differentiable:
+            check_differentiable_twice(self.f)
         self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
