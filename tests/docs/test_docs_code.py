@@ -110,6 +110,16 @@ def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
 
 
+def test_active_learning() -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    own = {"network": nn.Linear(4, 3), "x": x, "y": y, "labelled": torch.arange(20), "pool": torch.arange(20, 60)}
+    names = run_page(DOCS / "active_learning.md", **own)
+    information, chosen = names["information"], names["chosen"]
+    assert information.shape == (40,)
+    assert (information >= 0).all()
+    assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
+
+
 def test_every_name_of_the_api_page_exists() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     entries = re.split(r"^::: ", page, flags=re.MULTILINE)[1:]
