@@ -104,8 +104,11 @@ class ShardedPosterior(LaplacePosterior):
             δ = δ[self._layers].repeat_interleave(sizes)
         return δ
 
+    def prior_shares(self) -> Tensor:
+        return self.prior_precision * self.precision.inverse_diagonal()
+
     def effective_parameters_per_layer(self) -> Tensor:
-        γ = self.precision.sums(1 - self.prior_precision * self.precision.inverse_diagonal())  # of each parameter
+        γ = self.precision.sums(1 - self.prior_shares())  # of each parameter
         return γ.new_zeros(len(self.subset.layers)).index_add_(0, self._layers, γ)
 
     @property
