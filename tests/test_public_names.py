@@ -123,11 +123,14 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
         "generator": None,
     },
     GaussianPosterior.sample: {"self": REQUIRED, "n": 1, "generator": None},
+    GaussianPosterior.sample_function: {"self": REQUIRED, "generator": None, "predictive": "glm", "n": None},
     GaussianPosterior.log_prob: {"self": REQUIRED, "theta": REQUIRED},
     GaussianPosterior.save: {"self": REQUIRED, "path": REQUIRED},
     GaussianPosterior.load: {"path": REQUIRED, "network": REQUIRED},
     GaussianPosterior.state_dict: {"self": REQUIRED},
     GaussianPosterior.from_state_dict: {"network": REQUIRED, "state": REQUIRED},
+    GaussianPosterior.penalty: {"self": REQUIRED, "network": REQUIRED},
+    LaplacePosterior.update: {"self": REQUIRED, "loader": REQUIRED},
     GaussianPosterior.summary: {"self": REQUIRED},
     GaussianPosterior.to: {"self": REQUIRED, "device": REQUIRED},
     Prediction.to: {"self": REQUIRED},
@@ -191,12 +194,16 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 # By name, in any place.
 USING = {"link": None, "network": None, "ood": False, "plots": False, "seed": 0, "save": None, "calibrate": "auto"}
 KEYWORDS: dict[Any, dict[str, Any]] = {
+    fit_laplace: {"prior_mean": None, "prior": None},
     LaplaceCallback: {
         **USING,
         "structure": "kron",
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
+        "prior_mean": None,
+        "prior": None,
+        "updatable": False,
         "progress": True,
         "tune": "auto",
         "per_layer": False,
@@ -210,6 +217,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "scaling": "dataset",
         "prior_precision": None,
+        "prior_mean": None,
         "tune": "auto",
         "per_layer": False,
         "predictive": "glm",
@@ -236,6 +244,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
+        "prior_mean": None,
         "evidence": "marglik",
         "mode": "gradient",
         "keep": "best",
@@ -262,6 +271,8 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
     fit_l2m: {"n_data": REQUIRED, "batch_size": REQUIRED, "scaling": "dataset", "prior_precision": None},
     evaluate: {"predictive": "glm", "link": None, "samples": 100, "seed": 0},
+    GaussianPosterior.predict: {"calibrated": True, "differentiable": False},
+    GaussianPosterior.functional: {"joint": False, "differentiable": False},
     lightning_bayes.fit: {"likelihood": "classification", "trainer": None},
     LaplaceCallback.fit_now: {"val_dataloader": None},
 }
@@ -298,7 +309,7 @@ def test_callbacks_take_keywords_after_the_likelihood(callback: Any) -> None:
     assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior"])
+@pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior", "update"])
 def test_every_posterior_answers_to_the_same_arguments(method: str) -> None:
     """The plain Gaussian refuses, but takes what the Laplace posterior takes."""
     plain = list(inspect.signature(getattr(GaussianPosterior, method)).parameters)
@@ -369,7 +380,7 @@ def fit(**arguments: Any) -> LaplacePosterior:
 
 # The call, what it takes, and what it is to take one day.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
-    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "lowrank"], ["ekfac"]),
+    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac", "lowrank"], []),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)], []),
     "by of Subnetwork": (
         lambda word: Subnetwork(3, word),
@@ -386,6 +397,7 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         [],
     ),
     "predictive": (lambda word: fit(gp_points=4).predict(X, word, samples=2), ["glm", "bnn", "map", "gp"], []),
+    "predictive of functions": (lambda word: fit().sample_function(predictive=word), ["glm", "bnn"], []),
     "gp_points": (lambda word: fit(gp_points=word), [0, 4, None], []),
     "gp_selection": (lambda word: fit(gp_points=4, gp_selection=word), ["random", "leverage"], []),
     "gp_weighting": (lambda word: fit(gp_points=4, gp_weighting=word), ["prior", "data"], []),

@@ -24,10 +24,13 @@ from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_s
 
 
 class Linearised:
-    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`."""
+    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`, in which it may
+    be `differentiable`."""
 
-    def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
-        self._network = network
+    def __init__(
+        self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any, differentiable: bool = False
+    ) -> None:
+        self._network, self._differentiable = network, differentiable
         self._parameters = {name: p.detach() for name, p in parameters.items()}
         self._x = x
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
@@ -61,7 +64,8 @@ class Linearised:
         f, u, names, pulled = self._backward
         if not names:
             return f, torch.zeros_like(f)
-        (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
+        moves_used = [directions[name] for name in names]
+        (df,) = torch.autograd.grad(pulled, u, moves_used, retain_graph=True, create_graph=self._differentiable)
         return f, df
 
     def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
@@ -110,7 +114,7 @@ class Linearised:
                 "than 'lowrank'"
             ) from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-        return f.detach(), u, list(used), list(used.values())
+        return f if self._differentiable else f.detach(), u, list(used), list(used.values())
 
 
 def _looped(function: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:

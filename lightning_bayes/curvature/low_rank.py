@@ -7,7 +7,7 @@ see the same examples; labels that are drawn belong to an example's place in the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -184,14 +184,3 @@ def check_rank(rank: Any, structure: str) -> None:
     count("rank", rank)
     if structure != WORD:
         raise ValueError(f"rank={rank} belongs to structure='lowrank', got structure={structure!r}")
-
-
-def check_repeatable(loader: Any) -> None:
-    """Before the first pass: data that can be read only once are not enough."""
-    while not isinstance(loader, Iterator) and hasattr(loader, "loader"):
-        loader = loader.loader
-    if isinstance(loader, Iterator):
-        raise DataError(
-            "structure='lowrank' passes over the data several times, but the loader is an iterator, which gives them "
-            "once: pass a list or a DataLoader"
-        )

@@ -22,8 +22,9 @@ from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.checks import check_device
+from lightning_bayes.network.borrowed import borrowed, unwrap
+from lightning_bayes.network.checks import check_device, check_network
+from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
+    from lightning_bayes.predictive.function_draw import FunctionDraw
 
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
@@ -118,26 +120,45 @@ class GaussianPosterior:
         distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
-    def functional(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def penalty(self, network: nn.Module) -> Tensor:
+        """`½ (θ − mean)ᵀ P (θ − mean)` of the weights `θ` that `network` has now, differentiable in them: the posterior
+        as the prior of a training on other data. It belongs to a *sum* of negative log-likelihoods: divide it by the
+        number of examples for a loss that is their mean."""
+        weights = check_network(unwrap(network))
+        check_parameters(weights, self.subset)
+        flat = torch.cat([p.reshape(-1) for p in self.subset.parameters(weights).values()])
+        d = self.subset.narrow(flat).to(self.mean) - self.mean
+        return 0.5 * (d * self.precision.matmul(d)).sum()
+
+    def functional(self, x: Any, joint: bool = False, differentiable: bool = False) -> tuple[Tensor, Tensor]:
         """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
-        the covariance of all outputs of the batch `[B·C, B·C]`."""
+        the covariance of all outputs of the batch `[B·C, B·C]`. If `differentiable`, they keep the graph to `x`."""
         flag("joint", joint)
-        mean, covariances = self.functional_for([self.precision], x, "joint" if joint else "example")
+        check_differentiable(differentiable, x)
+        form = "joint" if joint else "example"
+        mean, covariances = self.functional_for([self.precision], x, form, differentiable)
         return mean, covariances[0]
 
-    def functional_for(self, precisions: list[Structure], x: Any, form: str = "example") -> tuple[Tensor, list[Tensor]]:
+    def functional_for(
+        self, precisions: list[Structure], x: Any, form: str = "example", differentiable: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions in the same eigenbasis (several priors), in one backward pass; the
         covariances in one of the forms of `output_gaussian`."""
-        with self.linearised(x) as (plan, x):
-            mean, covariances = output_gaussian(self.network, plan, precisions, x, form)
-        return mean if self.shift is None else self.shifted(x), covariances
 
-    def shifted(self, x: Any) -> Tensor:
+        def gaussian(x: Any) -> list[Tensor]:
+            with self.linearised(x) as (plan, x):
+                mean, covariances = output_gaussian(self.network, plan, precisions, x, form, differentiable)
+            return [mean, *covariances]
+
+        mean, *covariances = attached(x, gaussian) if differentiable else gaussian(x)
+        return mean if self.shift is None else self.shifted(x, differentiable), covariances
+
+    def shifted(self, x: Any, differentiable: bool = False) -> Tensor:
         """`f(x) + J(x) (mean − θ̃)`, of a refined posterior."""
         from lightning_bayes.predictive.functions import linearised_outputs
 
         assert self.shift is not None
-        return linearised_outputs(self, x, self.shift)
+        return linearised_outputs(self, x, self.shift, differentiable)
 
     @contextmanager
     def linearised(self, x: Any) -> Iterator[tuple[Plan, Any]]:
@@ -148,7 +169,7 @@ class GaussianPosterior:
             # Positions may be merged with the batch; those of a container are so in any number.
             shapes = () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
             if shapes not in self.plans:
-                self.plans[shapes] = make_plan(self.network, x, self.subset)
+                self.plans[shapes] = make_plan(self.network, inputs.map_tensors(x, Tensor.detach), self.subset)
             yield self.plans[shapes], x
 
     def predict(
@@ -159,6 +180,7 @@ class GaussianPosterior:
         samples: int = 100,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
+        differentiable: bool = False,
     ) -> Prediction:
         """The predictive distribution at `x`.
 
@@ -171,10 +193,19 @@ class GaussianPosterior:
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
+            differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
         """
         from lightning_bayes.predictive import predict
 
-        return predict(self, x, predictive, link, samples, generator, calibrated)
+        return predict(self, x, predictive, link, samples, generator, calibrated, differentiable)
+
+    def sample_function(
+        self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
+    ) -> FunctionDraw:
+        """A function drawn from the posterior, `x ↦ f(x)`: see `FunctionDraw`."""
+        from lightning_bayes.predictive.function_draw import draw_function
+
+        return draw_function(self, generator, predictive, n)
 
     def calibrate(
         self: Posterior,
@@ -334,8 +365,21 @@ class GaussianPosterior:
     def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("prior to tune"))
 
+    def update(self, loader: Any, progress: bool = False, processes: Any = None) -> GaussianPosterior:
+        raise PosteriorError(self._no_evidence("sums over data to add to"))
+
     def _no_evidence(self, what: str) -> str:
         return (
             f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
             "fit_laplace gives a LaplacePosterior that does"
         )
+
+
+def check_parameters(network: nn.Module, subset: Subset) -> None:
+    shapes = {name: p.shape for name, p in network.named_parameters()}
+    for name, shape in zip(subset.names, subset.shapes, strict=True):
+        if shapes.get(name) != shape:
+            other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
+            raise PosteriorError(
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
+            )

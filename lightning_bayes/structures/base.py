@@ -125,6 +125,11 @@ class Structure(ABC):
     def __add__(self: Self, other: Self) -> Self:
         """`M + M'`, of two structures of the same form."""
 
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Structure:
+        """`M + M'`, or the nearest matrix of this form: Kronecker products add their factors, as if the data of `other`
+        counted `weight` times in their means."""
+        return self + other
+
     @abstractmethod
     def scale(self: Self, factor: float | Tensor) -> Self:
         """`factor · M`."""
@@ -155,6 +160,10 @@ class Structure(ABC):
     def logdet(self) -> Tensor:
         """`log det M`, a scalar; `-inf` for a singular matrix."""
 
+    def trace_terms(self, other: Structure) -> Tensor:
+        """Of `tr(M⁻¹M')`: numbers whose sum over a block of both matrices is that block's own trace.  # [P]"""
+        return self.solve(other.to_dense()).diagonal()
+
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
         device = self.device if generator is None else generator.device
@@ -168,6 +177,11 @@ class Structure(ABC):
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         """`J M⁻¹ Jᵀ`: the covariance of `Jθ` for `θ ~ N(0, M⁻¹)`.  # [..., K, P] -> [..., K, K]"""
         return J @ self.solve(J).mT
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether it has all that `joined` needs to be the matrix of more data."""
+        return True
 
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:

@@ -179,7 +179,7 @@ def test_shuffled_data_have_the_same_curvature_but_not_the_same_draws() -> None:
 
 def test_an_iterator_is_refused_before_the_first_pass() -> None:
     case, read = regression(), []
-    with pytest.raises(DataError, match="passes over the data several times, but the loader is an iterator"):
+    with pytest.raises(DataError, match="takes several passes over the data, but the loader is an iterator"):
         fit_curvature(case.network, (read.append(1) for _ in range(2)), case.likelihood, "lowrank")
     assert not read
 

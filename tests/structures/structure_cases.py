@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.structures import (
+    EKFAC,
     BlockDiagonal,
     Dense,
     Diagonal,
+    EKFACBlockDiagonal,
     Factor,
     Kronecker,
     Layout,
@@ -66,6 +68,11 @@ def shifted() -> Kronecker:
     return first + second
 
 
+def ekfac(g: int = 2, O: int = 3, I: int = 4, shift: float = 0.0) -> EKFAC:
+    basis = kronecker(g, O, I, seed=14)
+    return EKFAC(basis.left, basis.right, shift, refitted=positive(g, O, I, seed=15))
+
+
 # Places in a flat vector of 66, in no order: a Linear's [W b] whose bias lies apart, a grouped transposed convolution
 # (stored [g, C, O, k]) with bias, an embedding (stored [V, D]), a dense block in two runs, and a diagonal one.
 LAYOUTS = {
@@ -88,6 +95,13 @@ def block_diagonal() -> BlockDiagonal:
     return BlockDiagonal(tuple(blocks.values()), tuple(LAYOUTS.values()), tuple(blocks))
 
 
+def ekfac_blocks() -> EKFACBlockDiagonal:
+    """Of which one layer's eigenvalues are still those of the factors, as between the two passes of a fit."""
+    others = block_diagonal()
+    blocks = (ekfac(1, 2, 4), ekfac(2, 2, 7, shift=0.2), *others.blocks[2:])
+    return EKFACBlockDiagonal(blocks, others.layouts, others.names)
+
+
 def low_rank(k: int = 3) -> LowRank:
     """Rank `k` of 7, and a shift, without which it has no inverse."""
     return LowRank.from_root(random(7, k, seed=14), torch.tensor(0.4, dtype=F64))
@@ -101,7 +115,10 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "kronecker shifted": shifted,
     "kronecker embedding": embedding,
     "kronecker diagonal factors": diagonal_factors,
+    "ekfac": ekfac,
+    "ekfac shifted": lambda: ekfac(shift=0.3),
     "block diagonal": block_diagonal,
+    "ekfac blocks": ekfac_blocks,
     "low rank": low_rank,
     "low rank, whole": lambda: low_rank(7),
     "low rank, nothing but the shift": lambda: low_rank(0),
