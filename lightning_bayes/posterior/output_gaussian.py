@@ -3,8 +3,9 @@
 
 The Jacobian `[B, C, P]` is never built. Each layer's block of `P` adds its own part, from the layer's inputs and output
 gradients (see `structures.output_covariance`). A prior changes only eigenvalues, so that several priors cost one
-backward pass. A full matrix, one of low rank, or one whose blocks are not the layers that this pass sees, takes the
-whole Jacobian, of a few examples at a time.
+backward pass. A matrix of low rank adds to the part of its diagonal what its few columns take away (`JacobianColumns`).
+A full matrix, or one whose blocks are not the layers that this pass sees, takes the whole Jacobian, of a few examples
+at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_bayes.curvature.output_checks import check_examples_apart, check_
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import CurvatureError, inputs
-from lightning_bayes.structures import CovarianceForm, Layout, Structure
+from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
 MOST = 2**36  # bytes of covariances
 BlockFinder = Callable[[Layout], Structure | None]
@@ -98,9 +99,8 @@ def _one_by_one(
         gradients = ForwardPass(network, plan, example, differentiable).gradients(0, f[0].numel())
         with torch.set_grad_enabled(differentiable):
             jacobians.append(gradients.rows())
-    wanted = CovarianceForm(form)
-    rows = wanted.arrange(torch.cat(jacobians, dim=1))
-    return f.to(rows.dtype), type(precisions[0]).inverse_quadratics(precisions, rows, wanted)
+    rows = CovarianceForm(form).arrange(torch.cat(jacobians, dim=1))
+    return f.to(rows.dtype), [CovarianceForm(form).quadratic(precision, rows) for precision in precisions]
 
 
 def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, list[Tensor]]:
@@ -154,10 +154,14 @@ class OutputGradients:
         self._of_layers, self._leftovers = of_layers, leftovers
 
     def covariances(self, precisions: Sequence[Structure], form: CovarianceForm) -> list[Tensor]:
+        terms = type(precisions[0]).inverse_terms(precisions)
+        if terms is not None:
+            return self._by_terms(terms, form)
         finders = [precision.layer_blocks(self._plan.subset) for precision in precisions]
         if self._fit(finders[0]):
-            return self._by_block(finders, form)
-        return type(precisions[0]).inverse_quadratics(precisions, form.arrange(self.rows()), form)
+            return self._by_block(finders, form, self._forward.dtype)
+        rows = form.arrange(self.rows())
+        return [form.quadratic(precision, rows) for precision in precisions]
 
     def rows(self) -> Tensor:
         """The whole Jacobian.  # [K, B, P]"""
@@ -178,17 +182,43 @@ class OutputGradients:
         layouts += [site.layout for site, _ in self._layers()]
         return all(block_of(layout) is not None for layout in layouts)
 
-    def _by_block(self, finders: list[BlockFinder], form: CovarianceForm) -> list[Tensor]:
-        f, dtype = self._forward.f, self._forward.dtype
+    def _by_terms(self, terms: list[InverseTerms], form: CovarianceForm) -> list[Tensor]:
+        """`scale · J D⁻¹ Jᵀ − (JV mix)(JV mix)ᵀ`, a difference, and so in float64."""
+        subset = self._plan.subset
+        diagonals = {id(term.diagonal): term.diagonal for term in terms}
+        columns = {id(term.columns): JacobianColumns(term.columns, subset) for term in terms}
+        finders = [D.layer_blocks(subset) for D in diagonals.values()]
+        blocks = self._by_block(finders, form, torch.float64, list(columns.values()))
+        by_diagonal = dict(zip(diagonals, blocks, strict=True))
+        covariances = []
+        for term in terms:
+            JV = torch.as_tensor(columns[id(term.columns)].total) @ term.mix  # [K, B, k]
+            taken = form.weighted(form.arrange(JV), torch.ones_like(JV[0, 0]))
+            covariances.append((term.scale * by_diagonal[id(term.diagonal)] - taken).to(self._forward.dtype))
+        return covariances
+
+    def _by_block(
+        self,
+        finders: list[BlockFinder],
+        form: CovarianceForm,
+        dtype: torch.dtype,
+        columns: Sequence[JacobianColumns] = (),
+    ) -> list[Tensor]:
+        """The sums over layers, of which `columns` have theirs, too."""
+        f = self._forward.f
         totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
         for site, calls in self._layers():
-            a, g = self._factors(site, calls)
+            a, g = (t.to(dtype) for t in self._factors(site, calls))
+            for own in columns:
+                own.add(site.layout, a, g)
             blocks = _blocks(finders, site.layout)
             terms = type(blocks[0]).output_covariances(blocks, a, g, form)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
             rows = form.arrange(J.to(dtype))
+            for own in columns:
+                own.add_rows(self._plan.leftover_layout(name), J.to(dtype))
             for total, block in zip(totals, _blocks(finders, self._plan.leftover_layout(name)), strict=True):
                 total += form.quadratic(block, rows)
         return totals

@@ -1,10 +1,11 @@
 """Symmetric positive semi-definite matrices over a network's parameters, each with the algebra its form allows."""
 
-from lightning_bayes.structures.base import Structure, StructureError
+from lightning_bayes.structures.base import InverseTerms, Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.ekfac import EKFAC, EKFACBlockDiagonal
+from lightning_bayes.structures.jacobian_columns import JacobianColumns
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.low_rank import LowRank
@@ -19,6 +20,8 @@ __all__ = [
     "Diagonal",
     "EKFACBlockDiagonal",
     "Factor",
+    "InverseTerms",
+    "JacobianColumns",
     "Kronecker",
     "Layout",
     "LowRank",

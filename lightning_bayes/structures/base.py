@@ -79,6 +79,16 @@ class ParameterBlock:
     places: Tensor  # [size]
 
 
+@dataclass(frozen=True, eq=False)
+class InverseTerms:
+    """`M⁻¹ = scale · D⁻¹ − (V mix)(V mix)ᵀ`, in float64."""
+
+    diagonal: Structure  # D
+    scale: Tensor | float
+    columns: Tensor  # V [P, k]
+    mix: Tensor  # [k, k]
+
+
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
@@ -196,7 +206,8 @@ class Structure(ABC):
     @property
     def has_layer_blocks(self) -> bool:
         """Whether predictions may go layer by layer, and need no Jacobian of all weights."""
-        return type(self).layer_blocks is not Structure.layer_blocks
+        own = type(self)
+        return own.layer_blocks is not Structure.layer_blocks or own.inverse_terms is not Structure.inverse_terms
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """The blocks that it is made of; by default it is one itself."""
@@ -208,9 +219,10 @@ class Structure(ABC):
         return lambda layout: None
 
     @classmethod
-    def inverse_quadratics(cls: type[Self], matrices: Sequence[Self], J: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """`J M⁻¹ Jᵀ` of arranged rows for several `M` in one eigenbasis (several priors)."""
-        return [form.quadratic(M, J) for M in matrices]
+    def inverse_terms(cls: type[Self], matrices: Sequence[Self]) -> list[InverseTerms] | None:
+        """The inverses as a diagonal and a few columns, where they have that form; parts that several of them have in
+        common (of several priors) are the same objects."""
+        return None
 
     @classmethod
     def output_covariances(

@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, positive
-from lightning_bayes.structures.output_covariance import CovarianceForm
+from lightning_bayes.structures.base import InverseTerms, Structure, positive
+from lightning_bayes.structures.diagonal import Diagonal
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,22 +127,31 @@ class LowRank(Structure):
         return (inside / (self.values + D)) @ inside.mT + rest @ rest.mT / D
 
     @classmethod
-    def inverse_quadratics(cls, matrices: Sequence[LowRank], J: Tensor, form: CovarianceForm) -> list[Tensor]:
-        """Another prior, or another noise, takes no other products with `U`."""
+    def inverse_terms(cls, matrices: Sequence[LowRank]) -> list[InverseTerms]:
+        """By Woodbury's formula in float64, exact for the `U` that is stored: rounded to float32, it is not quite
+        orthonormal, which matters where the variance is a small difference."""
         first = matrices[0]
-        if any(M.vectors is not first.vectors or M._shifts.ndim for M in matrices):
-            return super().inverse_quadratics(matrices, J, form)
-        inside, rest = first._split(J)
-        outside = form.weighted(rest, torch.ones_like(rest[..., :1]))
-        D = [positive(M._shifts) for M in matrices]
-        return [form.weighted(inside, 1 / (M.values + δ)) + outside / δ for M, δ in zip(matrices, D, strict=True)]
+        ones = Diagonal(torch.ones(first.size, dtype=torch.float64, device=first.device))
+        grams: dict[int, Tensor] = {}
+        terms = []
+        for M in matrices:
+            D, U, root = positive(M._shifts).double(), M.vectors, M.values.double().sqrt()
+            if D.ndim:
+                terms.append(InverseTerms(Diagonal(D), 1.0, M._scaled_root(), M._inverse_root()))
+                continue
+            if id(U) not in grams:
+                grams[id(U)] = U.double().mT @ U.double()
+            mix = root.unsqueeze(1) * _inverse_root(root.unsqueeze(1) * grams[id(U)] * root / D) / D
+            terms.append(InverseTerms(ones, 1 / D, U, mix))
+        return terms
 
     def logdet(self) -> Tensor:
         D = self._shifts
         if not D.ndim:
             outside = self.size - self.rank
             return (self.values + D).log().sum() + (outside * D.log() if outside else 0)
-        return (D.double().log().sum() + torch.linalg.slogdet(self._capacitance()).logabsdet).to(self.dtype)
+        K = self._capacitance()
+        return (D.double().log().sum() + torch.linalg.slogdet(K + _identity(K)).logabsdet).to(self.dtype)
 
     @property
     def _shifts(self) -> Tensor:
@@ -163,11 +172,18 @@ class LowRank(Structure):
         return self._root().double() / self._shifts.double().unsqueeze(-1)
 
     def _capacitance(self) -> Tensor:
-        """`I + K`, in float64.  # [k, k]"""
-        K = self._root().double().mT @ self._scaled_root()
-        return K + torch.eye(self.rank, dtype=K.dtype, device=K.device)
+        """`K`, in float64.  # [k, k]"""
+        return self._root().double().mT @ self._scaled_root()
 
     def _inverse_root(self) -> Tensor:
-        """`C` with `CCᵀ = (I + K)⁻¹`.  # [k, k]"""
-        L = torch.linalg.cholesky(self._capacitance())
-        return torch.linalg.solve_triangular(L, torch.eye(self.rank, dtype=L.dtype, device=L.device), upper=False).mT
+        return _inverse_root(self._capacitance())
+
+
+def _identity(K: Tensor) -> Tensor:
+    return torch.eye(len(K), dtype=K.dtype, device=K.device)
+
+
+def _inverse_root(K: Tensor) -> Tensor:
+    """`C` with `CCᵀ = (I + K)⁻¹`.  # [k, k]"""
+    L = torch.linalg.cholesky(K + _identity(K))
+    return torch.linalg.solve_triangular(L, _identity(K), upper=False).mT

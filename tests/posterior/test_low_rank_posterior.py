@@ -6,14 +6,17 @@ import pytest
 import torch
 from helpers.networks import made
 from helpers.tensors import TIGHT, real, seeded
+from posterior_cases import CASES
+from posterior_cases import case as made_case
 from torch import nn
 
 from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError, output_gaussian
-from lightning_bayes.structures import LowRank
+from lightning_bayes.structures import LowRank, jacobian_columns
 
 N = 23
+FORMS = ("example", "joint", "marginal")
 X, X_TEST = real(N, 3), real(5, 3, seed=1)
 
 
@@ -134,23 +137,22 @@ def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_on
         torch.testing.assert_close(variances, exact, rtol=1e-3, atol=0)
 
 
-def test_predictions_take_the_jacobian_of_a_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    low = fitted("classification", "lowrank")
-    mean, covariance = low.functional(X)
-    seen: list[int] = []
-    rows = output_gaussian.OutputGradients.rows
+@pytest.mark.parametrize("memory", [jacobian_columns.MEMORY, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_predictions_go_layer_by_layer(name: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with one position and with many, and parameters without a rule; a Jacobian of all weights is not built."""
+    case = made_case(name)
+    low, full = (fit_laplace(case.network, case.loader(), case.likelihood, s) for s in ("lowrank", "full"))
+    exact = {form: full.functional_for([full.precision], case.x, form)[1][0] for form in FORMS}
 
-    def watched(self: Any) -> Any:
-        J = rows(self)
-        seen.append(J.numel())
-        return J
+    def refuse(*_: Any) -> None:
+        raise AssertionError
 
-    monkeypatch.setattr(output_gaussian.OutputGradients, "rows", watched)
-    monkeypatch.setattr(output_gaussian, "MEMORY", 8 * 3 * 52 // 2)
-    few = low.functional(X)
-    torch.testing.assert_close(few[0], mean, **TIGHT)
-    torch.testing.assert_close(few[1], covariance, **TIGHT)
-    assert max(seen) == 2 * 3 * 52
+    monkeypatch.setattr(output_gaussian.OutputGradients, "rows", refuse)
+    monkeypatch.setattr(jacobian_columns, "MEMORY", memory)
+    for form, covariance in exact.items():
+        several = low.functional_for([low.precision, low.with_prior(3.0).precision], case.x, form)[1]
+        torch.testing.assert_close(several[0], covariance, **TIGHT)
 
 
 def test_what_makes_the_curvature_again_in_one_pass_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from io import BytesIO
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from lightning_bayes.structures import (
     Diagonal,
     Factor,
     Kronecker,
+    LowRank,
     Structure,
     base,
     output_covariance,
@@ -155,18 +155,19 @@ def test_the_covariance_of_outputs_is_that_of_the_layers_jacobian(
         torch.testing.assert_close(covariance, FORMS[form](Σ.reshape(B, K, B, K)), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_covariance_of_outputs_is_that_of_the_whole_jacobian(M: Structure, form: str) -> None:
-    """For several priors at once, of which one may differ between parameters where the form allows it."""
-    B, K = 5, 2
-    J, wanted = random(K, B, M.size, seed=45), CovarianceForm(form)
-    priors: list[list[Any]] = [[0.3, 2.0], [0.3, layer_prior(M)]]
-    for matrices in ([M.add_prior(δ) for δ in some] for some in priors):
-        found = type(M).inverse_quadratics(matrices, wanted.arrange(J), wanted)
-        for covariance, matrix in zip(found, matrices, strict=True):
-            rows = J.transpose(0, 1).flatten(0, 1)
-            Σ = rows @ torch.linalg.inv(matrix.to_dense()) @ rows.mT
-            torch.testing.assert_close(covariance, FORMS[form](Σ.reshape(B, K, B, K)), rtol=1e-9, atol=1e-10)
+def test_the_terms_of_an_inverse_add_up_to_it(M: Structure) -> None:
+    """For several priors at once, which share what they have in common."""
+    matrices = [M.add_prior(0.3), M.add_prior(2.0), M.add_prior(layer_prior(M))]
+    terms = type(M).inverse_terms(matrices)
+    if terms is None:
+        assert not isinstance(M, LowRank)
+        return
+    for term, matrix in zip(terms, matrices, strict=True):
+        V = term.columns @ term.mix
+        inverse = term.scale * torch.linalg.inv(term.diagonal.to_dense()) - V @ V.mT
+        torch.testing.assert_close(inverse, torch.linalg.inv(matrix.to_dense()), rtol=1e-9, atol=1e-10)
+    assert terms[0].columns is terms[1].columns
+    assert terms[0].diagonal is terms[1].diagonal
 
 
 def test_matrix_is_symmetric(M: Structure) -> None:
