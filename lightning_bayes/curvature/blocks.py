@@ -158,7 +158,8 @@ class KroneckerBlock(Block):
         return [symmetric(self._G), *dense]
 
     def structure(self, factors: list[Factor]) -> Kronecker:
-        return Kronecker(factors[0], factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs()))
+        right = factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs())
+        return Kronecker(factors[0], right, rows=float(self._rows))
 
     def _mean_inputs(self) -> Tensor:
         return self._A / self._rows.to(self._A.dtype).clamp(min=1)

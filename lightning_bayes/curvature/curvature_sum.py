@@ -45,6 +45,8 @@ class Curvature:
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
     weight_sharing: str = "expand"  # with which words it was fitted
     hessian: str = "exact"
+    samples: int = 1
+    seed: int = 0
     normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
     output: Output = field(default_factory=Output)  # how the network is read
 
@@ -68,8 +70,10 @@ class CurvatureSum:
         seed: int = 0,
         processes: Processes | None = None,
         root_at: RootAt | None = None,
+        updatable: bool = False,
+        first_example: int = 0,
     ) -> None:
-        self._network, self._plan = network, plan
+        self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
         self._processes = processes or Processes()
@@ -82,6 +86,7 @@ class CurvatureSum:
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
+        self._accumulator.keeps_factors = updatable
         self._gradient = torch.zeros(plan.subset.size, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
 
@@ -91,7 +96,7 @@ class CurvatureSum:
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
-        outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        outputs = self._add(x, y, self._first + self._processes.examples(self._n_data, B, y.device))
         if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
             raise DataError(
                 f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "

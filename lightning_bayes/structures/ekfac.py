@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import StructureError
+from lightning_bayes.structures.base import Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.kronecker import Kronecker
 
@@ -33,10 +33,17 @@ class EKFAC(Kronecker):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> EKFAC:
         moved = super().to(device, dtype)
-        return EKFAC(moved.left, moved.right, moved.shift, refitted=self.refitted.to(device=device, dtype=dtype))
+        assert isinstance(moved, EKFAC)
+        return replace(moved, refitted=self.refitted.to(device=device, dtype=dtype))
 
     def scale(self, factor: float | Tensor) -> EKFAC:
         return replace(self, refitted=self.refitted * factor, shift=self.shift * factor)
+
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> EKFAC:
+        raise StructureError(
+            "eigenvalues that were refitted belong to one pair of factors: fit again to all data, or use "
+            "structure='kron', which adds factors"
+        )
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> EKFAC:
         raise StructureError(

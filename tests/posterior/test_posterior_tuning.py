@@ -304,7 +304,7 @@ def test_an_iteration_that_does_not_end_says_so(caplog: pytest.LogCaptureFixture
 
 
 def test_mackay_refuses_damping() -> None:
-    with pytest.raises(PosteriorError, match="not to damping"):
+    with pytest.raises(PosteriorError, match="without damping"):
         fitted(case("mlp"), "kron", damping="glm").tune_prior("mackay")
 
 
