@@ -178,7 +178,14 @@ loaders(laplace)
 laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
 laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
-laplace("data", iter([1]), "structure='ekfac' takes several passes over the data", "iterator", structure="ekfac", named=False)
+laplace(
+    "data",
+    iter([1]),
+    "structure='ekfac' takes several passes over the data",
+    "iterator",
+    structure="ekfac",
+    named=False,
+)
 laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError)
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)

@@ -39,7 +39,9 @@ laplace("damping", "kfac", "unknown damping 'kfac': use one of None, 'glm', 'rit
 laplace("damping", True, "unknown damping True")
 laplace("damping", "glm", "needs structure='kron', got structure='full'", structure="full")
 laplace("damping", "glm", "needs structure='kron', got structure='ekfac'", structure="ekfac")
-laplace("structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)]))
+laplace(
+    "structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)])
+)
 laplace("structure", "ekfac", "no EKFAC form: use structure='full' or 'diag'", subset=Subnetwork(3), error=SubsetError)
 laplace("damping", "glm", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
 laplace("sampels", 3, "fit_laplace has no argument 'sampels'", "samples", error=TypeError)
