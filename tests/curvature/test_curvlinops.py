@@ -106,7 +106,7 @@ def test_kfac_is_curvlinops(network: str, loss: str, sharing: str, bias: bool) -
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_ekfac_is_curvlinops(network: str, loss: str, bias: bool) -> None:
-    """By "expand": the mean inputs of six examples ("reduce") leave many eigenvectors of a convolution's factor open."""
+    """By "expand": mean inputs ("reduce") of six examples leave many eigenvectors of a convolution's factor open."""
     case, criterion = setting(network, loss, bias)
     options = {"fisher_type": "type-2", "kfac_approx": "expand", "separate_weight_and_bias": False}
     E = dense(curvlinops.EKFACLinearOperator, case, criterion, **options)
