@@ -110,6 +110,18 @@ def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
 
 
+def test_optimisation() -> None:
+    names = run_page(DOCS / "optimisation.md")
+    assert ((names["place"] > 1) & (names["place"] < 2)).all()  # in the gap
+    assert names["gradient"].shape == (2, 1)
+    assert all(p.grad is not None for p in names["network"].parameters())  # of the training, which nothing has changed
+    assert float(names["f"](names["minimum"][None])) == float(names["f"](names["grid"]).min())
+    mean, covariance = names["mean"].flatten(), names["covariance"]
+    draws = names["many"].flatten(1)
+    assert draws.shape == (500, 5)
+    assert ((draws.mean(0) - mean) / covariance.diagonal().sqrt()).abs().max() < 5 / 500**0.5
+
+
 def test_every_name_of_the_api_page_exists() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     entries = re.split(r"^::: ", page, flags=re.MULTILINE)[1:]
