@@ -129,6 +129,8 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     GaussianPosterior.load: {"path": REQUIRED, "network": REQUIRED},
     GaussianPosterior.state_dict: {"self": REQUIRED},
     GaussianPosterior.from_state_dict: {"network": REQUIRED, "state": REQUIRED},
+    GaussianPosterior.penalty: {"self": REQUIRED, "network": REQUIRED},
+    LaplacePosterior.update: {"self": REQUIRED, "loader": REQUIRED},
     GaussianPosterior.summary: {"self": REQUIRED},
     GaussianPosterior.to: {"self": REQUIRED, "device": REQUIRED},
     Prediction.to: {"self": REQUIRED},
@@ -192,12 +194,16 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 # By name, in any place.
 USING = {"link": None, "network": None, "ood": False, "plots": False, "seed": 0, "save": None, "calibrate": "auto"}
 KEYWORDS: dict[Any, dict[str, Any]] = {
+    fit_laplace: {"prior_mean": None, "prior": None},
     LaplaceCallback: {
         **USING,
         "structure": "kron",
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
+        "prior_mean": None,
+        "prior": None,
+        "updatable": False,
         "progress": True,
         "tune": "auto",
         "per_layer": False,
@@ -211,6 +217,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         **USING,
         "scaling": "dataset",
         "prior_precision": None,
+        "prior_mean": None,
         "tune": "auto",
         "per_layer": False,
         "predictive": "glm",
@@ -237,6 +244,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
         "subset": "all",
         "curvature": "auto",
         "prior_precision": 1.0,
+        "prior_mean": None,
         "evidence": "marglik",
         "mode": "gradient",
         "keep": "best",
@@ -301,7 +309,7 @@ def test_callbacks_take_keywords_after_the_likelihood(callback: Any) -> None:
     assert {p.kind for p in others} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior"])
+@pytest.mark.parametrize("method", ["log_marginal_likelihood", "with_prior", "tune_prior", "update"])
 def test_every_posterior_answers_to_the_same_arguments(method: str) -> None:
     """The plain Gaussian refuses, but takes what the Laplace posterior takes."""
     plain = list(inspect.signature(getattr(GaussianPosterior, method)).parameters)
@@ -372,7 +380,7 @@ def fit(**arguments: Any) -> LaplacePosterior:
 
 # The call, what it takes, and what it is to take one day.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
-    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag"], ["ekfac", "lowrank"]),
+    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac", "lowrank"], []),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)], []),
     "by of Subnetwork": (
         lambda word: Subnetwork(3, word),

@@ -198,6 +198,8 @@ METHODS: dict[str, Callable[[Subject], Predictor]] = {
     "kron auto probit": laplace(link="probit"),
     "kron auto mc": laplace(link="mc"),
     "diag auto": laplace("diag"),
+    "ekfac auto": laplace("ekfac"),
+    "ekfac marglik probit": laplace("ekfac", tune="marglik", link="probit"),
     "last layer auto": laplace(subset="last_layer"),
     "training RMSE, marglik": known_noise,
     L2M: l2m,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +68,11 @@ class FitData:
         if isinstance(self._data, str):
             owner_of(trainer, module, self._data)
 
-    def check_training_data(self, trainer: Trainer) -> None:
-        """An error for several training dataloaders, if those are the data; none is loaded before training starts."""
+    def check_training_data(self, trainer: Trainer, check: Callable[[Any], None] = lambda loader: None) -> None:
+        """If those are the data: an error for several training dataloaders, and whatever `check` says of the one; none
+        is loaded before training starts."""
         if self._data is None:
-            single(trainer.train_dataloader)
+            check(single(trainer.train_dataloader))
 
     def count(self, trainer: Trainer) -> int:
         """The examples that training draws its batches from; no more than a pass over the same data takes."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng
@@ -59,6 +60,7 @@ class L2MCallback(PosteriorCallback):
         scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
             "paper_literal", with the prior's variance instead of its precision, as the paper prints it.
         prior_precision: a number, or one per layer; None takes the optimizer's weight decay for it.
+        prior_mean: the weights that the prior is around when it is tuned by the evidence; see `LaplaceCallback`.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
             It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
@@ -94,6 +96,7 @@ class L2MCallback(PosteriorCallback):
         class_dim: int | None = None,
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
+        prior_mean: Any = None,
         loss_scale: float | None = None,
         n_data: int | None = None,
         tune: str | None = "auto",
@@ -118,6 +121,7 @@ class L2MCallback(PosteriorCallback):
         self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
         check_tuning(tune, per_layer, calibrate, methods=METHODS)
         check_l2m(self.prior_precision, loss_scale)
+        self._given = GivenPrior(None, prior_mean, network)
         if n_data is not None:
             count("n_data", n_data)
         self.loss_scale, self.n_data = loss_scale, n_data
@@ -141,14 +145,16 @@ class L2MCallback(PosteriorCallback):
         with warnings.catch_warnings():
             if self.tune == "auto" and trainer.val_dataloaders is not None:  # they say what weight decay does not
                 warnings.filterwarnings("ignore", "the optimizer has no weight decay")
+            network = self.network_in(module)
             posterior = fit_l2m(
-                self.network_in(module),
+                network,
                 trainer.optimizers,
                 self.likelihood,
                 n_data=self._batches.n_data,
                 batch_size=self._batches.size,
                 scaling=self.scaling,
                 prior_precision=1.0 if tuned else self.prior_precision,
+                prior_mean=self._given.words(network)["prior_mean"],
                 loss_scale=self.loss_scale or self._batches.loss_scale or None,
                 n_outputs=self._batches.n_targets or 1,
             )
@@ -190,6 +196,7 @@ class L2MCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         network = self.network_in(pl_module)
         check_optimizers(trainer.optimizers, trainable(network))
+        self._given.words(network)  # a file that is not there
         if is_sharded(network) and self.predictive == "glm":
             raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
         if is_sharded(network) and self.tune not in (None, "auto"):

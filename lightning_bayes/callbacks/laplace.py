@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, plain_values, word
+from lightning_bayes.arguments import count, flag, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
+from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
-from lightning_bayes.curvature.fit import check_options
+from lightning_bayes.curvature.fit import check_options, check_passes
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.subnetwork import structure_for
 from lightning_bayes.posterior.training_points import PointOptions
 from lightning_bayes.trainer.checkpoints import (
@@ -52,7 +55,11 @@ from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, report
 from lightning_bayes.trainer.strategy import refuse_sharded, share
 
-_TRIED = {"full": 1024, "kron": 1_000_000}  # weights up to which a dry run makes the matrices of the structure
+_TRIED = {
+    "full": 1024,
+    "kron": 1_000_000,
+    "ekfac": 1_000_000,
+}  # weights up to which a dry run makes the matrices of the structure
 
 
 class LaplaceCallback(PosteriorCallback):
@@ -66,12 +73,18 @@ class LaplaceCallback(PosteriorCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "diag" or "full"; for a `Subnetwork`, "kron" is "full".
+        structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes); for a `Subnetwork`,
+            "kron" is "full".
         subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
             checkpoint. The posterior goes into the checkpoints that hold its weights.
-        prior_precision: a number, or one per layer.
+        prior_precision: a number, or one per layer; with `prior`, a factor on its precision.
+        prior_mean: the weights that the prior is around, by default zero: a flat tensor, the state dict of the module
+            or network, or a file of one of these, such as a checkpoint.
+        prior: a posterior that is the prior, or its file; see `fit_laplace`. In training it is not at work: add
+            `prior.penalty(network)` to your loss.
+        updatable: keep what `posterior.update` needs to add data to structure="kron"; in checkpoints, too.
 
         tune: how to choose the prior (and a regression's noise) after the fit: "auto" (on the first validation
             dataloader, or without one by the evidence), "marglik", "mackay" or "linear" (the evidence by name), "grid"
@@ -105,6 +118,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
+        rank: how many eigenpairs `structure="lowrank"` keeps; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
         gp_points: training points to keep for predictive="gp", in checkpoints, too: a number, or None for all.
@@ -126,6 +140,9 @@ class LaplaceCallback(PosteriorCallback):
         subset: str | list[str] | Subnetwork = "all",
         weights: str = "both",
         prior_precision: float | list[float] = 1.0,
+        prior_mean: Any = None,
+        prior: Any = None,
+        updatable: bool = False,
         tune: str | None = "auto",
         per_layer: bool = False,
         prior_groups: str | None = None,
@@ -146,6 +163,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: int = 1,
         hessian: str = "exact",
         weight_sharing: str = "expand",
+        rank: int | None = None,
         temperature: float = 1.0,
         damping: str | None = None,
         gp_points: int | None = 0,
@@ -167,11 +185,18 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
+        self.rank = rank
         self.hessian, self.points = hessian, PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
         names = "all" if isinstance(subset, Subnetwork) else self.subset
-        check_options(structure, names, curvature, weight_sharing, progress, hessian)
+        check_options(structure, names, curvature, weight_sharing, progress, hessian, rank)
         check_laplace(structure, self.prior_precision, temperature, damping)
-        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups)
+        self._given = GivenPrior(
+            prior, prior_mean, network, structure=structure, has_points=gp_points != 0, damping=damping
+        )
+        joined = structure if self._given.is_posterior else None
+        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined)
+        self.updatable = flag("updatable", updatable)
+        check_passes(structure, data)
         check_iteration(tune, iterate, passes, self.likelihood)
         self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
@@ -239,10 +264,12 @@ class LaplaceCallback(PosteriorCallback):
             data = self._data.exact_pass(trainer, module, loader)
             probe = data.probe()
             x = None if probe is None else self.read_by_targets(module, *probe)
+            network = self.network_in(module)
             return fit_laplace(
-                self.network_in(module),
+                network,
                 data,
                 **self._words(),
+                **self._given.words(network),
                 subset=with_posterior(self.subset, trainer),
                 progress=self._shows_progress(trainer),
                 processes=Processes.current(),
@@ -256,7 +283,7 @@ class LaplaceCallback(PosteriorCallback):
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own, but its subset."""
         of_model = ("likelihood", "structure", "curvature", "prior_precision", "temperature", "damping")
-        names = (*of_model, "seed", "weight_sharing", "hessian")
+        names = (*of_model, "seed", "weight_sharing", "hessian", "rank", "updatable")
         points = {f"gp_{name}": value for name, value in asdict(self.points).items()}
         return {"samples": self.mc_samples, **points, **{name: getattr(self, name) for name in names}}
 
@@ -312,7 +339,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._data.check_training_data(trainer)
+        self._data.check_training_data(trainer, partial(check_passes, self.structure))
         if self.tune == "grid":
             check_validation(trainer)
 
@@ -322,9 +349,10 @@ class LaplaceCallback(PosteriorCallback):
             trial, prior = replace(subset, by="random"), self.prior_precision
             subset, words["prior_precision"] = trial.in_network(network, (), prior, torch.Tensor)
         weights = choose_subset(network, x, subset)
-        if self.structure == "full":
+        Prior.of(**self._given.words(network), subset=weights)
+        if self.structure in ("full", "lowrank"):
             first = next(iter(weights.parameters(network).values()))
-            check_memory(weights.size, first.dtype, first.device)
+            check_memory(self.structure, weights.size, first.dtype, first.device, self.rank)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None)
         fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())

@@ -56,9 +56,10 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "diag" or "full".
+        structure: "kron", "ekfac" (a second pass), "diag" or "full".
         subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
         prior_precision: to begin with: a number, or one per layer.
+        prior_mean: the weights that the prior is around, by default zero; see `LaplaceCallback`.
         noise: whether to learn a regression's noise, too.
 
         every_n_epochs: `F`, between two passes over the training data.
@@ -109,6 +110,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         structure: str = "kron",
         subset: str | list[str] = "all",
         prior_precision: float | list[float] = 1.0,
+        prior_mean: Any = None,
         noise: bool = True,
         every_n_epochs: int = 1,
         burn_in_epochs: int = 0,
@@ -142,7 +144,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             )
         super().__init__(
             likelihood, network=network, output=output, class_dim=class_dim,
-            structure=structure, subset=subset, prior_precision=prior_precision,
+            structure=structure, subset=subset, prior_precision=prior_precision, prior_mean=prior_mean,
             tune=None, calibrate=calibrate, predictive=predictive, link=link, samples=samples,
             predict_step=predict_step, name=name, ood=ood, plots=plots, save=save, data=data, curvature=curvature,
             mc_samples=mc_samples, hessian=hessian, weight_sharing=weight_sharing, seed=seed, progress=progress,
@@ -167,7 +169,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self._refitted = 0  # epochs of training when it was made
         self._resumed = False
         scale = LossScale(self.name, self.likelihood, self.loss_scale)
-        self._gradient = PriorGradient(self.name, self.network_in, self.subset, self.prior_precision, scale)
+        prior = self.prior_precision, self._given
+        self._gradient = PriorGradient(self.name, self.network_in, self.subset, *prior, scale)
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 

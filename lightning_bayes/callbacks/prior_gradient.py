@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_bayes.arguments import some
 from lightning_bayes.callbacks.best_evidence import Hyperparameters
+from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
@@ -42,10 +43,12 @@ class PriorGradient:
         network_in: Callable[[LightningModule], nn.Module],
         subset: str | list[str],
         prior_precision: Any,
+        prior: GivenPrior,
         scale: LossScale,
     ) -> None:
         self._name, self._network_in, self._of = name, network_in, subset
-        self._given, self.scale = prior_precision, scale
+        self._given, self._prior, self.scale = prior_precision, prior, scale
+        self._means: dict[str, Tensor] = {}  # m of each parameter
         self.subset: Subset | None = None  # from an epoch's first batch on
         self._x: Any = None  # of that batch
         self._n_targets = 1
@@ -62,6 +65,7 @@ class PriorGradient:
         if as_precision(self._given, subset, torch.ones(())).numel() not in (1, len(subset.layers)):
             raise PriorError(f"prior_precision must be one number, or one for each of the {len(subset.layers)} layers")
         check_optimizers(trainer.optimizers, subset.parameters(network), self._name)
+        self._means = self._prior.means(network, subset)
         return subset
 
     def begin_epoch(self) -> None:
@@ -87,7 +91,7 @@ class PriorGradient:
         factor = c * learned.noise**2 * part / self.n_data
         strengths = {name: factor * δ for name, δ in self._priors(self.subset, learned).items()}
         parameters = self.subset.parameters(self._network_in(module))
-        add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer))
+        add_prior_gradient(optimizer, parameters, strengths, scale_before_step(trainer, optimizer), self._means)
 
     def compare_n_data(self, trainer: Trainer, n_data: int) -> None:
         """With those of a pass, whose evidence knows of no others."""
@@ -165,13 +169,17 @@ def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: st
 
 @torch.no_grad()
 def add_prior_gradient(
-    optimizer: Any, parameters: Parameters, strengths: Mapping[str, float], scale: float = 1.0
+    optimizer: Any,
+    parameters: Parameters,
+    strengths: Mapping[str, float],
+    scale: float = 1.0,
+    means: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Add `strength · θ` to the gradients that the optimizer is about to use, which are `scale` times what they stand
-    for.
+    """Add `strength · (θ − m)` to the gradients that the optimizer is about to use, which are `scale` times what they
+    stand for.
 
     A parameter without a gradient is left alone, as by torch's own weight decay. For `SGD` no strength is above `1/lr`,
-    with which gradient descent takes weights to zero in one step: more would throw them beyond it.
+    with which gradient descent takes weights to `m` in one step: more would throw them beyond it.
     """
     names = {p: name for name, p in parameters.items()}
     for group in optimizer.param_groups:
@@ -179,4 +187,5 @@ def add_prior_gradient(
         most = 1 / lr if lr > 0 else math.inf
         for p in group["params"]:
             if p.grad is not None and p in names:
-                p.grad.add_(p, alpha=scale * min(strengths[names[p]], most))
+                m = (means or {}).get(names[p])
+                p.grad.add_(p if m is None else p - m.to(p), alpha=scale * min(strengths[names[p]], most))

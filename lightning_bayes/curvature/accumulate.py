@@ -37,7 +37,10 @@ class Accumulator(ABC):
     `add_leftover`, `end_chunk`."""
 
     word: ClassVar[str | None] = None  # by which `structure=` means it
+    passes: ClassVar[int] = 1  # over the data, that the structure takes
     needs_axes = False  # whether an example's rows must lie along an axis
+    keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
+    _plan: Plan
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -75,6 +78,15 @@ class Accumulator(ABC):
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
         """The curvature; its decompositions are shared out over the processes. The sums are given up."""
+
+    def again(self, fitted: Structure) -> Accumulator | None:
+        """What a second pass over the data adds up, given the curvature of the first; None where one is enough."""
+        return None
+
+    @property
+    def plan(self) -> Plan:
+        """The layers and parameters of which it takes gradients."""
+        return self._plan
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:
@@ -175,10 +187,11 @@ class BlockAccumulator(Accumulator):
         while blocks:  # alone, block by block, so that eigenvectors take the place of sums; with others, all at once
             few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
             matrices = [block.factors() for block in few]
-            factors = iter(_decompose([matrix for of_block in matrices for matrix in of_block], processes))
+            flat = [matrix for of_block in matrices for matrix in of_block]
+            factors = iter(_decompose(flat, processes, self.keeps_factors))
             counted = zip(few, map(len, matrices), strict=True)
             structures += [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
-            del few, matrices, counted
+            del few, matrices, flat, counted
         return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -234,12 +247,12 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
-def _decompose(matrices: list[Tensor], processes: Processes) -> list[Factor]:
+def _decompose(matrices: list[Tensor], processes: Processes, keep: bool) -> list[Factor]:
     """Each process does its part, by cost, and all end with all of them."""
     if isinstance(processes, Undecomposed):
         return [Factor(None, matrix.diagonal(dim1=-2, dim2=-1).clone()) for matrix in matrices]
     if processes.size == 1:
-        return [Factor.from_matrix(matrix) for matrix in matrices]
+        return [Factor.from_matrix(matrix, keep) for matrix in matrices]
     load = [0] * processes.size
     owner = {}
     for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[-1]):
@@ -249,6 +262,7 @@ def _decompose(matrices: list[Tensor], processes: Processes) -> list[Factor]:
     for i, matrix in enumerate(matrices):
         nothing = Factor(torch.zeros_like(matrix), torch.zeros_like(matrix[..., 0]))
         factors.append(Factor.from_matrix(matrix) if owner[i] == processes.rank else nothing)
+        factors[-1] = replace(factors[-1], kept=matrix if keep else None)
     for factor in factors:
         assert factor.vectors is not None
         parts = [factor.vectors.contiguous(), factor.values]

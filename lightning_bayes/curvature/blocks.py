@@ -62,7 +62,7 @@ class DiagonalBlock(Block):
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
         if site.kind == "embedding":
-            self._values += _embedding_diagonal(calls, g.to(self._values.dtype))
+            self._values += embedding_diagonal(calls, g.to(self._values.dtype))
             return
         add_diagonal_(self._values.view(site.layout.shape), partial(site.strips, calls), g)
 
@@ -158,7 +158,8 @@ class KroneckerBlock(Block):
         return [symmetric(self._G), *dense]
 
     def structure(self, factors: list[Factor]) -> Kronecker:
-        return Kronecker(factors[0], factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs()))
+        right = factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs())
+        return Kronecker(factors[0], right, rows=float(self._rows))
 
     def _mean_inputs(self) -> Tensor:
         return self._A / self._rows.to(self._A.dtype).clamp(min=1)
@@ -248,7 +249,7 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
         values[..., I] += g2.sum(1)
 
 
-def _embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
+def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
     """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
     embeddings = _embeddings(calls)
     layer = embeddings[0][0]

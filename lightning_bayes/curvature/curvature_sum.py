@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Curvature:
     squared_error: Tensor | None = None  # Σₙ ‖(yₙ − fₙ)/σ‖², float64, of a Gaussian likelihood
     weight_sharing: str = "expand"  # with which words it was fitted
     hessian: str = "exact"
+    samples: int = 1
+    seed: int = 0
     normalised: tuple[str, ...] | None = None  # the layers of the subset directly before a normalisation
     output: Output = field(default_factory=Output)  # how the network is read
 
@@ -68,19 +70,23 @@ class CurvatureSum:
         seed: int = 0,
         processes: Processes | None = None,
         root_at: RootAt | None = None,
+        updatable: bool = False,
+        first_example: int = 0,
     ) -> None:
-        self._network, self._plan = network, plan
+        self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
         self._processes = processes or Processes()
         self._parameters = plan.subset.parameters(network)
         self._layer_gradients = LayerGradients()
         self._leftover_gradients = ParameterGradients(network, self._parameters)
+        self._refits = False  # whether this is the second pass, which learns of the eigenvalues alone
         self._slow = False  # whether some batch had to be taken one example at a time
         self._batches = self._n_data = 0
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
+        self._accumulator.keeps_factors = updatable
         self._gradient = torch.zeros(plan.subset.size, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
 
@@ -90,7 +96,7 @@ class CurvatureSum:
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
-        outputs = self._add(x, y, self._processes.examples(self._n_data, B, y.device))
+        outputs = self._add(x, y, self._first + self._processes.examples(self._n_data, B, y.device))
         if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
             raise DataError(
                 f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
@@ -98,7 +104,8 @@ class CurvatureSum:
             )
         self._batches += 1
         self._n_data += B
-        self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
+        if not self._refits:
+            self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
 
     def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
         """Returns the outputs."""
@@ -134,7 +141,8 @@ class CurvatureSum:
             if matched.leftovers:
                 self._leftover_gradients(x, chunk, matched.leftovers, self._accumulator.add_leftover)
             self._accumulator.end_chunk()
-        self._add_gradient(f, -self._likelihood.residual(outputs, y))
+        if not self._refits:
+            self._add_gradient(f, -self._likelihood.residual(outputs, y))
         return outputs
 
     def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
@@ -168,6 +176,26 @@ class CurvatureSum:
             **name_totals(self._totals),
             gradient=self._gradient,
         )
+
+    def refitted(self, fitted: Curvature, batches: Iterable[tuple[Any, Tensor]]) -> Curvature:
+        """What `finish` gave, after a second pass over the same `batches`, if the structure takes one."""
+        accumulator = self._accumulator.again(fitted.structure)
+        if accumulator is None:
+            return fitted
+        self._accumulator, self._plan = accumulator, accumulator.plan
+        self._refits, self._batches, self._n_data = True, 0, 0
+        for x, y in batches:
+            self.add(x, y)
+        seen = torch.tensor(self._n_data, dtype=torch.float64, device=self._totals.device)
+        self._processes.sum_([*accumulator.sums, seen])
+        if seen != fitted.n_data:
+            raise DataError(
+                f"the structure takes two passes over the data, but the second gave {int(seen)} examples and the first "
+                f"{fitted.n_data}: pass a loader that gives all of them each time, such as a list or a DataLoader"
+            )
+        if (name := accumulator.overflowing()) is not None:
+            raise not_finite(name)
+        return replace(fitted, structure=accumulator.finish(self._processes))
 
     def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
         parameters = list(self._parameters.values())

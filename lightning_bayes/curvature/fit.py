@@ -1,9 +1,10 @@
-"""`fit_curvature`: one pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ`, never a mean, in the chosen structure."""
+"""`fit_curvature`: `H = Σₙ JₙᵀΛₙJₙ`, a sum over the data and never a mean, in the chosen structure: one pass over the
+data, two for "ekfac", or several for a low rank."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,18 +19,22 @@ from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecompo
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
+from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
 from lightning_bayes.curvature.normalised import normalised_layers
 from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.checks import check_loader, check_network, explained
+from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
 from lightning_bayes.network.containers import Sequences, Together
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
 from lightning_bayes.network.subset import check_subset, resolve_subset
 
 logger = logging.getLogger("lightning_bayes")
+
+GROWING = ("full", "diag", "kron")  # structures to which data can be added
 
 
 def fit_curvature(
@@ -37,18 +42,21 @@ def fit_curvature(
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
     structure: str = "kron",
-    subset: str | Sequence[str] | Tensor = "all",
+    subset: str | Sequence[str] | Tensor | Subset = "all",
     curvature: str = "ggn",
     *,
     samples: int = 1,
     seed: int = 0,
     weight_sharing: str = "expand",
     hessian: str = "exact",
+    rank: int | None = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
     output: str | int | None = None,
     class_dim: int | None = None,
+    updatable: bool = False,
+    first_example: int = 0,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
@@ -57,17 +65,20 @@ def fit_curvature(
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag" or "kron".
+        structure: "full", "diag", "kron", "ekfac", which takes a second pass over the loader, or "lowrank", which takes
+            several.
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
-            positions of) the trainable weights.
+            positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
             of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
             outputs at many positions.
         samples: labels drawn per example for "fisher_mc".
         seed: of those labels; each example has its own random numbers, whatever batch it comes in.
-        weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce".
+        weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce"; of "ekfac", for
+            its eigenvectors.
         hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
             pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
+        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
@@ -75,32 +86,51 @@ def fit_curvature(
             that of the first batch. Then nothing is learned from the shape of the targets.
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
+        first_example: the number of the first example, for what is drawn: how many were fitted before these.
     """
-    check_options(structure, subset, curvature, weight_sharing, progress, hessian)
+    check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
+    if flag("updatable", updatable) and structure not in GROWING:
+        raise ValueError(
+            f"updatable=True is for structure={', '.join(map(repr, GROWING))}: {structure!r} takes several passes over "
+            "all data"
+        )
+    count("first_example", first_example, least=0)
     likelihood = resolve(likelihood)
     network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
-    total: CurvatureSum | None = None
+    check_passes(structure, loader)
+    total: CurvatureSum | LowRankSum | None = None
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
-        bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
+        def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
+            """Of one pass."""
+            with tqdm(loader, desc=f"{structure} {curvature}{which}", disable=not progress, unit="batch") as bar:
+                for batch in bar:
+                    yield _prepare(network, batch)
+
+        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
             chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
+            begun: CurvatureSum | LowRankSum
             if hessian == "exact":
                 kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
-                options = (structure, weight_sharing, kind, samples, seed, processes)
-                begun = CurvatureSum(network, plan, likelihood, *options)
+                drawn = (kind, samples, seed, processes)
+                if structure == LOW_RANK:
+                    begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
+                else:
+                    options = (structure, weight_sharing, *drawn, None, updatable, first_example)
+                    begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
             describe(begun.blocks())
@@ -110,14 +140,16 @@ def fit_curvature(
         if probe is not None:
             probe = inputs.contained(network, probe)
             total = begin(inputs.to_device(probe, inputs.device_of(network)))
-        for batch in bar:
-            x, y = _prepare(network, batch)
+        for x, y in batches():
             total = total or begin(x, y)
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        fitted = replace(total.finish(), normalised=normalised, output=output_of(network))
-        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian)
+        fitted = total.finish()
+        if isinstance(total, CurvatureSum):
+            fitted = total.refitted(fitted, batches(", eigenvalues"))
+        fitted = replace(fitted, normalised=normalised, output=output_of(network))
+        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian, samples=samples, seed=seed)
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
@@ -141,10 +173,11 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
 
 
 def check_options(
-    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any
+    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
 ) -> None:
     """Refuse what is known to be wrong without a network or data."""
-    word("structure", structure, tuple(STRUCTURES))
+    word("structure", structure, (*STRUCTURES, LOW_RANK))
+    check_rank(rank, structure)
     word("curvature", curvature, tuple(CURVATURES))
     word("hessian", hessian, HESSIANS)
     if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
@@ -153,8 +186,18 @@ def check_options(
             f"structure={structure!r} and curvature={curvature!r}"
         )
     word("weight_sharing", weight_sharing, tuple(SHARINGS))
-    check_subset(subset)
+    if not isinstance(subset, Subset):
+        check_subset(subset)
     flag("progress", progress)
+
+
+def check_passes(structure: str, loader: Any) -> None:
+    """Refuse an iterator for a structure that takes several passes."""
+    if (structure == LOW_RANK or STRUCTURES[structure].passes > 1) and reads_once(loader):
+        raise DataError(
+            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which gives "
+            "them once: pass a list or a DataLoader"
+        )
 
 
 def check_processes(processes: Any) -> None:
@@ -181,8 +224,10 @@ def log_likelihood(
     return name_totals(totals)
 
 
-def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor) -> Subset:
+def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
     """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
+    if isinstance(subset, Subset):
+        return subset
     last_layer: tuple[str, ...] = ()
     if isinstance(subset, str) and subset == "last_layer":
         with borrowed(network, [name for name, _ in network.named_parameters()]):

@@ -74,6 +74,11 @@ def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batch
     return loader
 
 
+def reads_once(loader: Any) -> bool:
+    """Whether a loader, or what it wraps, is an iterator, which gives its batches once."""
+    return isinstance(loader, Iterator) or getattr(loader, "reads_once", False)
+
+
 @contextmanager
 def explained(network: nn.Module, x: Any) -> Iterator[None]:
     """An error while `network` runs on `x` says what was run on what."""

@@ -55,6 +55,11 @@ def _with_points(posterior: GaussianPosterior) -> LaplacePosterior:
             "predictive='gp' needs training points, which this posterior was made without: fit it with "
             "fit_laplace(..., gp_points=M), or LaplaceCallback(gp_points=M)"
         )
+    if posterior.prior.precision is not None:
+        raise PosteriorError(
+            "predictive='gp' is for a prior with independent weights, and this posterior's is another posterior: use "
+            "predictive='glm'"
+        )
     return posterior
 
 

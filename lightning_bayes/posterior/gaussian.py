@@ -22,8 +22,8 @@ from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
-from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.checks import check_device
+from lightning_bayes.network.borrowed import borrowed, unwrap
+from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
@@ -119,6 +119,16 @@ class GaussianPosterior:
             )
         distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
+
+    def penalty(self, network: nn.Module) -> Tensor:
+        """`½ (θ − mean)ᵀ P (θ − mean)` of the weights `θ` that `network` has now, differentiable in them: the posterior
+        as the prior of a training on other data. It belongs to a *sum* of negative log-likelihoods: divide it by the
+        number of examples for a loss that is their mean."""
+        weights = check_network(unwrap(network))
+        check_parameters(weights, self.subset)
+        flat = torch.cat([p.reshape(-1) for p in self.subset.parameters(weights).values()])
+        d = self.subset.narrow(flat).to(self.mean) - self.mean
+        return 0.5 * (d * self.precision.matmul(d)).sum()
 
     def functional(self, x: Any, joint: bool = False, differentiable: bool = False) -> tuple[Tensor, Tensor]:
         """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
@@ -355,8 +365,21 @@ class GaussianPosterior:
     def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("prior to tune"))
 
+    def update(self, loader: Any, progress: bool = False, processes: Any = None) -> GaussianPosterior:
+        raise PosteriorError(self._no_evidence("sums over data to add to"))
+
     def _no_evidence(self, what: str) -> str:
         return (
             f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
             "fit_laplace gives a LaplacePosterior that does"
         )
+
+
+def check_parameters(network: nn.Module, subset: Subset) -> None:
+    shapes = {name: p.shape for name, p in network.named_parameters()}
+    for name, shape in zip(subset.names, subset.shapes, strict=True):
+        if shapes.get(name) != shape:
+            other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
+            raise PosteriorError(
+                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
+            )

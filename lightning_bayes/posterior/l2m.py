@@ -39,6 +39,7 @@ from lightning_bayes.network.shards import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
+from lightning_bayes.posterior.prior import Prior, Weights, check_prior
 from lightning_bayes.posterior.prior_precision import check_precision
 from lightning_bayes.posterior.second_moment import SecondMoment, second_moments
 from lightning_bayes.posterior.sharded import ShardedPosterior
@@ -57,6 +58,7 @@ def fit_l2m(
     batch_size: float,
     scaling: str = "dataset",
     prior_precision: float | Tensor | Sequence[float] | None = None,
+    prior_mean: Weights | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
 ) -> LaplacePosterior:
@@ -71,6 +73,7 @@ def fit_l2m(
             uneven batches the harmonic mean.
         scaling: "dataset", "paper" or "paper_literal".
         prior_precision: a number, one per layer, or one per parameter; None takes the optimizer's weight decay for it.
+        prior_mean: the weights that the prior is around in the evidence, by default zero; see `fit_laplace`.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses: `1/n_outputs`, but for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
         n_outputs: targets of one example, over which the loss averages too; for that default alone.
@@ -82,6 +85,9 @@ def fit_l2m(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
+    check_prior(None, prior_mean)
+    if prior_mean is not None and is_sharded(network):
+        raise PosteriorError("prior_mean= belongs to the evidence, which a posterior that is sharded does not have")
     reshard(network)
     parameters = trainable(network)
     moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
@@ -105,7 +111,7 @@ def fit_l2m(
     )
     if is_sharded(network):
         return ShardedPosterior.from_curvature(network, curvature, δ)
-    return from_curvature(network, curvature, δ)
+    return from_curvature(network, curvature, δ, prior=Prior.of(None, prior_mean, curvature.subset))
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:

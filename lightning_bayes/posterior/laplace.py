@@ -1,9 +1,11 @@
-"""`fit_laplace` gives a `LaplacePosterior`: its precision is curvature plus prior, `P = H/T + diag(δ)`, kept apart.
+"""`fit_laplace` gives a `LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ`, kept apart.
 
 Because `H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor, the posterior
 knows its evidence for any prior and noise (tutorial, section 3; `P` is that of the GLM paper, eq. (12)):
 
-    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det δ + θ*ᵀ diag(δ) θ*).
+    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det Λ + (θ* − m)ᵀ Λ (θ* − m)),
+
+with the prior `N(m, Λ⁻¹)`: `Λ = diag(δ)` around zero unless another one is given (see `prior`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.options import FitOptions, TuningOptions
+from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_prior
 from lightning_bayes.posterior.prior_precision import as_precision, check_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection, TrainingPoints
 from lightning_bayes.posterior.used_data import UsedData
-from lightning_bayes.structures import Structure
+from lightning_bayes.structures import BlockDiagonal, Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,12 +60,15 @@ def fit_laplace(
     temperature: float = 1.0,
     damping: str | None = None,
     hessian: str = "exact",
+    rank: int | None = None,
     gp_points: int | None = 0,
     gp_selection: str = "random",
     gp_weighting: str = "prior",
     gp_outputs: str = "auto",
     output: str | int | None = None,
     class_dim: int | None = None,
+    prior_mean: Weights | None = None,
+    prior: GaussianPosterior | None = None,
     **options: Unpack[FitOptions],
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`.
@@ -71,7 +77,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "diag" or "full". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        structure: "kron", "ekfac", "diag", "full" or "lowrank". "ekfac" takes a second pass, for eigenvalues of its own
+            in the basis of "kron", "lowrank" several. A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc", "empirical_fisher", or "auto": "ggn", but "fisher_mc" for images and other
             outputs at many positions, where the exact GGN takes a backward pass for each.
@@ -83,6 +90,8 @@ def fit_laplace(
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
         hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
             number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
+        rank: how many eigenpairs of the curvature `structure="lowrank"` keeps, by several passes over `loader`; 100 by
+            default.
         gp_points: how many training points to keep, for `predict(predictive="gp")`; None keeps all. They become part of
             the posterior's state and file.
         gp_selection: which: "random", or those with the largest "leverage", in a second pass; see `training_points`.
@@ -91,11 +100,17 @@ def fit_laplace(
             times outputs are few.
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
-        options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`.
+        prior_mean: the weights that the prior is around, by default zero: flat in the order of `posterior.mean`, or the
+            state dict of a pretrained network.
+        prior: another posterior over the same weights, whose mean and precision are the prior's; `prior_precision` is
+            then a factor on that precision. Exact for "full" and "diag"; "kron" adds factors, which is an
+            approximation.
+        options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`, and `updatable`, for `posterior.update`.
     """
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
+    check_prior(prior, prior_mean, structure, gp_points != 0, damping)
     points = PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
     network = read_as(unwrap(network), output, class_dim)
     chosen = PointSelection(points, network, options.get("seed", 0), options.get("processes"))
@@ -111,9 +126,11 @@ def fit_laplace(
             lambda: fit(loader, structure="diag").structure.diagonal() / temperature,
             options.get("processes"),
         )
+    check_fits(prior, prior_mean, network, subset)
     used = UsedData(network, chosen.watched(loader), "fit", options.get("processes"))
-    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian)
-    posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping)
+    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian, rank=rank)
+    given = Prior.of(prior, prior_mean, fitted.subset)
+    posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping, prior=given)
     return chosen.put_into(used.noted(posterior), loader, progress)
 
 
@@ -124,21 +141,23 @@ def from_curvature(
     *,
     temperature: float = 1.0,
     damping: str | None = None,
+    prior: Prior | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
     network = network if curvature.output.is_default else viewed(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)
-    return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping)
+    return LaplacePosterior.around(network, mean, weights, curvature, prior_precision, temperature, damping, prior)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(GaussianPosterior):
-    """`N(θ*, (H/T + diag(δ))⁻¹)`."""
+    """`N(θ*, (H/T + Λ)⁻¹)`."""
 
     curvature: Curvature = field(repr=False, kw_only=True)
-    prior_precision: Tensor = field(kw_only=True)
+    prior_precision: Tensor = field(kw_only=True)  # δ
+    prior: Prior = field(default_factory=Prior, repr=False, kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
     points: TrainingPoints | None = field(default=None, repr=False)  # of its Gaussian process
@@ -153,6 +172,7 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: float | Tensor | Sequence[float],
         temperature: float = 1.0,
         damping: str | None = None,
+        prior: Prior | None = None,
     ) -> Laplace:
         """The posterior around these weights, which have this fingerprint."""
         return cls(
@@ -165,6 +185,7 @@ class LaplacePosterior(GaussianPosterior):
             fingerprint=fingerprint,
             curvature=curvature,
             prior_precision=mean.new_ones(()),
+            prior=(prior or Prior()).to(mean),
             temperature=temperature,
             damping=damping,
         ).with_prior(prior_precision)
@@ -178,7 +199,8 @@ class LaplacePosterior(GaussianPosterior):
             likelihood=known["likelihood"],
             gradient=None if g is None else g.to(device),
         )
-        return {**known, "curvature": curvature, "prior_precision": self.prior_precision.to(device)}
+        prior = {"prior": self.prior.to(known["mean"]), "prior_precision": self.prior_precision.to(device)}
+        return {**known, "curvature": curvature, **prior}
 
     @property
     def noise_power(self) -> int:
@@ -192,13 +214,36 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def effective_parameters(self) -> Tensor:
-        """`γ = Σᵢ (1 − δᵢ [P⁻¹]ᵢᵢ)`, the number of weights that the data determine."""
+        """`γ = P − tr(ΛP⁻¹)`, the number of weights that the data determine."""
         return self.effective_parameters_per_layer().sum()
 
     def effective_parameters_per_layer(self) -> Tensor:
         """`γ_l = d_l − Σ_{i∈l} δᵢ [P⁻¹]ᵢᵢ`.  # [layers]"""
-        δ = per_parameter(self.prior_precision, self.subset)
-        return per_layer_sums(1 - δ * self.precision.inverse_diagonal(), self.subset)
+        return per_layer_sums(1 - self.prior_shares(), self.subset)
+
+    def prior_shares(self) -> Tensor:
+        """How much of each weight is the prior's, `δᵢ [P⁻¹]ᵢᵢ`; of a prior that is another posterior, terms of
+        `tr(ΛP⁻¹)` whose sums over the layers are right.  # [P]"""
+        if self.prior.precision is None:
+            return per_parameter(self.prior_precision, self.subset) * self.precision.inverse_diagonal()
+        return self.precision.trace_terms(self.prior_matrix())
+
+    @property
+    def has_exact_sum(self) -> bool:
+        """Whether `P` is `H/T + Λ` itself."""
+        adds_factors = self.prior.precision is not None and isinstance(self.curvature.structure, BlockDiagonal)
+        return self.damping is None and not adds_factors
+
+    def check_exact_sum(self, what: str) -> None:
+        if not self.has_exact_sum:
+            raise PosteriorError(
+                f"{what} belongs to the exact sum of curvature and prior: fit without damping, and with prior= of "
+                "structure='full' or 'diag'"
+            )
+
+    def prior_matrix(self, prior_precision: Tensor | None = None) -> Structure:
+        """`Λ`."""
+        return self.prior.matrix(self.prior_precision if prior_precision is None else prior_precision, self.subset)
 
     def log_marginal_likelihood(
         self,
@@ -215,34 +260,47 @@ class LaplacePosterior(GaussianPosterior):
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
-        full = per_parameter(δ, self.subset).expand(self.subset.size)
+        Λ, d = self.prior_matrix(δ), self.prior.distance(self.mean)
         fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
         if at == "optimum":
-            return self._linear_evidence(self._precision(δ, ρ), full, ρ, -fit)
+            return self._linear_evidence(self._precision(δ, ρ), Λ, ρ, -fit)
         logdet = self._precision(δ, ρ).logdet()
-        return fit - 0.5 * (logdet - full.log().sum() + (full * self.mean.square()).sum())
+        return fit - 0.5 * (logdet - Λ.logdet() + (d * Λ.matmul(d)).sum())
 
-    def _linear_evidence(self, P: Structure, Λ: Tensor, ρ: Tensor, loss: Tensor) -> Tensor:
+    def _linear_evidence(self, P: Structure, Λ: Structure, ρ: Tensor, loss: Tensor) -> Tensor:
         g = self.curvature.gradient
         if g is None:
             raise PosteriorError(
                 "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
                 "posterior was made without: fit it with fit_laplace"
             )
-        if self.damping is not None:
-            raise PosteriorError(
-                "the linear model's optimum needs the exact sum of curvature and prior, without damping"
-            )
+        self.check_exact_sum("the linear model's optimum")
         n = self.curvature.n_outputs
         least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
         least = least if self.likelihood.tunable_noise is None else least + n * ρ.log()
-        return linear_evidence(P, Λ, self.mean, g / (self.temperature * ρ**2), loss, least / self.temperature)
+        d = self.prior.distance(self.mean)
+        return linear_evidence(P, Λ, d, g / (self.temperature * ρ**2), loss, least / self.temperature)
 
     def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
         """The same curvature with another prior."""
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
             return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
+
+    def update(
+        self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None
+    ) -> LaplacePosterior:
+        """The posterior of more data at the same weights, with the same prior: as one fit to the old and the new data
+        together, exactly for structure="full" and "diag"; "kron" must have been fitted with `updatable=True`.
+
+        Args:
+            loader: the new data `(x, y)`.
+            progress: show a progress bar.
+            processes: those that share the new data.
+        """
+        from lightning_bayes.posterior.update import update
+
+        return update(self, loader, progress, processes)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
@@ -333,7 +391,7 @@ class LaplacePosterior(GaussianPosterior):
         H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)
         H = H if self.temperature == 1 else H.scale(1 / self.temperature)
         if self.damping is None:
-            return H.add_prior(per_parameter(δ, self.subset))
+            return self.prior.added_to(H, δ, self.subset)
         if δ.ndim:
             raise PosteriorError("damping takes one prior precision for all layers")
         return H.add_damping(δ, split=self.n_data**0.5 if self.damping == "ritter" else 1.0)

@@ -3,7 +3,7 @@ with the Fisher of the linear model's outputs `h(θ, x) = f(x) + J(x)(θ − θ�
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature import Curvature
+from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import borrowed
@@ -24,7 +25,8 @@ def curvature_at(
     loader: Iterable[Any],
     root_at: RootAt | None = None,
 ) -> Curvature:
-    """At `θ̃ + shift`, in one pass over all data `(x, y)`; `root_at` gives another root of the output Fisher."""
+    """At `θ̃ + shift`, in the passes over all data `(x, y)` that the structure takes; `root_at` gives another root of
+    the output Fisher."""
     from lightning_bayes.predictive.functions import linearised_outputs
 
     def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
@@ -39,9 +41,13 @@ def curvature_at(
     word = posterior.curvature.structure.word
     assert word is not None
     total: CurvatureSum | None = None
-    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+
+    def batches() -> Iterator[tuple[Any, Tensor]]:
         for batch in loader:
-            x, y = inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
+            yield inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
+
+    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+        for x, y in batches():
             if total is None:
                 with posterior.linearised(x) as (plan, _):
                     total = CurvatureSum(
@@ -56,7 +62,8 @@ def curvature_at(
         if total is None:
             raise DataError("the loader is empty: a curvature needs the training data")
         known = posterior.curvature
-        return replace(total.finish(), normalised=known.normalised, weight_sharing=known.weight_sharing)
+        fitted = total.refitted(total.finish(), batches())
+        return replace(fitted, normalised=known.normalised, weight_sharing=known.weight_sharing)
 
 
 def check_refit(posterior: LaplacePosterior, who: str) -> None:
@@ -65,6 +72,11 @@ def check_refit(posterior: LaplacePosterior, who: str) -> None:
         raise PosteriorError(
             f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
             "give the class a word"
+        )
+    if posterior.curvature.structure.word not in STRUCTURES:
+        raise PosteriorError(
+            f"{who} makes the curvature again in one pass, which structure={posterior.curvature.structure.word!r} does "
+            "not do: fit structure='kron', 'diag' or 'full'"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
         raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")

@@ -20,14 +20,15 @@ from torch import Tensor
 from lightning_bayes.structures import Structure
 
 
-def linear_evidence(P: Structure, Λ: Tensor, θ: Tensor, g: Tensor, loss: Tensor, least: Tensor) -> Tensor:
-    """Differentiable in the prior `Λ` `[P]`, and in what `P = H + Λ`, `g` and `loss` depend on."""
-    d = P.solve(-g - Λ * θ)
-    slope, bend = (g * d).sum(), (d * (P.matmul(d) - Λ * d)).sum()  # gᵀd, dᵀHd
+def linear_evidence(P: Structure, Λ: Structure, θ: Tensor, g: Tensor, loss: Tensor, least: Tensor) -> Tensor:
+    """Differentiable in the prior `Λ`, and in what `P = H + Λ`, `g` and `loss` depend on. `θ` is counted from the
+    prior's mean."""
+    d = P.solve(-g - Λ.matmul(θ))
+    slope, bend = (g * d).sum(), (d * (P.matmul(d) - Λ.matmul(d))).sum()  # gᵀd, dᵀHd
     t = step_length(slope, bend, loss - least)
     moved = θ + t * d
     fit = loss + t * slope + 0.5 * t**2 * bend
-    return -fit - 0.5 * (Λ * moved.square()).sum() - 0.5 * (P.logdet() - Λ.log().sum())
+    return -fit - 0.5 * (moved * Λ.matmul(moved)).sum() - 0.5 * (P.logdet() - Λ.logdet())
 
 
 def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precision `Λ` and a temperature `T`,
 
-    h(θ, x) = f(x) + J(x) (θ − θ̃),      L(θ) = −(1/T) Σₙ log p(yₙ | h(θ, xₙ)) + ½ θᵀΛθ,
-    ∇L(θ) = −(1/T) Σₙ Jₙᵀrₙ + Λθ,        ∇²L(θ) v = (1/T) Σₙ JₙᵀΛₙJₙ v + Λv,
+    h(θ, x) = f(x) + J(x) (θ − θ̃),      L(θ) = −(1/T) Σₙ log p(yₙ | h(θ, xₙ)) + ½ dᵀΛd,
+    ∇L(θ) = −(1/T) Σₙ Jₙᵀrₙ + Λd,        ∇²L(θ) v = (1/T) Σₙ JₙᵀΛₙJₙ v + Λv,
 
-with residual `rₙ` and output Hessian `Λₙ` at `h(θ, xₙ)`. `L` is convex where `−log p(y | f)` is convex in `f`. Its
-minimum `θ⋆` is found by Newton's method; each Newton equation is solved by conjugate gradients, preconditioned by the
-fitted precision. A Jacobian is never formed: every product is one pass over the data.
+with `d = θ − m` from the prior's mean, residual `rₙ` and output Hessian `Λₙ` at `h(θ, xₙ)`. `L` is convex where
+`−log p(y | f)` is convex in `f`. Its minimum `θ⋆` is found by Newton's method; each Newton equation is solved by
+conjugate gradients, preconditioned by the fitted precision. A Jacobian is never formed: every product is one pass over
+the data.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_curvature import curvature_at
-from lightning_bayes.posterior.prior_precision import per_parameter
 from lightning_bayes.structures import Structure
 
 _ENOUGH = 1e-4  # Armijo's share of the decrease that the slope promises
@@ -108,10 +109,10 @@ class LinearModel:
     def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
         """One step of Newton's method to a smaller loss, its equation solved to `tolerance`; within `passes`, of which
         it needs at least two. None where it finds none."""
-        Λ, T, last = _prior(posterior), posterior.temperature, self.passes + passes
+        Λ, T, last = posterior.prior_matrix(), posterior.temperature, self.passes + passes
 
         def hessian(v: Tensor) -> Tensor:
-            return self.product(posterior, v) / T + Λ * v
+            return self.product(posterior, v) / T + Λ.matmul(v)
 
         loss, g = loss_of(posterior), loss_gradient(posterior)
         s = conjugate_gradients(hessian, -g, posterior.precision, tolerance, passes - 1)
@@ -171,7 +172,8 @@ def loss_of(posterior: LaplacePosterior) -> Tensor:
     """`L(θ)`, in float64."""
     fit = posterior.curvature.log_likelihood
     assert fit is not None
-    penalty = (_prior(posterior) * posterior.mean.square()).double().sum().cpu()
+    d = posterior.prior.distance(posterior.mean)
+    penalty = (d * posterior.prior_matrix().matmul(d)).double().sum().cpu()
     return 0.5 * penalty - fit / posterior.temperature
 
 
@@ -179,7 +181,7 @@ def loss_gradient(posterior: LaplacePosterior) -> Tensor:
     """`∇L(θ)`.  # [P]"""
     g = posterior.curvature.gradient
     assert g is not None
-    return _prior(posterior) * posterior.mean + g / posterior.temperature
+    return posterior.prior_matrix().matmul(posterior.prior.distance(posterior.mean)) + g / posterior.temperature
 
 
 def gradient_norm(posterior: LaplacePosterior, M: Structure | None = None) -> float:
@@ -202,16 +204,10 @@ def _shorter(change: float, slope: float, slope_there: float) -> float:
     return min(max(lowest, 0.1), 0.7)
 
 
-def _prior(posterior: LaplacePosterior) -> Tensor:
-    return per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
-
-
 class Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
     def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
-        from lightning_bayes.predictive.functions import Linearised
-
         self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
         self._parameters = posterior.subset.parameters(posterior.network)
         self.f = inputs.call(posterior.network, x)

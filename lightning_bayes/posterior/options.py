@@ -13,6 +13,7 @@ class FitOptions(TypedDict, total=False):
     samples: int
     seed: int
     weight_sharing: str
+    updatable: bool
     processes: Processes | None
     probe: Any
 

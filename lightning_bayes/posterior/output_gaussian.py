@@ -3,7 +3,8 @@
 
 The Jacobian `[B, C, P]` is never built. Each layer's block of `P` adds its own part, from the layer's inputs and output
 gradients (see `structures.output_covariance`). A prior changes only eigenvalues, so that several priors cost one
-backward pass. A full matrix, or one whose blocks are not the layers that this pass sees, takes the whole Jacobian.
+backward pass. A full matrix, one of low rank, or one whose blocks are not the layers that this pass sees, takes the
+whole Jacobian, of a few examples at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def output_gaussian(
     """
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
-    few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
+    numbers = max(plan.n_activations, 1 if precisions[0].has_layer_blocks else plan.subset.size)
+    few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(numbers, 1)))
     if form != "joint" and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
         return _concatenated([output_gaussian(network, plan, precisions, part, form, differentiable) for part in parts])

@@ -39,6 +39,11 @@ class PriorGroups:
         word_for = check_groups(per_layer, prior_groups)
         if word_for is None:
             return PriorGroups()
+        if posterior.prior.precision is not None:
+            raise PosteriorError(
+                "the prior is another posterior, with one factor on its precision: leave out per_layer= and "
+                "prior_groups="
+            )
         layers = posterior.subset.layers
         if word_for == "layers":
             return PriorGroups(torch.arange(len(layers), device=posterior.device))

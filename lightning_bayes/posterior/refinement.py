@@ -38,7 +38,6 @@ from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_curvature import check_refit, curvature_at
 from lightning_bayes.posterior.linear_model import Batch, LinearModel, conjugate_gradients, weights_of
-from lightning_bayes.posterior.prior_precision import per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -143,7 +142,7 @@ class _Variational:
     def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
         self._posterior, self._batches, self._samples, self._seed = posterior, batches, samples, seed
         self._model = LinearModel(batches)
-        self._δ = per_parameter(posterior.prior_precision, posterior.subset).expand(posterior.subset.size)
+        self._Λ = posterior.prior_matrix()
 
     def maximum(self, passes: int, tolerance: float, progress: bool) -> LaplacePosterior:
         """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
@@ -196,10 +195,10 @@ class _Variational:
         return _Iterate(q, W, fit / q.temperature - self._divergence(q), residual, fisher)
 
     def _divergence(self, q: LaplacePosterior) -> float:
-        """`KL(q ‖ N(0, diag(1/δ)))`."""
-        δ, P = self._δ.double(), q.precision
-        squares = (δ * (q.mean.double().square() + P.inverse_diagonal().double())).sum()
-        return 0.5 * float(squares - len(δ) + P.logdet().double() - δ.log().sum())
+        """`KL(q ‖ N(m, Λ⁻¹))`."""
+        d = q.prior.distance(q.mean)
+        squares = (d * self._Λ.matmul(d)).double().sum() + q.prior_shares().double().sum()
+        return 0.5 * float(squares - len(d) + q.precision.logdet().double() - self._Λ.logdet().double())
 
     def _moved(self, at: _Iterate, ρ: float, step: Tensor) -> _Iterate:
         W = at.W + ρ * (at.fisher - at.W)
@@ -242,7 +241,7 @@ class _Variational:
     def _gradient(self, at: _Iterate) -> Tensor:
         """Of the lower bound in the mean.  # [P]"""
         fit = self._model.pulled(at.q, lambda batch: at.residual[batch.examples])
-        return fit / at.q.temperature - self._δ * at.q.mean
+        return fit / at.q.temperature - self._Λ.matmul(at.q.prior.distance(at.q.mean))
 
     def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
         """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
@@ -252,7 +251,7 @@ class _Variational:
                 u = batch.push(v)
                 return torch.einsum("bcd,bd->bc", W[batch.examples], u.reshape(len(u), -1)).reshape(u.shape)
 
-            return self._model.pulled(q, cotangent) / q.temperature + self._δ * v
+            return self._model.pulled(q, cotangent) / q.temperature + self._Λ.matmul(v)
 
         return product
 

@@ -19,8 +19,9 @@ from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.output import Output, output_of, viewed
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import Structure
 
@@ -61,7 +62,10 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "normalised": None if curvature.normalised is None else list(curvature.normalised),
         "weight_sharing": curvature.weight_sharing,
         "hessian": curvature.hessian,
+        "samples": curvature.samples,
+        "seed": curvature.seed,
         "prior_precision": posterior.prior_precision,
+        "prior": posterior.prior.to_state(),
         "temperature": float(posterior.temperature),
         "damping": posterior.damping,
         "points": None if posterior.points is None else posterior.points.to_state(),
@@ -88,6 +92,9 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "normalised": None,
         "weight_sharing": "expand",
         "hessian": "exact",
+        "samples": 1,
+        "seed": 0,
+        "prior": {},
         "points": None,
         "used_data": {},
         "output": {},
@@ -128,10 +135,13 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         normalised=None if state["normalised"] is None else tuple(state["normalised"]),
         weight_sharing=state["weight_sharing"],
         hessian=state["hessian"],
+        samples=state["samples"],
+        seed=state["seed"],
         output=output_of(network),
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
-    posterior = LaplacePosterior.around(network, mean, fingerprint, curvature, prior_precision, temperature, damping)
+    around = network, mean, fingerprint, curvature, prior_precision, temperature, damping, _read_prior(state["prior"])
+    posterior = LaplacePosterior.around(*around)
     shift = None if state["shift"] is None else state["shift"].to(device)
     points = TrainingPoints.from_state(state["points"])
     used_data = state["used_data"]
@@ -147,6 +157,15 @@ def _read_structure(state: Any) -> Structure:
         ) from None
 
 
+def _read_prior(state: Any) -> Prior:
+    try:
+        return Prior.from_state(state)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PosteriorError(
+            f"the state of the posterior is not complete: its prior cannot be read ({error!r}); save it again"
+        ) from None
+
+
 def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str) -> None:
     for what, size in (("mean", state["mean"].numel()), (matrix, structure.size)):
         if size != subset.size:
@@ -159,16 +178,6 @@ def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, 
             raise PosteriorError(
                 f"the {what.replace('_', ' ')} of the posterior holds NaN or infinity: fit the posterior again, to "
                 "weights and data that are finite"
-            )
-
-
-def check_parameters(network: nn.Module, subset: Subset) -> None:
-    shapes = {name: p.shape for name, p in network.named_parameters()}
-    for name, shape in zip(subset.names, subset.shapes, strict=True):
-        if shapes.get(name) != shape:
-            other = "no such parameter" if name not in shapes else f"shape {tuple(shapes[name])}"
-            raise PosteriorError(
-                f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
             )
 
 

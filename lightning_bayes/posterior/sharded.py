@@ -29,10 +29,10 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.shards import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.gaussian import PosteriorError, check_parameters
 from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
-from lightning_bayes.posterior.serialization import FORMAT, check_parameters, likelihood_from
+from lightning_bayes.posterior.serialization import FORMAT, likelihood_from
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard, ShardedDiagonal
 
@@ -64,6 +64,7 @@ class ShardedPosterior(LaplacePosterior):
     with_noise, with_log_likelihood = _refused("with_noise"), _refused("with_log_likelihood")
     tune_prior, calibrate, refine = _refused("tune_prior"), _refused("calibrate"), _refused("refine")
     encode, reconstruct, to = _refused("encode"), _refused("reconstruct"), _refused("to")
+    update, penalty = _refused("update"), _refused("penalty")
 
     @staticmethod
     def from_curvature(network: nn.Module, curvature: Curvature, prior_precision: Any) -> ShardedPosterior:
@@ -103,8 +104,11 @@ class ShardedPosterior(LaplacePosterior):
             δ = δ[self._layers].repeat_interleave(sizes)
         return δ
 
+    def prior_shares(self) -> Tensor:
+        return self.prior_precision * self.precision.inverse_diagonal()
+
     def effective_parameters_per_layer(self) -> Tensor:
-        γ = self.precision.sums(1 - self.prior_precision * self.precision.inverse_diagonal())  # of each parameter
+        γ = self.precision.sums(1 - self.prior_shares())  # of each parameter
         return γ.new_zeros(len(self.subset.layers)).index_add_(0, self._layers, γ)
 
     @property

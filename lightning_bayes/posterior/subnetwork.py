@@ -130,6 +130,10 @@ class Subnetwork:
 
 def structure_for(subset: Any, structure: str) -> str:
     """Single weights have no Kronecker form: for a `Subnetwork` the default structure is the full matrix."""
+    if isinstance(subset, Subnetwork) and structure == "ekfac":
+        raise SubsetError(
+            "single weights of a layer have no EKFAC form: use structure='full' or 'diag' for a subnetwork"
+        )
     return "full" if isinstance(subset, Subnetwork) and structure == "kron" else structure
 
 

@@ -90,7 +90,7 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
     δ = γ = evidence = None
     if laplace is not None:
         δ = _prior_of_each(laplace)
-        γ = 1 - δ * laplace.precision.inverse_diagonal()  # [P]
+        γ = 1 - laplace.prior_shares()  # [P]
         evidence = float(laplace.log_marginal_likelihood()) if laplace.curvature.knows_likelihood else None
     blocks = []
     for block in _matrix(posterior).parameter_blocks(posterior.subset):
@@ -131,6 +131,8 @@ def one_line(posterior: GaussianPosterior) -> str:
     parts.append(f"likelihood={posterior.likelihood!r}")
     if laplace is not None:
         parts.append(f"prior_precision={_range(_bounds(laplace.prior_precision.detach()))}")
+        if laplace.prior.precision is not None:
+            parts.append("of another posterior")
     return f"{type(posterior).__name__}({', '.join(parts)})"
 
 

@@ -165,8 +165,7 @@ def mackay(
     prior_groups: str | None = None,
 ) -> LaplacePosterior:
     """Iterate the fixed point until log α and log β move by less than `tolerance`."""
-    if posterior.damping is not None:
-        raise PosteriorError("MacKay's fixed point belongs to the exact sum of curvature and prior, not to damping")
+    posterior.check_exact_sum("MacKay's fixed point")
     flag("noise", noise)
     count("steps", steps)
     positive("tolerance", tolerance)
@@ -188,7 +187,7 @@ def fixed_point(
     the steps are then shortened.
     """
     smallest = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
-    squares = groups.pool(per_layer_sums(posterior.mean.square(), posterior.subset))  # ‖θ_l‖²
+    squares = _squares(posterior, groups)
     α, σ = _start(posterior, groups), _noise_std(posterior) if noise else None
     posterior = posterior.with_prior(groups.spread(α))
     length, last = 1.0, None
@@ -213,6 +212,14 @@ def fixed_point(
         if largest < smallest:
             return posterior, 0.0
     return posterior, largest
+
+
+def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
+    """`‖θ_l − m_l‖²` of each group, or `(θ − m)ᵀP₀(θ − m)`."""
+    d = posterior.prior.distance(posterior.mean)
+    if posterior.prior.precision is not None:
+        return (d * posterior.prior.precision.matmul(d)).sum()
+    return groups.pool(per_layer_sums(d.square(), posterior.subset))
 
 
 def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:

@@ -42,7 +42,7 @@ class UsedData:
         self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long)]
 
     def noted(self, posterior: Posterior) -> Posterior:
-        kept = _smallest(self._parts)
+        kept = _smallest([*self._parts, posterior.used_data.get(self._as, self._parts[0][:0])])
         if self._processes.size > 1:
             kept = _smallest(self._processes.gather(kept))
         return replace(posterior, used_data={**posterior.used_data, self._as: kept})

@@ -90,7 +90,7 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
         training_noise = σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ)
         return marglik(posterior.with_noise(training_noise), per_layer=False, noise=False)
     classes = posterior.likelihood.has_probs
-    knows_optimum = posterior.curvature.gradient is not None and posterior.damping is None
+    knows_optimum = posterior.curvature.gradient is not None and posterior.has_exact_sum
     return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
 
 
@@ -212,9 +212,7 @@ class NoiseChoice(Choice):
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
     """Whether there is a noise to tune, of which the curvature is a multiple, and a training error to start from."""
-    scales = (
-        posterior.likelihood.tunable_noise is not None and posterior.noise_power == -2 and posterior.damping is None
-    )
+    scales = posterior.likelihood.tunable_noise is not None and posterior.noise_power == -2 and posterior.has_exact_sum
     return scales and posterior.curvature.knows_likelihood
 
 

@@ -44,7 +44,8 @@ class FunctionDraw:
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs.tensors(x))
         posterior = self.posterior
         with at_mean(posterior, x, differentiable) as x:
-            network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
+            parameters = posterior.subset.parameters(posterior.network)
+            network = Linearised(posterior.network, parameters, x, differentiable)
             draws = [network(move) if self.linearised else network.at(move) for move in self.moves]
         return draws[0] if self.single else torch.stack(draws)
 

@@ -4,19 +4,24 @@ from lightning_bayes.structures.base import Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
+from lightning_bayes.structures.ekfac import EKFAC, EKFACBlockDiagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [
+    "EKFAC",
     "BlockDiagonal",
     "CovarianceForm",
     "Dense",
     "Diagonal",
+    "EKFACBlockDiagonal",
     "Factor",
     "Kronecker",
     "Layout",
+    "LowRank",
     "Piece",
     "ShardedDiagonal",
     "Structure",

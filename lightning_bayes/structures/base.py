@@ -125,6 +125,11 @@ class Structure(ABC):
     def __add__(self: Self, other: Self) -> Self:
         """`M + M'`, of two structures of the same form."""
 
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Structure:
+        """`M + M'`, or the nearest matrix of this form: Kronecker products add their factors, as if the data of `other`
+        counted `weight` times in their means."""
+        return self + other
+
     @abstractmethod
     def scale(self: Self, factor: float | Tensor) -> Self:
         """`factor · M`."""
@@ -155,6 +160,10 @@ class Structure(ABC):
     def logdet(self) -> Tensor:
         """`log det M`, a scalar; `-inf` for a singular matrix."""
 
+    def trace_terms(self, other: Structure) -> Tensor:
+        """Of `tr(M⁻¹M')`: numbers whose sum over a block of both matrices is that block's own trace.  # [P]"""
+        return self.solve(other.to_dense()).diagonal()
+
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """`n` draws from `N(0, M⁻¹)`.  # [n, P]"""
         device = self.device if generator is None else generator.device
@@ -170,6 +179,11 @@ class Structure(ABC):
         return J @ self.solve(J).mT
 
     @property
+    def can_grow(self) -> bool:
+        """Whether it has all that `joined` needs to be the matrix of more data."""
+        return True
+
+    @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
         """The blocks that it is made of, with their names; none for a matrix that is all of one kind."""
         return ()
@@ -178,6 +192,11 @@ class Structure(ABC):
     def sizes(self) -> str:
         """Of what it stores, in a few signs."""
         return f"{self.size}×{self.size}"
+
+    @property
+    def has_layer_blocks(self) -> bool:
+        """Whether predictions may go layer by layer, and need no Jacobian of all weights."""
+        return type(self).layer_blocks is not Structure.layer_blocks
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """The blocks that it is made of; by default it is one itself."""

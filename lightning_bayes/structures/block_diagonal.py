@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -58,10 +58,11 @@ class BlockDiagonal(Structure):
         return self._assemble(self._each(lambda block, _: block.inverse_diagonal()))
 
     def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
-        self._check_same_form(other)
-        if self.layouts != other.layouts:
-            raise StructureError("cannot add block-diagonal matrices whose blocks lie in different places")
-        return self._with(first + second for first, second in zip(self.blocks, other.blocks, strict=True))
+        return self._with(first + second for first, second in zip(self.blocks, self._blocks_of(other), strict=True))
+
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> BlockDiagonal:
+        others = iter(self._blocks_of(other))
+        return self._with(self._each(lambda block, _: block.joined(next(others), weight)))
 
     def scale(self, factor: float | Tensor) -> BlockDiagonal:
         return self._with(block.scale(factor) for block in self.blocks)
@@ -84,6 +85,10 @@ class BlockDiagonal(Structure):
 
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()
+
+    def trace_terms(self, other: Structure) -> Tensor:
+        others = iter(self._blocks_of(other))
+        return self._assemble(self._each(lambda block, _: block.trace_terms(next(others))))
 
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
@@ -112,8 +117,16 @@ class BlockDiagonal(Structure):
         blocks = tuple(map(Structure.from_state, parts["blocks"]))
         return cls(blocks, tuple(map(_layout_from, parts["layouts"])), tuple(parts["names"]))
 
+    def _blocks_of(self, other: Structure) -> tuple[Structure, ...]:
+        """Those of another matrix, in the same places."""
+        self._check_same_form(other)
+        assert isinstance(other, BlockDiagonal)
+        if self.layouts != other.layouts:
+            raise StructureError("cannot add block-diagonal matrices whose blocks lie in different places")
+        return other.blocks
+
     def _with(self, blocks: Iterable[Structure]) -> BlockDiagonal:
-        return BlockDiagonal(tuple(blocks), self.layouts, self.names)
+        return replace(self, blocks=tuple(blocks))
 
     def _map(self, operation: Callable[[Structure, Tensor], Tensor], vectors: Tensor) -> Tensor:
         return self._assemble(self._each(lambda block, layout: operation(block, layout.gather(vectors))))

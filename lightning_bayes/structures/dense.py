@@ -7,7 +7,8 @@ factors and priors, and its negative eigenvalues are taken for the zeros they ar
     H = Q diag(λ) Qᵀ,    M⁻¹ = Q diag(1/(factor · max(λ, 0) + shift)) Qᵀ.
 
 A prior that differs between parameters has no such form: `M` is then made of the same clamped `H`, and has a Cholesky
-factor in float64. Everything that needs an inverse or a determinant uses one of these two.
+factor in float64. So has one whose `H` is part of a graph, because equal eigenvalues have no derivatives. Everything
+that needs an inverse or a determinant uses one of these two.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Dense(Structure):
         return self.matrix.diagonal() * self.factor + self.shift
 
     def inverse_diagonal(self) -> Tensor:
-        if self._has_many_shifts:
+        if self._has_cholesky:
             return torch.cholesky_inverse(self._cholesky).diagonal().to(self.dtype)
         values, Q = self._eigen
         return Q.square() @ positive(values).reciprocal().to(Q)
@@ -74,6 +75,10 @@ class Dense(Structure):
     def __add__(self, other: Dense) -> Dense:
         self._check_same_form(other)
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
+
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Dense:
+        """Exact for any other matrix."""
+        return Dense(self.matrix * self.factor + other.to_dense(), shift=self.shift)
 
     def scale(self, factor: float | Tensor) -> Dense:
         return Dense(self.matrix, self.factor * factor, self.shift * factor, self._eigen_of_matrix)
@@ -85,7 +90,7 @@ class Dense(Structure):
         return vectors @ self.matrix * self.factor + vectors * self.shift
 
     def solve(self, vectors: Tensor) -> Tensor:
-        if self._has_many_shifts:
+        if self._has_cholesky:
             columns = vectors.reshape(-1, self.size).mT.double()
             return torch.cholesky_solve(columns, self._cholesky).mT.reshape(vectors.shape).to(vectors.dtype)
         values, Q = self._eigen
@@ -96,14 +101,14 @@ class Dense(Structure):
         return (vectors @ Q * positive(values).rsqrt().to(Q)) @ Q.mT
 
     def inverse_quadratic(self, J: Tensor) -> Tensor:
-        if self._has_many_shifts:
+        if self._has_cholesky:
             return super().inverse_quadratic(J)
         values, Q = self._eigen
         rotated = J @ Q * positive(values).rsqrt().to(Q)  # [..., K, P]
         return rotated @ rotated.mT
 
     def logdet(self) -> Tensor:
-        if self._has_many_shifts:
+        if self._has_cholesky:
             return 2 * self._cholesky.diagonal().log().sum().to(self.dtype)
         return self._eigen[0].log().sum().to(self.dtype)
 
@@ -113,6 +118,10 @@ class Dense(Structure):
     @property
     def _has_many_shifts(self) -> bool:
         return isinstance(self.shift, Tensor) and self.shift.ndim > 0
+
+    @property
+    def _has_cholesky(self) -> bool:
+        return self._has_many_shifts or self.matrix.requires_grad
 
     def _shifts(self, like: Tensor) -> Tensor:
         return torch.as_tensor(self.shift).to(like).expand(self.size)  # [P]
@@ -148,6 +157,8 @@ class Dense(Structure):
 
     def _matrix(self) -> Tensor:
         """`M` of the clamped `H`, in float64.  # [P, P]"""
+        if self.matrix.requires_grad:
+            return self.matrix.double() * self.factor + torch.diag(self._shifts(self.matrix.double()))
         λ, Q = self._of_matrix()
         negative = int((λ < 0).sum())  # the first, as eigenvalues rise
         Q = Q[:, :negative].double()

@@ -74,6 +74,9 @@ class Diagonal(Structure):
     def root_solve(self, vectors: Tensor) -> Tensor:
         return vectors * positive(self.values).rsqrt()
 
+    def trace_terms(self, other: Structure) -> Tensor:
+        return other.diagonal() / positive(self.values)
+
     def logdet(self) -> Tensor:
         return self.values.log().sum()
 

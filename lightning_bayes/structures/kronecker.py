@@ -13,7 +13,7 @@ A grouped layer is `g` independent products of one size, kept as a leading batch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,16 +30,50 @@ class Factor:
 
     vectors: Tensor | None  # [g, d, d], eigenvectors in columns
     values: Tensor  # [g, d]
+    kept: Tensor | None = None  # the matrix itself, of a factor to which data are to be added [g, d, d]
 
     @staticmethod
-    def from_matrix(matrix: Tensor) -> Factor:
-        """Decompose `[g, d, d]`. Rounding may leave eigenvalues of a PSD matrix below zero: they are zero."""
-        values, vectors = eigh(matrix)
-        return Factor(vectors, values.clamp(min=0))
+    def from_matrix(matrix: Tensor, keep: bool = False) -> Factor:
+        """Decompose `[g, d, d]`. Rounding may leave eigenvalues of a PSD matrix below zero: they are zero. Those of a
+        matrix in a graph have its derivatives, the vectors have none: equal eigenvalues would make them infinite."""
+        values, vectors = eigh(matrix.detach())
+        if matrix.requires_grad:
+            values = (vectors * (matrix @ vectors)).sum(-2)
+        return Factor(vectors, values.clamp(min=0), matrix if keep else None)
+
+    @property
+    def can_grow(self) -> bool:
+        return self.vectors is None or self.kept is not None
+
+    @property
+    def matrix(self) -> Tensor:
+        """# [g, d, d]"""
+        if self.kept is not None:
+            return self.kept
+        if self.vectors is None:
+            return torch.diag_embed(self.values)
+        return self.vectors * self.values.unsqueeze(-2) @ self.vectors.mT
+
+    def scale(self, factor: float | Tensor) -> Factor:
+        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * factor)
+
+    def plus(self, other: Factor) -> Factor:
+        """The sum, decomposed again."""
+        if self.vectors is None and other.vectors is None:
+            return Factor(None, self.values + other.values)
+        return Factor.from_matrix(self.matrix + other.matrix, keep=self.can_grow and other.can_grow)
+
+    def diagonal_in(self, vectors: Tensor | None) -> Tensor:
+        """`diag(QᵀMQ)`.  # [g, d]"""
+        if vectors is None:
+            return self.matrix.diagonal(dim1=-2, dim2=-1)
+        return (vectors * (self.matrix @ vectors)).sum(-2)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor:
-        vectors = None if self.vectors is None else self.vectors.to(device=device, dtype=dtype)
-        return Factor(vectors, self.values.to(device=device, dtype=dtype))
+        parts = (self.vectors, self.values, self.kept)
+        vectors, values, kept = (None if t is None else t.to(device=device, dtype=dtype) for t in parts)
+        assert values is not None
+        return Factor(vectors, values, kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +86,7 @@ class Kronecker(Structure):
     left: Factor  # G: [g, O]
     right: Factor  # A: [g, I]
     shift: Tensor | float = 0.0  # a scalar, or [g, O, I]
+    rows: float | None = None  # of how many inputs A is the mean; None in files of older versions
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,6 +104,10 @@ class Kronecker(Structure):
     @property
     def device(self) -> torch.device:
         return self.left.values.device
+
+    @property
+    def can_grow(self) -> bool:
+        return self.left.can_grow and self.right.can_grow
 
     @property
     def values(self) -> Tensor:
@@ -100,7 +139,7 @@ class Kronecker(Structure):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
         shift = self.shift.to(device=device, dtype=dtype) if isinstance(self.shift, Tensor) else self.shift
-        return Kronecker(self.left.to(device, dtype), self.right.to(device, dtype), shift)
+        return replace(self, left=self.left.to(device, dtype), right=self.right.to(device, dtype), shift=shift)
 
     def to_dense(self) -> Tensor:
         return self.matmul(torch.eye(self.size, dtype=self.dtype, device=self.device))
@@ -120,10 +159,24 @@ class Kronecker(Structure):
                 "the sum of two Kronecker products in different bases is not a Kronecker product: "
                 "sum their factors over the data first, then decompose once"
             )
-        return Kronecker(self.left, self.right, self.shift + other.values)
+        return replace(self, shift=self.shift + other.values)
+
+    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Kronecker:
+        """`(G + G') ⊗ (rA + r'A')/(r + r')` with the `r` inputs of which `A` is the mean: what one fit to all data
+        would have, and an approximation of the sum (Ritter et al. 2018)."""
+        self._check_same_form(other)
+        assert isinstance(other, Kronecker)
+        if self.rows is None or other.rows is None:
+            raise StructureError("its factors do not say of how many inputs they are the mean: fit the posterior again")
+        rows = torch.as_tensor(weight, dtype=torch.float64) * other.rows
+        total = (self.rows + rows).clamp(min=1e-30)  # a layer that no example has used has none
+        right = self.right.scale((self.rows / total).to(self.dtype)).plus(
+            other.right.scale((rows / total).to(self.dtype))
+        )
+        return Kronecker(self.left.plus(other.left), right, self.shift + other.shift, float(total.detach()))
 
     def scale(self, factor: float | Tensor) -> Kronecker:
-        return Kronecker(Factor(self.left.vectors, self.left.values * factor), self.right, self.shift * factor)
+        return replace(self, left=self.left.scale(factor), shift=self.shift * factor)
 
     def add_prior(self, precision: float | Tensor) -> Kronecker:
         precision = self._check_prior(precision)
@@ -132,13 +185,13 @@ class Kronecker(Structure):
                 "a Kronecker block takes one prior precision for the whole layer (adding a different one per parameter "
                 "is not a Kronecker product): use a scalar or per-layer prior, or structure='diag' or 'full'"
             )
-        return Kronecker(self.left, self.right, self.shift + precision.flatten()[0])
+        return replace(self, shift=self.shift + precision.flatten()[0])
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
         """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""
         left = Factor(self.left.vectors, self.left.values / split + precision.sqrt())
         right = Factor(self.right.vectors, self.right.values * split + precision.sqrt())
-        return Kronecker(left, right, self.shift)
+        return replace(self, left=left, right=right)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return self.rotate_back(self.rotate(vectors) * self.values)
@@ -152,10 +205,19 @@ class Kronecker(Structure):
     def logdet(self) -> Tensor:
         return self.values.log().sum()
 
+    def trace_terms(self, other: Structure) -> Tensor:
+        """The diagonal of `QᵀM'Q`, over the eigenvalues."""
+        self._check_same_form(other)
+        assert isinstance(other, Kronecker)
+        G, A = other.left.diagonal_in(self.left.vectors), other.right.diagonal_in(self.right.vectors)
+        return ((G.unsqueeze(-1) * A.unsqueeze(-2) + other.shift) / positive(self.values)).flatten()
+
     @classmethod
     def output_covariances(
         cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm
     ) -> list[Tensor]:
+        if any(block.left.vectors is not blocks[0].left.vectors for block in blocks):  # their bases differ
+            return [cls.output_covariances([block], a, g, form)[0] for block in blocks]
         # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
         Q_A, Q_G = blocks[0].right.vectors, blocks[0].left.vectors
         if Q_A is not None:
@@ -167,11 +229,12 @@ class Kronecker(Structure):
 
     def parts(self) -> dict[str, Any]:
         factors = {"left": self.left, "right": self.right}
-        return {**{side: [f.vectors, f.values] for side, f in factors.items()}, "shift": self.shift}
+        states = {side: [f.vectors, f.values, f.kept] for side, f in factors.items()}
+        return {**states, "shift": self.shift, "rows": self.rows}
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any]) -> Kronecker:
-        return cls(Factor(*parts["left"]), Factor(*parts["right"]), parts["shift"])
+        return cls(**{**parts, "left": Factor(*parts["left"]), "right": Factor(*parts["right"])})
 
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""

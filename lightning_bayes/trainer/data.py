@@ -29,6 +29,7 @@ from torch.utils.data import (
 
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
+from lightning_bayes.network.checks import reads_once
 from lightning_bayes.network.containers import is_graph, labelled_nodes
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import convert_input, datamodule_of, is_dev_run, transfer_batch, users_sampler
@@ -57,6 +58,10 @@ class ExactPass:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def reads_once(self) -> bool:
+        return reads_once(self.loader)
 
     def probe(self) -> Any:
         """A batch of the first examples of the dataset, to trace the network on."""
@@ -295,3 +300,7 @@ class _First:
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.loader), self.batches)
+
+    @property
+    def reads_once(self) -> bool:
+        return reads_once(self.loader)

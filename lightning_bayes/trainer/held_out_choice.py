@@ -75,8 +75,9 @@ def check_tuning(
     damping: str | None = None,
     methods: Sequence[str] = METHODS,
     prior_groups: Any = None,
+    joined: str | None = None,
 ) -> None:
-    """When a callback is made, not when training has ended."""
+    """When a callback is made, not when training has ended. `joined` is its structure, if the prior is a posterior."""
     word("tune", tune, (None, *methods))
     groups = check_groups(per_layer, prior_groups)
     word("calibrate", calibrate, CALIBRATIONS)
@@ -85,6 +86,13 @@ def check_tuning(
         raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with {asked}")
     if groups is not None and damping is not None and tune is not None:
         raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out {asked}")
+    if groups is not None and joined is not None and tune is not None:
+        raise ValueError(f"prior= is a posterior, and what is tuned is one factor on its precision: leave out {asked}")
+    if tune in ("mackay", "linear") and joined == "kron":
+        raise ValueError(
+            f"tune={tune!r} belongs to the exact sum with the prior, but structure='kron' adds factors: use "
+            "tune='marglik', or structure='full' or 'diag'"
+        )
     if tune in ("mackay", "linear") and damping is not None:
         raise ValueError(
             f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"

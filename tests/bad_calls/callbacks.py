@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils.data import TensorDataset
 
-from bad_calls.cases import OUTPUT, Table
+from bad_calls.cases import OUTPUT, Of, Table
 from lightning_bayes import (
     Gaussian,
     HeteroscedasticGaussian,
@@ -16,6 +16,7 @@ from lightning_bayes import (
     Subnetwork,
     SWAGCallback,
 )
+from lightning_bayes.network import SubsetError
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
@@ -111,6 +112,23 @@ def priors(table: Table) -> None:
     table("prior_precision", {"net": 1.0}, "must be a number or a vector of numbers, got {'net': 1.0}")
 
 
+def prior_means(table: Table) -> None:
+    table("prior_mean", 3, "must be a flat tensor of weights or a state dict, got 3")
+    table("prior_mean", torch.ones(2, 3), "must be a vector of finite weights [P]")
+    table("prior_mean", torch.tensor([1, 2]), "must be a vector of finite weights [P]")
+    table("prior_mean", torch.tensor([math.nan]), "must be a vector of finite weights [P]")
+    table("prior_mean", {"0.weight": 3.0}, "must hold tensors, got 3.0 for '0.weight'")
+
+
+def other_priors(table: Table) -> None:
+    posterior = Of(lambda t: t.classifier, "posterior")
+    table("prior", 3, "must be a posterior, as fit_laplace returns one, got 3")
+    table("prior", posterior, "leave prior_mean= out", prior_mean=torch.ones(31))
+    table("prior", posterior, "has structure='kron'", "structure='diag'", structure="diag")
+    table("prior", posterior, "gp_points= belongs to a prior with independent weights", gp_points=3)
+    table("prior", posterior, "damping='glm' is for one prior precision", damping="glm")
+
+
 def loaders(table: Table) -> None:
     table("data", "", "must be a loader, or the name of a method that returns one, got ''")
     table("data", 3, "must be an iterable of batches", "got 3")
@@ -127,8 +145,15 @@ for _bad in (-1, 2.5, "all"):
 subsets(laplace)
 priors(laplace)
 positives(laplace, "temperature")
-counts(laplace, "samples", "mc_samples", "max_batches")
-flags(laplace, "per_layer", "iterate", "progress")
+prior_means(laplace)
+other_priors(laplace)
+_kron = Of(lambda t: t.classifier, "posterior")
+laplace("prior", _kron, "one factor on its precision: leave out per_layer=True", per_layer=True, tune="marglik")
+for _tune in ("mackay", "linear"):
+    laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune, named=False)
+counts(laplace, "samples", "mc_samples", "max_batches", "rank")
+flags(laplace, "per_layer", "iterate", "progress", "updatable")
+laplace("rank", 5, "rank=5 belongs to structure='lowrank', got structure='kron'")
 words(laplace, "prior_groups")
 laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
 laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
@@ -153,6 +178,15 @@ loaders(laplace)
 laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
 laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
+laplace(
+    "data",
+    iter([1]),
+    "structure='ekfac' takes several passes over the data",
+    "iterator",
+    structure="ekfac",
+    named=False,
+)
+laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError)
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
 laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True, tune="marglik")
@@ -162,6 +196,7 @@ common(l2m)
 words(l2m, "scaling", "tune", "calibrate")
 l2m("tune", "linear", "unknown tune 'linear': use one of None, 'auto', 'marglik', 'mackay', 'grid'")
 priors(l2m)
+prior_means(l2m)
 positives(l2m, "loss_scale")
 counts(l2m, "samples", "n_data")
 flags(l2m, "per_layer")
@@ -196,6 +231,7 @@ for _bad in (-1, 0.5, "two", True, None):
     marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
 marginal("data", 3, "must be an iterable of batches", "got 3")
+prior_means(marginal)
 marginal("subset", Subnetwork(3), "must name whole layers or parameters, to have a prior in training")
 marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
 common(swag)

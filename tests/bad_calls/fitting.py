@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bayes
-from bad_calls.callbacks import COUNT, counts, flags, positives, priors, words
+from bad_calls.callbacks import COUNT, counts, flags, other_priors, positives, prior_means, priors, words
 from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
 from lightning_bayes import (
@@ -38,16 +38,33 @@ laplace("likelihood", 3, "likelihood=3 is not known", error=LikelihoodError)
 laplace("damping", "kfac", "unknown damping 'kfac': use one of None, 'glm', 'ritter'")
 laplace("damping", True, "unknown damping True")
 laplace("damping", "glm", "needs structure='kron', got structure='full'", structure="full")
+laplace("damping", "glm", "needs structure='kron', got structure='ekfac'", structure="ekfac")
+laplace(
+    "structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)])
+)
+laplace("structure", "ekfac", "no EKFAC form: use structure='full' or 'diag'", subset=Subnetwork(3), error=SubsetError)
 laplace("damping", "glm", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
 laplace("sampels", 3, "fit_laplace has no argument 'sampels'", "samples", error=TypeError)
+counts(laplace, "rank")
+laplace("rank", 3, "rank=3 belongs to structure='lowrank', got structure='kron'")
+laplace("rank", 3, "the loader is an iterator", structure="lowrank", loader=iter([(X, Y)]), named=False)
 priors(laplace)
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
 laplace("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers (0, 2)", "each of the 31 parameters", named=False)
 laplace("prior_precision", Of(lambda t: torch.rand(31) + 1, "[31]"), "0.weight", "one prior precision", named=False)
+prior_means(laplace)
+other_priors(laplace)
+laplace("prior_mean", torch.ones(30), "has 30 numbers, but there are 31 weights (0.weight, 0.bias, …)")
+laplace("prior_mean", {"0.weight": torch.ones(4, 3)}, "needs 0.bias of shape [4], but the state dict has none")
+laplace("prior_mean", {"0.weight": torch.ones(3, 4)}, "needs 0.weight of shape [4, 3], but", "has shape [3, 4]")
+laplace("prior", Of(lambda t: t.classifier, "all"), "is over 31 weights", "the same subset=", subset=["0"])
+laplace("prior", Of(lambda t: t.classifier, "all"), "one factor", prior_precision=[1.0, 2.0])
 positives(laplace, "temperature")
 counts(laplace, "samples")
 laplace("samples", 0, COUNT, curvature="fisher_mc")
-flags(laplace, "progress")
+flags(laplace, "progress", "updatable")
+for _bad in (-1, 2.5, "ten", True):
+    laplace("first_example", _bad, "no argument 'first_example'", error=TypeError)
 laplace("seed", -1, "must be a whole number of at least 0, got -1")
 laplace("seed", "zero", "must be a whole number of at least 0, got 'zero'")
 laplace("processes", 2, "must be Processes(rank, size), got 2")
@@ -100,9 +117,12 @@ curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
 curvature("loader", None, "must be an iterable of (x, y) batches")
 curvature("likelihood", "gauss", "is not known")
 curvature("subset", "last-layer", "unknown subset 'last-layer'")
-counts(curvature, "samples")
+counts(curvature, "samples", "rank")
+curvature("rank", 3, "belongs to structure='lowrank', got structure='diag'", structure="diag")
 curvature("seed", -1, "must be a whole number of at least 0")
-flags(curvature, "progress")
+flags(curvature, "progress", "updatable")
+for _bad in (-1, 2.5, "ten", True):
+    curvature("first_example", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
 for _row in OUTPUT:
     curvature(*_row)
@@ -131,6 +151,7 @@ words(l2m, "scaling")
 counts(l2m, "n_data", "n_outputs")
 positives(l2m, "batch_size", "loss_scale")
 priors(l2m)
+prior_means(l2m)
 l2m("likelihood", "gauss", "is not known; use one of 'classification'")
 l2m("batch_size", 0.5, "must be at least 1, got 0.5")
 l2m("batch_size", 40, "a batch of all 40 examples", "train with smaller batches", named=False)

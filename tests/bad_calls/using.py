@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
 
 from bad_calls.callbacks import counts, flags, positives, words
-from bad_calls.cases import Of, Table, Things
-from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior
+from bad_calls.cases import Of, Table, Things, mlp
+from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
 from lightning_bayes.posterior.iterated_evidence import iterated
@@ -197,6 +197,22 @@ with_noise("noise_std", None, "must be a number or a vector of numbers, got None
 classes = Table("noise of classes", lambda t, **given: t.classifier.with_noise(**given), ["noise_std"])
 classes("noise_std", 0.5, "belongs to a Gaussian likelihood, but this posterior has Categorical")
 
+# -- other data ------------------------------------------------------------------------------------------------------
+
+_growing = fit_laplace(mlp(), [(torch.ones(2, 3), torch.tensor([0, 1]))], updatable=True)
+update = Table("update", lambda t, **given: _growing.update(**{"loader": t.batches, **given}), LaplacePosterior.update)
+update("loader", 3, "must be an iterable of (x, y) batches", "got 3")
+update("loader", [], "the loader is empty")
+update("loader", Of(lambda t: [(t.x, t.r)], "real targets"), "Categorical", named=False)
+flags(update, "progress")
+update("processes", 2, "must be Processes(rank, size), got 2")
+not_growing = Table("update of", lambda t, posterior: posterior.update(t.batches), ["posterior"], named=False)
+not_growing("posterior", Of(lambda t: t.classifier, "kron"), "fit it with updatable=True")
+not_growing("posterior", Of(lambda t: t.moved(lambda n: n[0].weight.data.mul_(2)), "moved"), "fitted to")
+penalty = Table("penalty", lambda t, **given: t.classifier.penalty(**given), GaussianPosterior.penalty)
+penalty("network", 3, "must be an nn.Module", "got 3")
+penalty("network", torch.nn.Linear(3, 3), "belongs to another network", "0.weight", named=False)
+
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
 _tuning = [*signature(LaplacePosterior.tune_prior).parameters]
@@ -264,7 +280,7 @@ _damped = Table(
     ["method"],
     named=False,
 )
-_damped("method", "mackay", "not to damping")
+_damped("method", "mackay", "without damping")
 _damped("method", "linear", "without damping")
 _damped("method", "linear", "without damping", iterate=True, loader=Of(lambda t: t.batches, "data"))
 _damped("per_layer", True, "takes one prior precision for all layers")
@@ -478,6 +494,7 @@ parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule '
 USING = [
     *(predict, gradients_off, moved, functional, sample, sample_function, drawn),
     *(on_device, draw, density, with_prior, evidence, with_noise, classes),
+    *(update, not_growing, penalty),
     *(
         tune,
         iterating,

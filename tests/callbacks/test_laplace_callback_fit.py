@@ -57,7 +57,7 @@ def test_training_is_unchanged_bit_for_bit(tmp_path: Path, tune: str, curvature:
         assert plain[part] == watched[part], part
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "ekfac"])
 def test_the_posterior_is_fit_laplace_on_the_training_data_in_plain_order(tmp_path: Path, structure: str) -> None:
     callback = laplace(structure=structure, tune=None, prior_precision=2.0)
     model, _ = fitted(tmp_path, callback, precision="64-true")

@@ -25,7 +25,7 @@ from lightning_bayes import (
 from lightning_bayes.posterior import ShardedPosterior
 
 N = 11
-STRUCTURES, SUBSETS = ("full", "diag", "kron"), ("all", "last_layer")
+STRUCTURES, SUBSETS = ("full", "diag", "kron", "ekfac", "lowrank"), ("all", "last_layer")
 
 
 class VariationalLaplaceNet(VariationalLaplaceMixin, LitNet):
@@ -44,6 +44,12 @@ def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int =
 def process(task: str) -> GaussianPosterior:
     """With training points, for predictions in function space."""
     return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp_points=5)
+
+
+def after(task: str, structure: str) -> GaussianPosterior:
+    """With the posterior of other data, at other weights, for its prior."""
+    before = laplace(task, structure, seed=1)
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure, prior=before, prior_precision=1.5)
 
 
 def l2m(task: str) -> LaplacePosterior:
@@ -102,6 +108,8 @@ MAKERS: dict[str, Callable[[str], Any]] = {
         for structure, subset in product(STRUCTURES, SUBSETS)
     },
     "with training points": process,
+    "after another posterior, kron": lambda task: after(task, "kron"),
+    "after another posterior, full": lambda task: after(task, "full"),
     "l2m": l2m,
     "sharded": sharded,
     "online": online,

@@ -384,9 +384,16 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
         assert {block.form for block in summary.blocks} == {"kronecker"}
         assert summary.blocks[-1].sizes == "3×3 ⊗ 5×5"
         assert summary.blocks[-1].n_bytes == 8 * (9 + 25 + 3 + 5)  # eigenvectors and eigenvalues
+    elif "ekfac" in kind:
+        assert {block.form for block in summary.blocks} == {"ekfac"}
+        assert summary.blocks[-1].n_bytes == 8 * (9 + 25 + 3 + 5 + 15)  # and those that were refitted
     elif "full" in kind or "subnetwork" in kind:
         assert [(block.form, block.sizes) for block in summary.blocks] == [("dense", f"{P}×{P}")]
         assert summary.n_bytes == 8 * P**2
+    elif "lowrank" in kind:
+        k = posterior.curvature.structure.rank
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrank", f"{P}×{k}")]
+        assert summary.n_bytes == 8 * (P * k + k)
     else:
         assert {block.form for block in summary.blocks} == {"diagonal"}
         assert summary.n_bytes == 8 * P
@@ -394,7 +401,7 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
 
 @every_gaussian
 def test_the_summary_has_the_numbers_of_the_posterior(kind: str) -> None:
-    """By hand, from the dense matrix: `γ = P − tr(δ P⁻¹)`."""
+    """By hand, from the dense matrix: `γ = P − tr(Λ P⁻¹)`."""
     posterior = made(kind, "classification")
     summary = posterior.summary()
     numbers = [summary.effective_parameters, summary.log_evidence, summary.prior_precision]
@@ -403,7 +410,7 @@ def test_the_summary_has_the_numbers_of_the_posterior(kind: str) -> None:
         assert {block.effective_parameters for block in summary.blocks} == {None}
         return
     δ = posterior.prior_precision.expand(len(posterior.mean))
-    γ = len(δ) - float((δ * covariance(posterior).diagonal()).sum())
+    γ = len(δ) - float((posterior.prior_matrix().to_dense() @ covariance(posterior)).trace())
     assert summary.effective_parameters == pytest.approx(γ)
     assert sum(block.effective_parameters for block in summary.blocks) == pytest.approx(γ)
     assert summary.prior_precision == (float(δ.min()), float(δ.max()))
@@ -429,7 +436,7 @@ def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
 @every_gaussian
 def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
-    word = next((word for word in ("kron", "full", "diag") if word in kind), "diag")
+    word = next((word for word in ("kron", "ekfac", "full", "diag", "lowrank") if word in kind), "diag")
     word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
@@ -449,9 +456,11 @@ def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
     if kind in OF_LAPLACE:
         assert isinstance(posterior, LaplacePosterior)
         wider = posterior.with_prior(0.5)
-        δ = posterior.prior_precision.expand(len(posterior.mean))
-        moved = posterior.precision.to_dense() - torch.diag(δ) + 0.5 * torch.eye(len(δ))
-        torch.testing.assert_close(wider.precision.to_dense(), moved, **TIGHT)
+        Λ, weaker = posterior.prior_matrix().to_dense(), wider.prior_matrix().to_dense()
+        if posterior.has_exact_sum:
+            torch.testing.assert_close(wider.precision.to_dense(), posterior.precision.to_dense() - Λ + weaker, **TIGHT)
+        again = wider.with_prior(posterior.prior_precision)
+        torch.testing.assert_close(again.precision.to_dense(), posterior.precision.to_dense(), **TIGHT)
         return
     assert not isinstance(posterior, LaplacePosterior)
     for call in (posterior.log_marginal_likelihood, lambda: posterior.with_prior(1.0), posterior.tune_prior):

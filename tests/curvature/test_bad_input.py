@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.network import CurvatureError, DataError
 
-STRUCTURES = ["full", "diag", "kron"]
+STRUCTURES = ["full", "diag", "kron", "ekfac"]
 
 
 def mlp() -> nn.Sequential:

@@ -20,7 +20,7 @@ from lightning_bayes.likelihoods import Categorical, LikelihoodError
 from lightning_bayes.network import DataError
 from lightning_bayes.predictive.functions import sample_functions
 
-STRUCTURES = ["full", "diag", "kron"]
+STRUCTURES = ["full", "diag", "kron", "ekfac"]
 SUBSETS: list[Any] = ["all", "last_layer", ["body.weight", "scale"]]
 
 

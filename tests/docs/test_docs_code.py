@@ -1,6 +1,7 @@
 """The code in the documentation runs, and gives what the text says it gives."""
 
 import ast
+import copy
 import logging
 import pkgutil
 import re
@@ -120,6 +121,16 @@ def test_optimisation() -> None:
     draws = names["many"].flatten(1)
     assert draws.shape == (500, 5)
     assert ((draws.mean(0) - mean) / covariance.diagonal().sqrt()).abs().max() < 5 / 500**0.5
+
+
+def test_active_learning() -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    own = {"network": nn.Linear(4, 3), "x": x, "y": y, "labelled": torch.arange(20), "pool": torch.arange(20, 60)}
+    names = run_page(DOCS / "active_learning.md", **own)
+    information, chosen = names["information"], names["chosen"]
+    assert information.shape == (40,)
+    assert (information >= 0).all()
+    assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
 
 
 def test_every_name_of_the_api_page_exists() -> None:
@@ -308,6 +319,18 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
+
+
+def test_priors() -> None:
+    torch.manual_seed(0)
+    network, pretrained = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    x, y = torch.randn(24, 4), torch.arange(24) % 3
+    first, second = (DataLoader(TensorDataset(x[part], y[part]), 4) for part in (slice(0, 10), slice(10, 24)))
+    own = {"network": network, "pretrained": pretrained, "train_loader": first, "x": x, "n_second": 14}
+    names = run_page(DOCS / "priors.md", copy=copy, torch=torch, nn=nn, first_loader=first, second_loader=second, **own)
+    H, P0 = names["both"].curvature.structure, names["old"].precision
+    torch.testing.assert_close(names["both"].precision.diagonal(), H.diagonal() + P0.diagonal())
+    assert names["posterior"].n_data == 24
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -15,6 +15,7 @@ from lightning_bayes import Categorical, Gaussian
 from lightning_bayes.likelihoods import Likelihood
 
 STRUCTURES = ("full", "diag", "kron")
+FITTED = (*STRUCTURES, "ekfac")  # where the fit itself matters, and not only the form
 N = 7
 
 

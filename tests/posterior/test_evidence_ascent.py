@@ -55,7 +55,7 @@ def by_hand(posterior: LaplacePosterior, steps: int, lr: float) -> tuple[Tensor,
     return log_δ.exp().detach(), float(log_σ.detach().exp())
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "ekfac"])
 @pytest.mark.parametrize("likelihood", [None, "classification"], ids=["Gaussian", "Categorical"])
 def test_the_steps_are_adams_on_the_dense_evidence(structure: str, likelihood: Any) -> None:
     posterior = fitted(structure, likelihood)

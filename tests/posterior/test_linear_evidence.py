@@ -184,10 +184,8 @@ def test_the_guard_brings_kronecker_factors_to_the_choice_of_the_full_matrix() -
             g, loss = posterior.curvature.gradient, -posterior.curvature.log_likelihood
             least = torch.tensor(-torch.inf, dtype=torch.float64)
             evidence = [
-                linear_evidence(
-                    posterior.with_prior(float(δ)).precision, δ.expand(len(g)), posterior.mean, g, loss, least
-                )
-                for δ in scan
+                linear_evidence(prior.precision, prior.prior_matrix(), prior.mean, g, loss, least)
+                for prior in map(posterior.with_prior, scan.tolist())
             ]
         return float(scan[torch.stack(evidence).argmax()])
 

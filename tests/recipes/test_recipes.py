@@ -117,6 +117,18 @@ def test_conformal(run: Any) -> None:
     assert (folder / "conformal.png").read_bytes().startswith(PNG)
 
 
+def test_active_learning(run: Any) -> None:
+    table, folder = run("active_learning", SEEDS=2, STEPS=60, SAMPLES=50, LABELS=range(20, 101, 20))
+    assert list(table) == ["BALD", "entropy", "chance", "BALD − chance"]
+    first = [table[name]["20 labels"] for name in ("BALD", "entropy", "chance")]
+    assert first == [first[0]] * 3  # of the same images
+    assert all(table[name]["100 labels"] > max(0.8, first[0] + 0.1) for name in ("BALD", "entropy", "chance"))
+    assert table["BALD − chance"]["20 labels"] == table["BALD − chance"]["± 20"] == 0
+    gain = table["BALD"]["100 labels"] - table["chance"]["100 labels"]
+    assert table["BALD − chance"]["100 labels"] == pytest.approx(gain, abs=1e-6)
+    assert (folder / "active_learning.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]

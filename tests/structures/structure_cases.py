@@ -5,7 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker, Layout, Piece, Structure
+from lightning_bayes.structures import (
+    EKFAC,
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EKFACBlockDiagonal,
+    Factor,
+    Kronecker,
+    Layout,
+    LowRank,
+    Piece,
+    Structure,
+)
 
 F64 = torch.float64
 
@@ -56,6 +68,11 @@ def shifted() -> Kronecker:
     return first + second
 
 
+def ekfac(g: int = 2, O: int = 3, I: int = 4, shift: float = 0.0) -> EKFAC:
+    basis = kronecker(g, O, I, seed=14)
+    return EKFAC(basis.left, basis.right, shift, refitted=positive(g, O, I, seed=15))
+
+
 # Places in a flat vector of 66, in no order: a Linear's [W b] whose bias lies apart, a grouped transposed convolution
 # (stored [g, C, O, k]) with bias, an embedding (stored [V, D]), a dense block in two runs, and a diagonal one.
 LAYOUTS = {
@@ -78,6 +95,18 @@ def block_diagonal() -> BlockDiagonal:
     return BlockDiagonal(tuple(blocks.values()), tuple(LAYOUTS.values()), tuple(blocks))
 
 
+def ekfac_blocks() -> EKFACBlockDiagonal:
+    """Of which one layer's eigenvalues are still those of the factors, as between the two passes of a fit."""
+    others = block_diagonal()
+    blocks = (ekfac(1, 2, 4), ekfac(2, 2, 7, shift=0.2), *others.blocks[2:])
+    return EKFACBlockDiagonal(blocks, others.layouts, others.names)
+
+
+def low_rank(k: int = 3) -> LowRank:
+    """Rank `k` of 7, and a shift, without which it has no inverse."""
+    return LowRank.from_root(random(7, k, seed=14), torch.tensor(0.4, dtype=F64))
+
+
 STRUCTURES: dict[str, Callable[[], Structure]] = {
     "dense": dense,
     "diagonal": diagonal,
@@ -86,7 +115,13 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "kronecker shifted": shifted,
     "kronecker embedding": embedding,
     "kronecker diagonal factors": diagonal_factors,
+    "ekfac": ekfac,
+    "ekfac shifted": lambda: ekfac(shift=0.3),
     "block diagonal": block_diagonal,
+    "ekfac blocks": ekfac_blocks,
+    "low rank": low_rank,
+    "low rank, whole": lambda: low_rank(7),
+    "low rank, nothing but the shift": lambda: low_rank(0),
 }
 
 
@@ -96,6 +131,8 @@ def like(structure: Structure) -> Structure:
         return Dense(spd(structure.size, seed=21))
     if isinstance(structure, Diagonal):
         return Diagonal(positive(structure.size, seed=22))
+    if isinstance(structure, LowRank):
+        return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
     if isinstance(structure, Kronecker):
         g, O, I = structure.shape
         left = Factor(structure.left.vectors, positive(g, O, seed=23))

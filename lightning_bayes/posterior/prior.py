@@ -1,0 +1,170 @@
+"""The prior `N(m, Λ⁻¹)` of a Laplace posterior, whose strength `δ` is chosen apart from it:
+
+    Λ = diag(δ)      around `m`, zero or pretrained weights,
+    Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that come one set after the other.
+
+With `H` the curvature of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. The sum of two
+Kronecker products is none: their factors are added, which is an approximation (Ritter et al. 2018, "Online structured
+Laplace approximations for overcoming catastrophic forgetting").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.arguments import shown
+from lightning_bayes.network import Subset
+from lightning_bayes.network.subset import resolve_subset
+from lightning_bayes.posterior.prior_precision import PriorError, per_parameter
+from lightning_bayes.structures import Diagonal, Structure, StructureError
+
+if TYPE_CHECKING:
+    from lightning_bayes.posterior.gaussian import GaussianPosterior
+
+Weights = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """`N(m, Λ⁻¹)` with `Λ = diag(δ)` or `δ·P₀`."""
+
+    mean: Tensor | None = None  # m [P]; None is zero
+    precision: Structure | None = None  # P₀; None is the identity
+
+    def distance(self, θ: Tensor) -> Tensor:
+        """`θ − m`.  # [P]"""
+        return θ if self.mean is None else θ - self.mean
+
+    def matrix(self, δ: Tensor, subset: Subset) -> Structure:
+        """`Λ`."""
+        if self.precision is None:
+            return Diagonal(per_parameter(δ, subset).expand(subset.size))
+        return self.precision.scale(self.check(δ))
+
+    def added_to(self, H: Structure, δ: Tensor, subset: Subset) -> Structure:
+        """`P = H + Λ`."""
+        if self.precision is None:
+            return H.add_prior(per_parameter(δ, subset))
+        try:
+            return H.joined(self.precision.scale(self.check(δ)), weight=δ)
+        except StructureError as error:
+            raise PriorError(f"prior= cannot be added to this curvature: {error}") from None
+
+    def check(self, δ: Tensor) -> Tensor:
+        """One number, where it is a factor on `P₀`."""
+        if δ.ndim and self.precision is not None:
+            raise PriorError("with prior=, prior_precision is one factor on the precision of that posterior")
+        return δ
+
+    def to(self, like: Tensor) -> Prior:
+        """On the device and in the dtype of `like`."""
+        return Prior(
+            None if self.mean is None else self.mean.to(like),
+            None if self.precision is None else self.precision.to(like.device, like.dtype),
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        return {"mean": self.mean, "precision": None if self.precision is None else self.precision.to_state()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> Prior:
+        precision = state.get("precision")
+        return Prior(state.get("mean"), None if precision is None else Structure.from_state(precision))
+
+    @staticmethod
+    def of(prior: GaussianPosterior | None, prior_mean: Weights | None, subset: Subset) -> Prior:
+        """Of the words of `fit_laplace`, for the weights of `subset`."""
+        if prior is not None:
+            _check_same_weights(prior, subset)
+            return Prior(prior.mean.detach(), prior.precision)
+        return Prior() if prior_mean is None else Prior(_flat(prior_mean, subset))
+
+
+def check_prior(
+    prior: Any, prior_mean: Any, structure: str | None = None, has_points: bool = False, damping: str | None = None
+) -> None:
+    """Refuse what is wrong for any network."""
+    from lightning_bayes.posterior.gaussian import GaussianPosterior
+
+    if prior is not None and prior_mean is not None:
+        raise ValueError("prior= brings a mean of its own: leave prior_mean= out, or pass prior_mean= alone")
+    if prior is not None and not isinstance(prior, GaussianPosterior):
+        raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
+    if prior is not None and prior.is_sharded:
+        raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
+    if prior is not None and structure not in (None, "full") and structure not in _same_sum(prior):
+        raise PriorError(
+            f"prior= has structure={prior.precision.word!r}, which cannot be added to structure={structure!r}: fit "
+            "both with the same one of 'kron' and 'diag', or this one with 'full'"
+        )
+    if prior is not None and has_points:
+        raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
+    if prior is not None and damping is not None:
+        raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
+    if isinstance(prior_mean, Mapping):
+        bad = next((name for name, value in prior_mean.items() if not isinstance(value, Tensor)), None)
+        if bad is not None:
+            raise PriorError(f"prior_mean must hold tensors, got {shown(prior_mean[bad])} for {bad!r}")
+    elif isinstance(prior_mean, Tensor):
+        if prior_mean.ndim != 1 or not prior_mean.is_floating_point() or not prior_mean.isfinite().all():
+            raise PriorError(f"prior_mean must be a vector of finite weights [P], got {shown(prior_mean)}")
+    elif prior_mean is not None:
+        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
+
+
+def _same_sum(prior: GaussianPosterior) -> set[str]:
+    """The structure of a posterior, where two of it have a sum of the same structure."""
+    return {"kron", "diag"} & {str(prior.precision.word)}
+
+
+def check_fits(
+    prior: GaussianPosterior | None,
+    prior_mean: Weights | None,
+    network: nn.Module,
+    subset: str | Sequence[str] | Tensor,
+) -> None:
+    """Refuse, before a pass, a prior over other weights; which the last layer is, a pass has to see."""
+    if (prior is None and prior_mean is None) or (isinstance(subset, str) and subset == "last_layer"):
+        return
+    Prior.of(prior, prior_mean, resolve_subset(network, subset, ()))
+
+
+def _check_same_weights(prior: GaussianPosterior, subset: Subset) -> None:
+    own = prior.subset
+    same_mask = own.mask is subset.mask or (
+        own.mask is not None and subset.mask is not None and torch.equal(own.mask.cpu(), subset.mask.cpu())
+    )
+    if (own.names, own.shapes) != (subset.names, subset.shapes) or not same_mask:
+        raise PriorError(
+            f"prior= is over {own.size} weights ({_some(own)}), but the fit is over {subset.size} ({_some(subset)}): "
+            "choose the same subset= of the same network"
+        )
+
+
+def _flat(weights: Weights, subset: Subset) -> Tensor:
+    """# [P]"""
+    if isinstance(weights, Tensor):
+        if len(weights) != subset.size:
+            raise PriorError(
+                f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights ({_some(subset)}): one "
+                "for each, in the order of posterior.mean"
+            )
+        return weights.detach()
+    parts = []
+    for name, shape in zip(subset.names, subset.shapes, strict=True):
+        if name not in weights or weights[name].shape != shape:
+            what = "none" if name not in weights else f"shape {list(weights[name].shape)}"
+            raise PriorError(f"prior_mean needs {name} of shape {list(shape)}, but the state dict has {what}")
+        if not weights[name].isfinite().all():
+            raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
+        parts.append(weights[name].detach().reshape(-1))
+    return subset.narrow(torch.cat(parts))
+
+
+def _some(subset: Subset) -> str:
+    return ", ".join(subset.names[:2]) + (", …" if len(subset.names) > 2 else "")

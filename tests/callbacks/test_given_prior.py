@@ -1,0 +1,122 @@
+"""The prior of a callback: around pretrained weights, or the posterior of an earlier training."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.tensors import TIGHT
+from helpers.training import LitNet, loader, trainer
+from torch import Tensor
+
+from lightning_bayes import L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
+from lightning_bayes.posterior import PriorError
+
+
+class Plain(LitNet):
+    """Without a prior of its own."""
+
+    decay = 0.0
+
+
+def trained(folder: Path, callback: L.Callback, seed: int = 0, task: str = "classification", **words: Any) -> LitNet:
+    module = Plain(task, seed)
+    trainer(folder, callback, **words).fit(module, loader(task))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("within", "saved"),
+    [(None, "tensor"), (None, "module"), (None, "file"), ("net", "module"), ("net", "network"), ("net", "checkpoint")],
+)
+def test_a_prior_mean_may_come_in_any_form(within: str | None, saved: str, tmp_path: Path) -> None:
+    pretrained = Plain(seed=3)
+    weights = torch.cat([p.detach().flatten() for p in pretrained.parameters()])
+    forms: dict[str, Any] = {
+        "tensor": weights,
+        "module": pretrained.state_dict(),
+        "network": pretrained.net.state_dict(),
+        "file": str(tmp_path / "weights.pt"),
+        "checkpoint": str(tmp_path / "model.ckpt"),
+    }
+    torch.save(pretrained.state_dict(), tmp_path / "weights.pt")
+    torch.save({"state_dict": pretrained.state_dict()}, tmp_path / "model.ckpt")
+    callback = LaplaceCallback(prior_mean=forms[saved], network=within, tune="marglik", structure="full")
+    trained(tmp_path, callback, max_epochs=1)
+    posterior = callback.posterior
+    assert torch.equal(posterior.prior.mean, weights)
+    by_hand = fit_laplace(posterior.network, loader(), structure="full", prior_mean=weights).tune_prior("marglik")
+    assert torch.allclose(posterior.prior_precision, by_hand.prior_precision)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_the_posterior_of_one_training_is_the_prior_of_the_next(structure: str, tmp_path: Path) -> None:
+    first = LaplaceCallback(structure=structure, tune=None, calibrate=None, save=str(tmp_path / "first.pt"))
+    trained(tmp_path, first)
+    for prior in (first.posterior, str(tmp_path / "first.pt")):
+        second = LaplaceCallback(structure=structure, tune=None, calibrate=None, prior=prior)
+        trained(tmp_path, second, seed=1)
+        after = second.posterior
+        by_hand = fit_laplace(after.network, loader(), structure=structure, prior=first.posterior)
+        assert torch.allclose(after.precision.to_dense(), by_hand.precision.to_dense(), **TIGHT)
+        assert torch.allclose(after.log_marginal_likelihood(), by_hand.log_marginal_likelihood(), **TIGHT)
+        prediction = trainer(tmp_path, second).predict(second._module, loader())
+        assert len(prediction) == 3
+
+
+def test_a_wrong_prior_is_known_before_training(tmp_path: Path) -> None:
+    other = fit_laplace(LitNet(seed=2).net, loader(), subset="last_layer")
+    steps: list[int] = []
+
+    class Counting(LitNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            steps.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    for words in ({"prior": other}, {"prior_mean": torch.zeros(3)}, {"prior_mean": {"net.0.weight": torch.ones(2)}}):
+        with pytest.raises(PriorError, match="prior"):
+            trainer(tmp_path, LaplaceCallback(network="net", **words)).fit(Counting(), loader())
+    with pytest.raises(FileNotFoundError, match="no posterior's file"):
+        trainer(tmp_path, LaplaceCallback(prior=str(tmp_path / "none.pt"))).fit(Counting(), loader())
+    assert steps == []
+
+
+def test_data_can_be_added_to_the_posterior_of_a_callback(tmp_path: Path) -> None:
+    callback = LaplaceCallback(tune=None, calibrate=None, updatable=True)
+    trained(tmp_path, callback)
+    grown = callback.posterior.update(loader(n=5, seed=9))
+    both = [*loader(), *loader(n=5, seed=9)]
+    whole = fit_laplace(callback.posterior.network, both)
+    assert torch.allclose(grown.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
+
+
+@pytest.mark.parametrize("kind", [MarginalLikelihoodCallback, L2MCallback])
+def test_the_evidence_of_other_callbacks_is_around_it_too(kind: Any, tmp_path: Path) -> None:
+    pretrained = Plain(seed=3).state_dict()
+    words: dict[str, Any] = {"tune": "marglik"} if kind is L2MCallback else {}
+    callback = kind(prior_mean=pretrained, calibrate=None, loss_scale=1.0, **words)
+    trained(tmp_path, callback)
+    posterior = callback.posterior
+    m = torch.cat([w.flatten() for w in pretrained.values()])
+    assert torch.equal(posterior.prior.mean, m)
+    δ = posterior.prior_matrix().diagonal()
+    plain = posterior.log_marginal_likelihood() + 0.5 * (δ * (posterior.mean - m).square()).sum()
+    P = posterior.precision.logdet() - δ.log().sum()
+    assert torch.allclose(plain, posterior.curvature.log_likelihood - 0.5 * P, **TIGHT)
+
+
+def test_marginal_likelihood_training_pulls_to_the_prior_mean(tmp_path: Path) -> None:
+    """A prior that is much stronger than the data."""
+    pretrained = Plain(seed=3).state_dict()
+
+    class Descending(Plain):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    module = Descending()
+    words: dict[str, Any] = {"burn_in_epochs": 10, "prior_precision": 1e4, "loss_scale": 1.0, "calibrate": None}
+    callback = MarginalLikelihoodCallback(prior_mean=pretrained, keep="last", **words)
+    trainer(tmp_path, callback, max_epochs=10).fit(module, loader())
+    far = [(p - pretrained[name]).abs().max() for name, p in module.named_parameters()]
+    assert max(far) < 0.05
