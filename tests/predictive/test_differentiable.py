@@ -13,6 +13,7 @@ from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from lightning_bayes import Gaussian, HeteroscedasticGaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
@@ -194,6 +195,35 @@ def test_sets_of_different_sizes() -> None:
     x = [real(1 + n % 3, 2, seed=n) for n in range(N)]
     posterior = fit_laplace(made(Sets), [(x, Y)], structure="kron")
     assert checked(lambda x: posterior.functional(x, differentiable=True), x[:2])
+
+
+def test_packed_sequences() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.GRU(2, 3), nn.Linear(3, 3)
+
+        def forward(self, sequence: PackedSequence) -> Tensor:
+            return self.head(self.inner(sequence)[1][0])
+
+    x = [real(1 + n % 3, 2, seed=n) for n in range(N)]
+    posterior = fit_laplace(made(Recurrent), [(pack_sequence(x, enforce_sorted=False), Y)], structure="diag")
+    assert checked(lambda x: posterior.functional(pack_sequence(x, enforce_sorted=False), differentiable=True), x[:2])
+
+
+def test_nodes_of_a_graph() -> None:
+    pytest.importorskip("torch_geometric")
+    from helpers.graphs import OfNodes, with_masks
+
+    data = with_masks()
+    posterior = fit_laplace(made(OfNodes), [data], structure="diag")
+
+    def gaussian(x: Tensor) -> tuple[Tensor, Tensor]:
+        moved = data.clone()
+        moved.x = x
+        return posterior.functional(moved, differentiable=True)
+
+    assert checked(gaussian, data.x)
 
 
 def test_it_can_be_differentiated_twice() -> None:

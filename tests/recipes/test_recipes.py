@@ -95,6 +95,15 @@ def test_subnetwork(run: Any) -> None:
     assert (folder / "gap.png").read_bytes().startswith(PNG)
 
 
+def test_bayesian_optimisation(run: Any) -> None:
+    table, folder = run("bayesian_optimisation", SEEDS=2, LOOKS=2, ITERATIONS=20)
+    assert list(table) == ["random", "Thompson", "expected improvement"]
+    for row in table.values():
+        assert 0 < row["regret"] <= row["half way"]
+    assert (folder / "branin.png").read_bytes().startswith(PNG)
+    assert len((folder / "regret.csv").read_text().splitlines()) == 4
+
+
 def test_conformal(run: Any) -> None:
     table, folder = run("conformal", SEEDS=2)
     assert list(table) == ["MAP", "Laplace"]
