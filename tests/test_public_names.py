@@ -123,6 +123,7 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
         "generator": None,
     },
     GaussianPosterior.sample: {"self": REQUIRED, "n": 1, "generator": None},
+    GaussianPosterior.sample_function: {"self": REQUIRED, "generator": None, "predictive": "glm", "n": None},
     GaussianPosterior.log_prob: {"self": REQUIRED, "theta": REQUIRED},
     GaussianPosterior.save: {"self": REQUIRED, "path": REQUIRED},
     GaussianPosterior.load: {"path": REQUIRED, "network": REQUIRED},
@@ -270,6 +271,8 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
     fit_l2m: {"n_data": REQUIRED, "batch_size": REQUIRED, "scaling": "dataset", "prior_precision": None},
     evaluate: {"predictive": "glm", "link": None, "samples": 100, "seed": 0},
+    GaussianPosterior.predict: {"calibrated": True, "differentiable": False},
+    GaussianPosterior.functional: {"joint": False, "differentiable": False},
     lightning_bayes.fit: {"likelihood": "classification", "trainer": None},
     LaplaceCallback.fit_now: {"val_dataloader": None},
 }
@@ -377,7 +380,7 @@ def fit(**arguments: Any) -> LaplacePosterior:
 
 # The call, what it takes, and what it is to take one day.
 WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
-    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac"], ["lowrank"]),
+    "structure": (lambda word: fit(structure=word), ["kron", "full", "diag", "ekfac", "lowrank"], []),
     "subset": (lambda word: fit(subset=word), ["all", "last_layer", ["bias"], Subnetwork(3)], []),
     "by of Subnetwork": (
         lambda word: Subnetwork(3, word),
@@ -394,6 +397,7 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         [],
     ),
     "predictive": (lambda word: fit(gp_points=4).predict(X, word, samples=2), ["glm", "bnn", "map", "gp"], []),
+    "predictive of functions": (lambda word: fit().sample_function(predictive=word), ["glm", "bnn"], []),
     "gp_points": (lambda word: fit(gp_points=word), [0, 4, None], []),
     "gp_selection": (lambda word: fit(gp_points=4, gp_selection=word), ["random", "leverage"], []),
     "gp_weighting": (lambda word: fit(gp_points=4, gp_weighting=word), ["prior", "data"], []),

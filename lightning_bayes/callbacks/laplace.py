@@ -73,7 +73,8 @@ class LaplaceCallback(PosteriorCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "ekfac" (a second pass), "diag" or "full"; for a `Subnetwork`, "kron" is "full".
+        structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes); for a `Subnetwork`,
+            "kron" is "full".
         subset: "all", "last_layer", a list of parameter or module names, or a `Subnetwork`.
         weights: whose posterior is fitted: "both", those that training ends with and those of every best and last
             checkpoint, each in a pass of its own; "last", those that training ends with; or "best", those of the best
@@ -117,6 +118,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
+        rank: how many eigenpairs `structure="lowrank"` keeps; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
         gp_points: training points to keep for predictive="gp", in checkpoints, too: a number, or None for all.
@@ -161,6 +163,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: int = 1,
         hessian: str = "exact",
         weight_sharing: str = "expand",
+        rank: int | None = None,
         temperature: float = 1.0,
         damping: str | None = None,
         gp_points: int | None = 0,
@@ -182,9 +185,10 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_precision, self.tune, self.per_layer = plain_values(prior_precision), tune, per_layer
         self.calibrate, self.weights, self.temperature, self.damping = calibrate, weights, temperature, damping
         self.weight_sharing, self.mc_samples, self.progress = weight_sharing, mc_samples, progress
+        self.rank = rank
         self.hessian, self.points = hessian, PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
         names = "all" if isinstance(subset, Subnetwork) else self.subset
-        check_options(structure, names, curvature, weight_sharing, progress, hessian)
+        check_options(structure, names, curvature, weight_sharing, progress, hessian, rank)
         check_laplace(structure, self.prior_precision, temperature, damping)
         self._given = GivenPrior(
             prior, prior_mean, network, structure=structure, has_points=gp_points != 0, damping=damping
@@ -279,7 +283,7 @@ class LaplaceCallback(PosteriorCallback):
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own, but its subset."""
         of_model = ("likelihood", "structure", "curvature", "prior_precision", "temperature", "damping")
-        names = (*of_model, "seed", "weight_sharing", "hessian", "updatable")
+        names = (*of_model, "seed", "weight_sharing", "hessian", "rank", "updatable")
         points = {f"gp_{name}": value for name, value in asdict(self.points).items()}
         return {"samples": self.mc_samples, **points, **{name: getattr(self, name) for name in names}}
 
@@ -346,9 +350,9 @@ class LaplaceCallback(PosteriorCallback):
             subset, words["prior_precision"] = trial.in_network(network, (), prior, torch.Tensor)
         weights = choose_subset(network, x, subset)
         Prior.of(**self._given.words(network), subset=weights)
-        if self.structure == "full":
+        if self.structure in ("full", "lowrank"):
             first = next(iter(weights.parameters(network).values()))
-            check_memory(weights.size, first.dtype, first.device)
+            check_memory(self.structure, weights.size, first.dtype, first.device, self.rank)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None)
         fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())

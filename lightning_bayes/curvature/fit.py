@@ -1,4 +1,5 @@
-"""`fit_curvature`: a pass over the data that adds up `H = Σₙ JₙᵀΛₙJₙ`, never a mean, in the chosen structure."""
+"""`fit_curvature`: `H = Σₙ JₙᵀΛₙJₙ`, a sum over the data and never a mean, in the chosen structure: one pass over the
+data, two for "ekfac", or several for a low rank."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecompo
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
+from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
 from lightning_bayes.curvature.normalised import normalised_layers
 from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
@@ -46,6 +49,7 @@ def fit_curvature(
     seed: int = 0,
     weight_sharing: str = "expand",
     hessian: str = "exact",
+    rank: int | None = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
@@ -61,7 +65,8 @@ def fit_curvature(
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag", "kron", or "ekfac", which takes a second pass over the loader.
+        structure: "full", "diag", "kron", "ekfac", which takes a second pass over the loader, or "lowrank", which takes
+            several.
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
@@ -73,6 +78,7 @@ def fit_curvature(
             its eigenvectors.
         hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
             pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
+        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
@@ -83,7 +89,7 @@ def fit_curvature(
         updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
         first_example: the number of the first example, for what is drawn: how many were fitted before these.
     """
-    check_options(structure, subset, curvature, weight_sharing, progress, hessian)
+    check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
@@ -97,24 +103,34 @@ def fit_curvature(
     network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
     check_passes(structure, loader)
-    total: CurvatureSum | None = None
+    total: CurvatureSum | LowRankSum | None = None
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
-        bar = stack.enter_context(tqdm(loader, desc=f"{structure} {curvature}", disable=not progress, unit="batch"))
 
-        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum:
+        def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
+            """Of one pass."""
+            with tqdm(loader, desc=f"{structure} {curvature}{which}", disable=not progress, unit="batch") as bar:
+                for batch in bar:
+                    yield _prepare(network, batch)
+
+        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
             chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
+            begun: CurvatureSum | LowRankSum
             if hessian == "exact":
                 kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
-                options = (structure, weight_sharing, kind, samples, seed, processes, None, updatable, first_example)
-                begun = CurvatureSum(network, plan, likelihood, *options)
+                drawn = (kind, samples, seed, processes)
+                if structure == LOW_RANK:
+                    begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
+                else:
+                    options = (structure, weight_sharing, *drawn, None, updatable, first_example)
+                    begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
             describe(begun.blocks())
@@ -124,13 +140,14 @@ def fit_curvature(
         if probe is not None:
             probe = inputs.contained(network, probe)
             total = begin(inputs.to_device(probe, inputs.device_of(network)))
-        for batch in bar:
-            x, y = _prepare(network, batch)
+        for x, y in batches():
             total = total or begin(x, y)
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        fitted = total.refitted(total.finish(), _batches(network, loader, f"{structure} eigenvalues", progress))
+        fitted = total.finish()
+        if isinstance(total, CurvatureSum):
+            fitted = total.refitted(fitted, batches(", eigenvalues"))
         fitted = replace(fitted, normalised=normalised, output=output_of(network))
         return replace(fitted, weight_sharing=weight_sharing, hessian=hessian, samples=samples, seed=seed)
 
@@ -156,10 +173,11 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
 
 
 def check_options(
-    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any
+    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
 ) -> None:
     """Refuse what is known to be wrong without a network or data."""
-    word("structure", structure, tuple(STRUCTURES))
+    word("structure", structure, (*STRUCTURES, LOW_RANK))
+    check_rank(rank, structure)
     word("curvature", curvature, tuple(CURVATURES))
     word("hessian", hessian, HESSIANS)
     if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
@@ -175,10 +193,10 @@ def check_options(
 
 def check_passes(structure: str, loader: Any) -> None:
     """Refuse an iterator for a structure that takes several passes."""
-    if STRUCTURES[structure].passes > 1 and reads_once(loader):
+    if (structure == LOW_RANK or STRUCTURES[structure].passes > 1) and reads_once(loader):
         raise DataError(
-            f"structure={structure!r} takes {STRUCTURES[structure].passes} passes over the data, but the loader is an "
-            "iterator, which gives them once: pass a list or a DataLoader"
+            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which gives "
+            "them once: pass a list or a DataLoader"
         )
 
 
@@ -221,13 +239,6 @@ def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tens
                 f"{name} is complex ({p.dtype}), but a posterior is over real weights: leave it out of the subset"
             )
     return chosen
-
-
-def _batches(network: nn.Module, loader: Iterable[Any], what: str, progress: bool) -> Iterator[tuple[Any, Tensor]]:
-    """Of a further pass."""
-    with tqdm(loader, desc=what, disable=not progress, unit="batch") as bar:
-        for batch in bar:
-            yield _prepare(network, batch)
 
 
 def _prepare(network: nn.Module, batch: Any) -> tuple[Any, Tensor]:

@@ -1,4 +1,4 @@
-"""A loader of which each batch is looked at once it has been used."""
+"""A loader of which each batch is looked at, in the first pass, once it has been used."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ def fit_laplace(
     temperature: float = 1.0,
     damping: str | None = None,
     hessian: str = "exact",
+    rank: int | None = None,
     gp_points: int | None = 0,
     gp_selection: str = "random",
     gp_weighting: str = "prior",
@@ -76,8 +77,8 @@ def fit_laplace(
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.
         loader: an iterable of `(x, y)`, of dicts with `labels`, or of graphs.
         likelihood: "classification", "binary", "regression", or a `Likelihood` such as `Gaussian(noise_std=0.3)`.
-        structure: "kron", "ekfac", "diag" or "full". "ekfac" takes a second pass, for eigenvalues of its own in the
-            basis of "kron". A `Subnetwork` has no Kronecker form: "kron" is then "full".
+        structure: "kron", "ekfac", "diag", "full" or "lowrank". "ekfac" takes a second pass, for eigenvalues of its own
+            in the basis of "kron", "lowrank" several. A `Subnetwork` has no Kronecker form: "kron" is then "full".
         subset: "all", "last_layer", a list of parameter names, a mask over the weights, or a `Subnetwork`.
         curvature: "ggn", "fisher_mc", "empirical_fisher", or "auto": "ggn", but "fisher_mc" for images and other
             outputs at many positions, where the exact GGN takes a backward pass for each.
@@ -89,6 +90,8 @@ def fit_laplace(
             data ("glm"), or with `√N` in each factor ("ritter", Ritter et al. 2018).
         hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
             number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
+        rank: how many eigenpairs of the curvature `structure="lowrank"` keeps, by several passes over `loader`; 100 by
+            default.
         gp_points: how many training points to keep, for `predict(predictive="gp")`; None keeps all. They become part of
             the posterior's state and file.
         gp_selection: which: "random", or those with the largest "leverage", in a second pass; see `training_points`.
@@ -125,7 +128,7 @@ def fit_laplace(
         )
     check_fits(prior, prior_mean, network, subset)
     used = UsedData(network, chosen.watched(loader), "fit", options.get("processes"))
-    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian)
+    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian, rank=rank)
     given = Prior.of(prior, prior_mean, fitted.subset)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping, prior=given)
     return chosen.put_into(used.noted(posterior), loader, progress)

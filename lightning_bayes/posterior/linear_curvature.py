@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature import Curvature
+from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import borrowed
@@ -71,6 +72,11 @@ def check_refit(posterior: LaplacePosterior, who: str) -> None:
         raise PosteriorError(
             f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
             "give the class a word"
+        )
+    if posterior.curvature.structure.word not in STRUCTURES:
+        raise PosteriorError(
+            f"{who} makes the curvature again in one pass, which structure={posterior.curvature.structure.word!r} does "
+            "not do: fit structure='kron', 'diag' or 'full'"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
         raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
@@ -207,8 +208,6 @@ class Batch:
     """A batch's outputs at `θ̃`, and products with its Jacobian."""
 
     def __init__(self, posterior: LaplacePosterior, x: Any, y: Tensor, start: int) -> None:
-        from lightning_bayes.predictive.functions import Linearised
-
         self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
         self._parameters = posterior.subset.parameters(posterior.network)
         self.f = inputs.call(posterior.network, x)

@@ -122,11 +122,14 @@ class ShardedPosterior(LaplacePosterior):
         samples: int = 100,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
+        differentiable: bool = False,
     ) -> Prediction:
         """The predictive distribution at this process's own `x`, through weight samples ("bnn") or at the mean
         ("map"). All processes must call it, each with a batch. The arguments are those of `GaussianPosterior`."""
         if predictive == "glm":
             _refused("predictive='glm'")()
+        if differentiable:
+            _refused("differentiable=True")()
         return super().predict(x, predictive, link, samples, generator, calibrated)
 
     def _has_same_weights(self) -> bool:

@@ -7,6 +7,7 @@ from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.ekfac import EKFAC, EKFACBlockDiagonal
 from lightning_bayes.structures.kronecker import Factor, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
+from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
@@ -20,6 +21,7 @@ __all__ = [
     "Factor",
     "Kronecker",
     "Layout",
+    "LowRank",
     "Piece",
     "ShardedDiagonal",
     "Structure",

@@ -193,6 +193,11 @@ class Structure(ABC):
         """Of what it stores, in a few signs."""
         return f"{self.size}×{self.size}"
 
+    @property
+    def has_layer_blocks(self) -> bool:
+        """Whether predictions may go layer by layer, and need no Jacobian of all weights."""
+        return type(self).layer_blocks is not Structure.layer_blocks
+
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """The blocks that it is made of; by default it is one itself."""
         return [ParameterBlock(subset.names, self, torch.arange(self.size))]

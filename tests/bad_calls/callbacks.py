@@ -151,8 +151,9 @@ _kron = Of(lambda t: t.classifier, "posterior")
 laplace("prior", _kron, "one factor on its precision: leave out per_layer=True", per_layer=True, tune="marglik")
 for _tune in ("mackay", "linear"):
     laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune, named=False)
-counts(laplace, "samples", "mc_samples", "max_batches")
+counts(laplace, "samples", "mc_samples", "max_batches", "rank")
 flags(laplace, "per_layer", "iterate", "progress", "updatable")
+laplace("rank", 5, "rank=5 belongs to structure='lowrank', got structure='kron'")
 words(laplace, "prior_groups")
 laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
 laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
@@ -177,7 +178,14 @@ loaders(laplace)
 laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
 laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
 laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
-laplace("data", iter([1]), "structure='ekfac' takes 2 passes over the data", "iterator", structure="ekfac", named=False)
+laplace(
+    "data",
+    iter([1]),
+    "structure='ekfac' takes several passes over the data",
+    "iterator",
+    structure="ekfac",
+    named=False,
+)
 laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError)
 for _tune in ("mackay", "linear"):
     laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)

@@ -27,7 +27,7 @@ from lightning_bayes.network import Processes
 
 X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
-STRUCTURES = ("diag", "full", "ekfac")
+STRUCTURES = ("diag", "full", "ekfac", "lowrank")
 SELECTIONS = ("random", "leverage")
 NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS)
 BATCH = 4

@@ -59,7 +59,7 @@ def test_the_evidence_of_training_may_be_that_of_ekfac(tmp_path: Path) -> None:
 @pytest.mark.parametrize("callback", [laplace, MarginalLikelihoodCallback])
 def test_data_that_can_be_read_once_are_refused_before_training(tmp_path: Path, callback: Any) -> None:
     with pytest.raises(
-        DataError, match="structure='ekfac' takes 2 passes over the data, but the loader is an iterator"
+        DataError, match="structure='ekfac' takes several passes over the data, but the loader is an iterator"
     ):
         trainer(tmp_path, callback(structure="ekfac", progress=False)).fit(Stopped(), iter(train_loader()))
 

@@ -25,7 +25,7 @@ from lightning_bayes import (
 from lightning_bayes.posterior import ShardedPosterior
 
 N = 11
-STRUCTURES, SUBSETS = ("full", "diag", "kron", "ekfac"), ("all", "last_layer")
+STRUCTURES, SUBSETS = ("full", "diag", "kron", "ekfac", "lowrank"), ("all", "last_layer")
 
 
 class VariationalLaplaceNet(VariationalLaplaceMixin, LitNet):

@@ -18,6 +18,7 @@ from helpers.training import FEATURES, OUTPUTS, TASKS, dataset, loader
 from helpers.untouched import untouched
 from posterior_kinds import GAUSSIANS, LINEARISED, MAKERS, OF_LAPLACE, N, made, members
 from torch import Tensor, nn
+from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, Prediction, evaluate
@@ -202,6 +203,36 @@ def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
     torch.testing.assert_close(prediction.aleatoric, torch.full((B, OUTPUTS), 0.36, dtype=torch.float64), **TIGHT)
 
 
+# -- in x --------------------------------------------------------------------------------------------------------------
+
+
+@every_linearised
+@both_kinds_of_targets
+def test_predictions_have_a_gradient_in_x(kind: str, task: str) -> None:
+    """That of finite differences, and none for the weights."""
+    posterior = made(kind, task)
+
+    def predict(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors(posterior.predict(x, generator=seeded(), samples=4, differentiable=True)).values())
+
+    x = X[:2].clone().requires_grad_()
+    with untouched(posterior.network):
+        assert gradcheck(predict, x, fast_mode=True)
+
+
+@every_gaussian
+def test_a_function_is_the_linearised_network_at_one_sample(kind: str) -> None:
+    posterior = made(kind, "regression")
+    if kind == "sharded":
+        with pytest.raises(PosteriorError, match="sample_function needs the whole network on every process"):
+            posterior.sample_function()
+        return
+    move = posterior.sample(1, seeded())[0] - posterior.mean
+    expected = posterior.network(X).detach() + own_jacobian(posterior) @ move
+    with untouched(posterior.network):
+        torch.testing.assert_close(posterior.sample_function(seeded())(X), expected, **TIGHT)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
     posterior = made("ensemble", task)
@@ -359,6 +390,10 @@ def test_the_summary_has_a_block_for_every_parameter(kind: str, task: str) -> No
     elif "full" in kind or "subnetwork" in kind:
         assert [(block.form, block.sizes) for block in summary.blocks] == [("dense", f"{P}×{P}")]
         assert summary.n_bytes == 8 * P**2
+    elif "lowrank" in kind:
+        k = posterior.curvature.structure.rank
+        assert [(block.form, block.sizes) for block in summary.blocks] == [("lowrank", f"{P}×{k}")]
+        assert summary.n_bytes == 8 * (P * k + k)
     else:
         assert {block.form for block in summary.blocks} == {"diagonal"}
         assert summary.n_bytes == 8 * P
@@ -401,7 +436,7 @@ def test_the_summary_has_priors_and_calibration_of_its_own(kind: str) -> None:
 @every_gaussian
 def test_one_line_says_what_it_is(kind: str) -> None:
     posterior = made(kind, "regression")
-    word = next((word for word in ("kron", "ekfac", "full", "diag") if word in kind), "diag")
+    word = next((word for word in ("kron", "ekfac", "full", "diag", "lowrank") if word in kind), "diag")
     word = {"laplace, subnetwork": "full", "with training points": "kron"}.get(kind, word)
     line = repr(posterior)
     noise = "Gaussian(noise_std=0.6)"
@@ -457,6 +492,8 @@ USES: dict[str, Callable[[Any], Any]] = {
     "map": lambda p: p.predict(X, "map"),
     "evaluate": lambda p: evaluate(p, loader(), samples=3),
     "functional": lambda p: p.functional(X),
+    "differentiable": lambda p: p.predict(X.clone().requires_grad_(), differentiable=True).entropy.sum().backward(),
+    "function": lambda p: p.sample_function()(X.clone().requires_grad_()).sum().backward(),
     "calibrate": lambda p: p.calibrate(loader(), samples=3),
 }
 OF_SOME = {"ensemble": ("glm", "glm, mc", "bnn", "map", "evaluate"), "sharded": ("bnn", "map")}

@@ -1,6 +1,7 @@
 """The code in the documentation runs, and gives what the text says it gives."""
 
 import ast
+import copy
 import logging
 import pkgutil
 import re
@@ -306,6 +307,18 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
+
+
+def test_priors() -> None:
+    torch.manual_seed(0)
+    network, pretrained = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    x, y = torch.randn(24, 4), torch.arange(24) % 3
+    first, second = (DataLoader(TensorDataset(x[part], y[part]), 4) for part in (slice(0, 10), slice(10, 24)))
+    own = {"network": network, "pretrained": pretrained, "train_loader": first, "x": x, "n_second": 14}
+    names = run_page(DOCS / "priors.md", copy=copy, torch=torch, nn=nn, first_loader=first, second_loader=second, **own)
+    H, P0 = names["both"].curvature.structure, names["old"].precision
+    torch.testing.assert_close(names["both"].precision.diagonal(), H.diagonal() + P0.diagonal())
+    assert names["posterior"].n_data == 24
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -110,7 +110,7 @@ def test_what_cannot_grow_says_so() -> None:
     for says, posterior in kinds.items():
         with pytest.raises(PosteriorError, match=says):
             posterior.update(batches)
-    for structure in ("ekfac",):
+    for structure in ("ekfac", "lowrank"):
         with pytest.raises(PosteriorError, match=f"data cannot be added to structure='{structure}'"):
             fit_laplace(data.network, batches, structure=structure).update(batches)
         with pytest.raises(ValueError, match="updatable=True is for structure='full', 'diag', 'kron'"):

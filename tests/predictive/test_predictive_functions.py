@@ -14,7 +14,7 @@ from predictive_cases import Shaped, linearised_draws, mlp, network_draws
 from torch import Tensor, nn
 
 from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
-from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.network import CurvatureError
 from lightning_bayes.predictive import sample_functions
 
 X, X_TEST = real(9, 3), real(5, 3, seed=1)
@@ -126,7 +126,7 @@ class Opaque(nn.Module):
 
 def test_a_network_that_cannot_be_sampled_linearly_says_so() -> None:
     posterior = fit_laplace(made(Opaque), [(X, LABELS)], Categorical(), "diag")
-    with pytest.raises(PosteriorError, match=r"neither forward mode nor a backward .* use predictive='bnn'"):
+    with pytest.raises(CurvatureError, match=r"neither forward mode nor a backward .* use predictive='bnn'"):
         sample_functions(posterior, X, 2)
     assert posterior.predict(X, "bnn").probs.shape == (9, 3)
 

@@ -14,6 +14,7 @@ from lightning_bayes.structures import (
     Factor,
     Kronecker,
     Layout,
+    LowRank,
     Piece,
     Structure,
 )
@@ -101,6 +102,11 @@ def ekfac_blocks() -> EKFACBlockDiagonal:
     return EKFACBlockDiagonal(blocks, others.layouts, others.names)
 
 
+def low_rank(k: int = 3) -> LowRank:
+    """Rank `k` of 7, and a shift, without which it has no inverse."""
+    return LowRank.from_root(random(7, k, seed=14), torch.tensor(0.4, dtype=F64))
+
+
 STRUCTURES: dict[str, Callable[[], Structure]] = {
     "dense": dense,
     "diagonal": diagonal,
@@ -113,6 +119,9 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "ekfac shifted": lambda: ekfac(shift=0.3),
     "block diagonal": block_diagonal,
     "ekfac blocks": ekfac_blocks,
+    "low rank": low_rank,
+    "low rank, whole": lambda: low_rank(7),
+    "low rank, nothing but the shift": lambda: low_rank(0),
 }
 
 
@@ -122,6 +131,8 @@ def like(structure: Structure) -> Structure:
         return Dense(spd(structure.size, seed=21))
     if isinstance(structure, Diagonal):
         return Diagonal(positive(structure.size, seed=22))
+    if isinstance(structure, LowRank):
+        return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
     if isinstance(structure, Kronecker):
         g, O, I = structure.shape
         left = Factor(structure.left.vectors, positive(g, O, seed=23))

@@ -1,0 +1,138 @@
+"""A network, linearised in its weights: `f(x) + J(x) d` for directions `d`, without the Jacobian.
+
+In forward mode where PyTorch has it for every operator of the network; otherwise as the derivative of `u ↦ uᵀJ`, which
+is linear in `u`, so that one graph serves all directions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+
+from lightning_bayes.curvature.graph import describe_functions
+from lightning_bayes.network import CurvatureError, inputs
+from lightning_bayes.network.at_weights import at_weights
+from lightning_bayes.network.checks import explained
+from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
+
+
+class Linearised:
+    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`, in which it may
+    be `differentiable`."""
+
+    def __init__(
+        self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any, differentiable: bool = False
+    ) -> None:
+        self._network, self._differentiable = network, differentiable
+        self._parameters = {name: p.detach() for name, p in parameters.items()}
+        self._x = x
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
+        self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
+
+    def at(self, moves: dict[str, Tensor]) -> Tensor:
+        """The network itself at the weights moved by `moves`; where these are shards, the network gathers them."""
+        if is_sharded(self._network):
+            parameters = dict(self._network.named_parameters())
+            with at_weights(self._network, {parameters[name]: move for name, move in moves.items()}):
+                return inputs.call(self._network, self._x)
+        return self._call({name: p + moves[name] for name, p in self._parameters.items()})
+
+    def __call__(self, moves: dict[str, Tensor]) -> Tensor:
+        """# {name: the parameter's shape} -> [B, ...]"""
+        f, df = self.derivative(moves)
+        return f + df
+
+    def derivative(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`f(x)`, and `J(x) d` by itself, which the sum would round."""
+        directions = {name: moves[name] for name in self._parameters}
+        if self._backward is None:
+            try:
+                with _forward_mode(self._recurrent):
+                    f, df = jvp(self._call, (self._parameters,), (directions,))  # type: ignore[misc]
+                return f, df
+            except RuntimeError as error:
+                if not is_missing_rule(error):
+                    raise
+                self._backward = self._double_backward(first_line(error.__cause__ or error))
+        f, u, names, pulled = self._backward
+        if not names:
+            return f, torch.zeros_like(f)
+        moves_used = [directions[name] for name in names]
+        (df,) = torch.autograd.grad(pulled, u, moves_used, retain_graph=True, create_graph=self._differentiable)
+        return f, df
+
+    def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
+        """`J(x) d` of many directions, in forward mode or by two backward passes, all at once or one after the other;
+        an error where an operator has no rule for that.  # {name: [b, the parameter's shape]} -> [b, B, ...]"""
+        directions = {name: moves[name] for name in self._parameters}
+        if forward:
+            with _forward_mode(self._recurrent):
+                return (vmap if batched else _looped)(self._pushed)(directions)
+        f, u, names, pulled = self._double_backward()
+        if not names:
+            return f.new_zeros(len(next(iter(directions.values()))), *f.shape)
+
+        def push(d: dict[str, Tensor]) -> Tensor:
+            along = [d[name] for name in names]
+            (df,) = torch.autograd.grad(pulled, u, along, retain_graph=True, is_grads_batched=batched)
+            return df
+
+        return push(directions) if batched else _looped(push)(directions)
+
+    def _pushed(self, directions: dict[str, Tensor]) -> Tensor:
+        df: Tensor = jvp(self._call, (self._parameters,), (directions,))[1]
+        return df
+
+    def _call(self, parameters: dict[str, Tensor]) -> Tensor:
+        with explained(self._network, self._x):
+            return inputs.run(self._network, self._x, parameters)
+
+    @torch.enable_grad()
+    def _double_backward(self, reason: str | None = None) -> tuple[Tensor, Tensor, list[str], list[Tensor]]:
+        """`f`, `u`, and the graph of `uᵀJ` for the parameters that `f` depends on."""
+        parameters = {name: p.clone().requires_grad_() for name, p in self._parameters.items()}
+        f = self._call(parameters)
+        if reason is not None:
+            lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
+            log_slow_path(lack, "it is linearised by two backward passes")
+        u = torch.zeros_like(f, requires_grad=True)
+        try:
+            gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if not is_missing_rule(error):
+                raise
+            raise CurvatureError(
+                "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
+                "that its linearisation is known by its Jacobian alone: use predictive='bnn', and another structure "
+                "than 'lowrank'"
+            ) from error
+        used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+        return f if self._differentiable else f.detach(), u, list(used), list(used.values())
+
+
+def _looped(function: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
+    """As `vmap`, one after the other."""
+
+    def all_of(directions: dict[str, Tensor]) -> Tensor:
+        count = len(next(iter(directions.values())))
+        return torch.stack([function({name: d[i] for name, d in directions.items()}) for i in range(count)])
+
+    return all_of
+
+
+@contextmanager
+def _forward_mode(recurrent: bool) -> Iterator[None]:
+    """Forward mode compiles helpers with a function that PyTorch has since deprecated, and says so at first use. The
+    recurrent layers of oneDNN have no forward mode; PyTorch's own have."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=Warning)
+        warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)  # said by any setting of oneDNN
+        with torch.backends.mkldnn.flags(enabled=False) if recurrent else nullcontext():
+            yield

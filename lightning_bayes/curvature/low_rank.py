@@ -1,0 +1,186 @@
+"""The largest eigenpairs of `H = Σₙ JₙᵀΛₙJₙ`, by products with blocks of vectors (see `lanczos`, `ggn_product`).
+
+Each product is one pass over the data. The first pass learns also what all fits learn of the data, and the later ones
+see the same examples; labels that are drawn belong to an example's place in the order of the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_bayes.arguments import count
+from lightning_bayes.curvature.accumulate import Undecomposed
+from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
+from lightning_bayes.curvature.ggn_product import GGNProduct, output_fisher
+from lightning_bayes.curvature.lanczos import BlockLanczos
+from lightning_bayes.curvature.output_checks import check_finite, check_output
+from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network.errors import not_finite
+from lightning_bayes.structures import LowRank
+
+logger = logging.getLogger("lightning_bayes")
+
+WORD = "lowrank"
+RANK = 100  # by default
+BLOCK = 16  # vectors in a block, at least; and as many as outputs, whose eigenvalues may be the same, up to
+WIDEST = 64
+Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # of one more pass, with what a progress bar says of it
+
+
+class LowRankSum:
+    """The products of one pass after the other."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: Plan,
+        likelihood: Likelihood,
+        rank: int | None,
+        curvature: str,
+        samples: int,
+        seed: int,
+        processes: Processes | None,
+        batches: Batches,
+    ) -> None:
+        self._network, self._plan, self._likelihood, self._curvature = network, plan, likelihood, curvature
+        self._drawn = (samples, seed)
+        self._processes, self._batches = processes or Processes(), batches
+        self._parameters = plan.subset.parameters(network)
+        first = next(iter(self._parameters.values()))
+        dtype, P = torch.promote_types(first.dtype, torch.float32), plan.subset.size
+        rank, width, most = _sizes(P, rank, plan.n_outputs)
+        if isinstance(self._processes, Undecomposed):  # a trial
+            rank, width, most = 1, 2, 2
+        self._most_passes = -(-most // width)
+        self._lanczos = BlockLanczos(P, rank, width, most, seed, dtype, first.device)
+        self._product = GGNProduct(network, plan.subset, plan.n_activations)
+        self._sum = torch.zeros_like(self._lanczos.block)
+        self._gradient = torch.zeros(P, dtype=dtype, device=first.device)
+        self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+        self._n_batches = self._n_data = 0  # of the pass
+        self._first_outputs: Tensor | None = None  # of the first batch
+
+    def blocks(self) -> list[tuple[str, str]]:
+        return [(name, WORD) for name in self._plan.subset.names]
+
+    def add(self, x: Any, y: Tensor) -> None:
+        """A batch of the first pass."""
+        f = self._add(x, y)
+        outputs = f.detach()
+        self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
+        cotangent = -self._likelihood.residual(outputs, y)
+        parameters = list(self._parameters.values())
+        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
+        self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
+
+    def finish(self) -> Curvature:
+        """All further passes."""
+        self._processes.sum_([self._gradient, self._totals])
+        if self._totals[0] == 0:
+            raise DataError("the loader is empty: curvature needs at least one batch")
+        lanczos, n_data, n_passes = self._lanczos, self._n_data, 1
+        lanczos.add(self._summed())
+        while not lanczos.finished:
+            self._sum = torch.zeros_like(lanczos.block)
+            self._n_batches = self._n_data = 0
+            n_passes += 1
+            for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
+                self._add(x, y)
+            if self._n_data != n_data:
+                raise DataError(
+                    f"structure='lowrank' passes over the same data several times, but the loader gave {n_data} "
+                    f"examples in the first pass and {self._n_data} in pass {n_passes}: pass a list or a DataLoader"
+                )
+            lanczos.add(self._summed())
+        values, vectors = lanczos.eigenpairs()
+        largest = max(lanczos.residuals()[: len(values)].tolist(), default=0.0)
+        logger.info(
+            "lowrank: %d eigenpairs, with residuals of at most %.1g of their eigenvalues, by %d products in %d passes",
+            len(values),
+            largest,
+            lanczos.n_products,
+            n_passes,
+        )
+        return Curvature(
+            structure=LowRank(vectors.mT.contiguous(), values),
+            subset=self._plan.subset,
+            likelihood=self._likelihood,
+            kind=self._curvature,
+            **name_totals(self._totals),
+            gradient=self._gradient,
+        )
+
+    def _add(self, x: Any, y: Tensor) -> Tensor:
+        """Returns the outputs, with their graph."""
+        B = inputs.batch_size(x)
+        f = inputs.call(self._network, inputs.map_tensors(x, Tensor.clone))  # the network may write into its input
+        check_output(f, B)
+        outputs = f.detach()
+        check_finite(outputs, x, self._n_batches)
+        self._likelihood.check(outputs, y)
+        self._check_order(outputs)
+        examples = self._processes.examples(self._n_data, B, f.device)
+        fisher = output_fisher(self._likelihood, self._curvature, outputs, y, examples, *self._drawn)
+        product = self._product(x, f, fisher, self._lanczos.block)
+        if inputs.has_nonfinite(x) and not product.isfinite().all():
+            raise DataError(
+                f"batch {self._n_batches}: its input has NaN or infinite values, with which the curvature of "
+                f"{self._overflowing(product)} is not finite"
+            )
+        self._sum += product
+        self._n_batches += 1
+        self._n_data += B
+        return f
+
+    def _check_order(self, outputs: Tensor) -> None:
+        """Labels are drawn for an example's place, so that examples that change places have other ones."""
+        if self._n_batches or self._curvature != "fisher_mc":
+            return
+        first, self._first_outputs = self._first_outputs, outputs
+        if first is not None and (first.shape != outputs.shape or not torch.allclose(first, outputs, rtol=1e-3)):
+            raise DataError(
+                "structure='lowrank' with curvature='fisher_mc' needs the same examples in the same order in each "
+                "pass: pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
+            )
+
+    def _summed(self) -> Tensor:
+        """Over all data.  # [b, P]"""
+        self._processes.sum_([self._sum])
+        if not self._sum.isfinite().all():
+            raise not_finite(self._overflowing(self._sum))
+        return self._sum
+
+    def _overflowing(self, product: Tensor) -> str:
+        subset = self._plan.subset
+        place = int((~product.isfinite()).any(0).nonzero()[0])
+        place = place if subset.mask is None else int(subset.mask[place])
+        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+
+
+def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
+    """The rank, and how many vectors a block and the basis have."""
+    rank = min(RANK if rank is None else rank, P)
+    width = max(BLOCK, min(outputs, WIDEST), -(-rank // 4))
+    return rank, width, min(2 * rank + 4 * width, P)
+
+
+def n_vectors(P: int, rank: int | None) -> int:
+    """The vectors of all weights that a fit holds: its basis, the block after it, its product, and the result."""
+    rank, width, most = _sizes(P, rank, 1)
+    return most + 3 * width + rank
+
+
+def check_rank(rank: Any, structure: str) -> None:
+    """How many eigenpairs; None is the default."""
+    if rank is None:
+        return
+    count("rank", rank)
+    if structure != WORD:
+        raise ValueError(f"rank={rank} belongs to structure='lowrank', got structure={structure!r}")
