@@ -76,7 +76,7 @@ def judge(runs: Tensor) -> dict[str, float]:
 
 def save_picture(runs: dict[str, Tensor]) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     for name, accuracies in runs.items():
         for axes, of in ((left, accuracies.nanmean(2)), (right, accuracies[:, :, 0])):  # [runs, tasks]
             mean, error = of.mean(0), of.std(0) / len(of) ** 0.5
