@@ -13,8 +13,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from fashion_mnist import read_fashion
 from matplotlib.figure import Figure
+from mnist import read_mnist
 from support import QUIET, Digits, averaged, be_quiet, print_table, read_digits, score
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,7 +97,7 @@ def save_picture(rows: dict[str, Scores], grid: list[Scores], learned: Net, n: i
 def main(fashion: bool = False) -> None:
     be_quiet()
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    data = read_fashion() if fashion else read_digits()
+    data = read_mnist("FashionMNIST") if fashion else read_digits()
     n, n_validation = len(data.train), len(data.validation)
     print(f"{SEEDS} times {len(DECAYS) + 2} trainings on {n} images and {n_validation} for validation …")
     results = [compare(data, seed) for seed in range(SEEDS)]

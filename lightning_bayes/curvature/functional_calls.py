@@ -67,17 +67,19 @@ def bind(func: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
     return bound
 
 
-def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
-    """`None` where the call has options that change what a gradient is."""
-    name, x = _NAMES[func], arguments["input"].detach()
+def make_layer(func: Any, arguments: dict[str, Any], keep_graph: bool = False) -> Layer | None:
+    """`None` where the call has options that change what a gradient is. Its input has the graph that it came with if
+    that is kept."""
+    name, x = _NAMES[func], arguments["input"]
+    x = x if keep_graph else x.detach()
     if name in _SUMS:
         return layers.Bias(len(x))
     if name in _SCALES:
         return layers.FeatureNorm(lambda: x, (x.shape[-1],))
     if name in ("layer_norm", "rms_norm"):
-        return layers.FeatureNorm(_without_affine(func, arguments), tuple(arguments["normalized_shape"]))
+        return layers.FeatureNorm(_without_affine(func, arguments, keep_graph), tuple(arguments["normalized_shape"]))
     if name.endswith("norm"):
-        return layers.ChannelNorm(_without_affine(func, arguments), (x.shape[1],))
+        return layers.ChannelNorm(_without_affine(func, arguments, keep_graph), (x.shape[1],))
     weight: Tensor = arguments["weight"]
     if name in CONVOLUTIONS:
         return _convolution(x, tuple(weight.shape), arguments, name.startswith("conv_transpose"))
@@ -95,7 +97,7 @@ def make_layer(func: Any, arguments: dict[str, Any]) -> Layer | None:
     if name == "embedding":
         return layers.Embedding(x, shape, padding_idx, weight.dtype)
     words = _bags_of_words(x, weight, arguments, padding_idx)
-    return None if words is None else layers.EmbeddingBag(words, shape)
+    return None if words is None else layers.EmbeddingBag(words if keep_graph else words.detach(), shape)
 
 
 def as_tuple(value: Any, n: int) -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def _bags_of_words(x: Tensor, weight: Tensor, arguments: dict[str, Any], padding
     if arguments["mode"] not in ("sum", "mean"):
         return None
     each, V = arguments["per_sample_weights"], len(weight)
-    each = torch.ones_like(x, dtype=weight.dtype) if each is None else each.detach()
+    each = torch.ones_like(x, dtype=weight.dtype) if each is None else each
     if x.ndim == 2:
         B, bag = len(x), torch.arange(len(x), device=x.device).unsqueeze(1).expand_as(x)
     else:
@@ -159,12 +161,12 @@ def _scale_arguments(input: Any, other: Any, **_: Any) -> dict[str, Any] | None:
     return {"input": x, "weight": w, "bias": None} if is_scale else None
 
 
-def _without_affine(func: Any, arguments: dict[str, Any]) -> Callable[[], Tensor]:
+def _without_affine(func: Any, arguments: dict[str, Any], keep_graph: bool) -> Callable[[], Tensor]:
     """The same norm without scale and shift, to be run when its output is needed."""
     plain = {name: value for name, value in arguments.items() if name not in ("weight", "bias")}
 
     def normalised() -> Tensor:
-        with torch.no_grad():
+        with torch.set_grad_enabled(keep_graph):
             return func(**plain)
 
     return normalised

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_bayes.curvature.graph import describe_functions
 from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import inputs
+from lightning_bayes.network.input_graph import differentiable_again
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
@@ -27,9 +28,10 @@ CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
 
 
 class LayerGradients:
-    """`columnsᵀ ∂f/∂z` for the output `z` of every call."""
+    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` they can be differentiated in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, create_graph: bool = False) -> None:
+        self._create_graph = create_graph
         self._batched = True
         self._checked: set[tuple[int, torch.Size]] = set()  # columns and outputs for which batching was right
         self._buffers: list[Tensor] = []
@@ -38,11 +40,13 @@ class LayerGradients:
         """Valid until the next call. Of operations that are not `plain` batching is checked before it is trusted.
         # columns [k, *f.shape] -> one [k, *z.shape] per call"""
         columns = columns.to(f.dtype)
+        if self._batched and self._create_graph and describe_functions(f):
+            self._batched = False  # batching hides that a function of the author's own has no second derivative
         if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
                 with quiet():
-                    grads = _grad(f, calls, columns, is_grads_batched=True)
-                wrong = [] if plain else self._wrong(f, calls, columns, grads)
+                    grads = self._grad(f, calls, columns, is_grads_batched=True)
+                wrong = [] if plain else self._wrong(f, calls, columns, [g.detach() for g in grads])
                 if not wrong:
                     return grads
                 reason = f"PyTorch's batching rules give wrong gradients at {', '.join(wrong)}"
@@ -53,8 +57,21 @@ class LayerGradients:
             log_slow_path(reason, "columns are taken one at a time")
             self._batched = False
         if len(columns) == 1:
-            return [g.unsqueeze(0) for g in _grad(f, calls, columns[0])]
+            return [g.unsqueeze(0) for g in self._grad(f, calls, columns[0])]
+        if self._create_graph:  # which memory that is written again would break
+            by_column = [self._grad(f, calls, column) for column in columns]
+            return [torch.stack(grads) for grads in zip(*by_column, strict=True)]
         return self._looped(f, calls, columns)
+
+    def _grad(self, f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
+        """Zero at a layer that `f` does not depend on."""
+        edges = [call.edge for call in calls]
+        options = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True, **options}
+        with differentiable_again() if self._create_graph else nullcontext():
+            grads = torch.autograd.grad(f, edges, columns, **options)
+        lead = columns.shape[: columns.ndim - f.ndim]
+        shapes = [(*lead, *call.output_shape) for call in calls]
+        return [columns.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
 
     def _wrong(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> list[str]:
         """The layers with wrong gradients; checked once for each shape, because an operator's batching rule may confuse
@@ -74,7 +91,7 @@ class LayerGradients:
         if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
             self._buffers = [columns.new_empty(shape) for shape in shapes]
         for k, column in enumerate(columns):
-            for buffer, g in zip(self._buffers, _grad(f, calls, column), strict=True):
+            for buffer, g in zip(self._buffers, self._grad(f, calls, column), strict=True):
                 buffer[:, k] = g
         return [buffer.movedim(1, 0) for buffer in self._buffers]
 
@@ -85,11 +102,12 @@ class LayerGradients:
 
 
 class ParameterGradients:
-    """Per-example gradients of parameters that no layer rule covers: exact and slow."""
+    """Per-example gradients of parameters that no layer rule covers: exact and slow. With `create_graph` they can be
+    differentiated in turn."""
 
-    def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-        self._network, self._parameters = network, parameters
-        self._vectorised = True
+    def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter], create_graph: bool = False) -> None:
+        self._network, self._parameters, self._create_graph = network, parameters, create_graph
+        self._vectorised: bool | None = None if create_graph else True  # None: not known yet
 
     def __call__(
         self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[str, Tensor, slice], None]
@@ -102,11 +120,13 @@ class ParameterGradients:
         for start in range(0, B, chunk):
             part = slice(start, min(start + chunk, B))
             gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
-            with torch.no_grad():
+            with torch.set_grad_enabled(self._create_graph):
                 for name, J in gradients.items():
                     consume(name, J, part)
 
     def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        if self._vectorised is None:  # vmap hides that a function of the author's own has no second derivative
+            self._vectorised = not describe_functions(inputs.call(self._network, x))
         if self._vectorised and not isinstance(x, inputs.Container):
             try:
                 with quiet():
@@ -133,7 +153,7 @@ class ParameterGradients:
         f = inputs.call(self._network, x)
         cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
         true = torch.autograd.grad(f, list(parameters.values()), cotangent, materialize_grads=True)
-        sums = {name: torch.tensordot(r.to(g.dtype), g, dims=2) for name, g in gradients.items()}
+        sums = {name: torch.tensordot(r.to(g.dtype), g.detach(), dims=2) for name, g in gradients.items()}
         exact = {name: g.flatten() for name, g in zip(parameters, true, strict=True)}
         return all(agree(sums, exact).values())
 
@@ -151,17 +171,21 @@ class ParameterGradients:
             return vmap(lambda c: pullback(c.to(output.dtype))[0])(columns_n)
 
         gradients = vmap(one, in_dims=(dims, 1), out_dims=1)(x, columns)
-        return {name: g.detach().reshape(*g.shape[:2], -1) for name, g in gradients.items()}  # [k, b, numel]
+        kept = gradients if self._create_graph else {name: g.detach() for name, g in gradients.items()}
+        return {name: g.reshape(*g.shape[:2], -1) for name, g in kept.items()}  # [k, b, numel]
 
     def _looped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
         K, B = columns.shape[:2]
         gradients = {n: torch.zeros(K, B, p.numel(), dtype=p.dtype, device=p.device) for n, p in parameters.items()}
+        options = {"create_graph": self._create_graph, "materialize_grads": True}
         for b in range(B):
             f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
             for k in range(K):
                 cotangent = columns[k, b : b + 1].to(f.dtype)
                 leaves = list(parameters.values())
-                grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=k < K - 1, materialize_grads=True)
+                keep = self._create_graph or k < K - 1
+                with differentiable_again() if self._create_graph else nullcontext():
+                    grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=keep, **options)
                 for name, g in zip(parameters, grads, strict=True):
                     gradients[name][k, b] = g.flatten()
         return gradients
@@ -188,11 +212,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
-
-
-def _grad(f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
-    """Zero at a layer that `f` does not depend on."""
-    edges = [call.edge for call in calls]
-    grads = torch.autograd.grad(f, edges, columns, retain_graph=True, allow_unused=True, **options)
-    lead = columns.shape[: columns.ndim - f.ndim]
-    return [columns.new_zeros(*lead, *c.output_shape) if g is None else g for g, c in zip(grads, calls, strict=True)]

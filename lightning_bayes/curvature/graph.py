@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
+_ONCE = once_differentiable(lambda ctx: None).__code__  # of all functions that it decorates
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -57,6 +58,14 @@ def describe_functions(f: Tensor) -> str:
     """The author's own functions behind `f`; PyTorch's errors do not name them, as they name its own operators."""
     names = {node.name().removesuffix("Backward"): None for node in uses(f) if isinstance(node, BackwardCFunction)}
     return f" with {', '.join(names)}" if names else ""
+
+
+def once_differentiable_functions(f: Tensor) -> list[str]:
+    """The author's own functions behind `f` whose backward pass is `once_differentiable`: PyTorch would leave them out
+    of a second derivative, with an error in some places and in silence in others."""
+    nodes: list[Any] = [type(node) for node in uses(f) if isinstance(node, BackwardCFunction)]
+    functions = [node._forward_cls for node in nodes]
+    return [function.__name__ for function in functions if getattr(function.backward, "__code__", None) is _ONCE]
 
 
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from lightning_bayes.curvature.graph import describe_functions
+from lightning_bayes.curvature.graph import describe_functions, once_differentiable_functions
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.checks import explained
@@ -24,10 +24,13 @@ from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_s
 
 
 class Linearised:
-    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`."""
+    """A borrowed network (see `network.borrowed`), linearised around `parameters`, at the inputs `x`, in which it may
+    be `differentiable`."""
 
-    def __init__(self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any) -> None:
-        self._network = network
+    def __init__(
+        self, network: nn.Module, parameters: Mapping[str, Tensor], x: Any, differentiable: bool = False
+    ) -> None:
+        self._network, self._differentiable = network, differentiable
         self._parameters = {name: p.detach() for name, p in parameters.items()}
         self._x = x
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
@@ -61,7 +64,8 @@ class Linearised:
         f, u, names, pulled = self._backward
         if not names:
             return f, torch.zeros_like(f)
-        (df,) = torch.autograd.grad(pulled, u, [directions[name] for name in names], retain_graph=True)
+        moves_used = [directions[name] for name in names]
+        (df,) = torch.autograd.grad(pulled, u, moves_used, retain_graph=True, create_graph=self._differentiable)
         return f, df
 
     def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
@@ -99,18 +103,21 @@ class Linearised:
             lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
             log_slow_path(lack, "it is linearised by two backward passes")
         u = torch.zeros_like(f, requires_grad=True)
+        neither = CurvatureError(
+            "an operator of the network has neither forward mode nor a backward that can be differentiated, so that "
+            "its linearisation is known by its Jacobian alone: use predictive='bnn', and another structure than "
+            "'lowrank'"
+        )
+        if once_differentiable_functions(f):
+            raise neither
         try:
             gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
         except RuntimeError as error:
             if not is_missing_rule(error):
                 raise
-            raise CurvatureError(
-                "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
-                "that its linearisation is known by its Jacobian alone: use predictive='bnn', and another structure "
-                "than 'lowrank'"
-            ) from error
+            raise neither from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-        return f.detach(), u, list(used), list(used.values())
+        return f if self._differentiable else f.detach(), u, list(used), list(used.values())
 
 
 def _looped(function: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:

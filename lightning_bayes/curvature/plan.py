@@ -108,9 +108,9 @@ class Plan:
     n_activations: int  # of all layers in the plan, per example
     repeats: bool = False  # whether embeddings that all examples share are repeated for each
 
-    def recorder(self, parameters: dict[str, nn.Parameter], size: int) -> Recorder:
+    def recorder(self, parameters: dict[str, nn.Parameter], size: int, keep_graph: bool = False) -> Recorder:
         """For a forward pass of `size` examples."""
-        return Recorder(parameters, size, self.repeats)
+        return Recorder(parameters, size, self.repeats, keep_graph)
 
     @property
     def n_outputs(self) -> int:

@@ -101,13 +101,15 @@ class Recorder(TorchFunctionMode):
 
     Of a batch of `size` examples, `has_shared` says whether there was an embedding that all of them share, as one of
     positions. If it `repeats`, that is repeated for each, so that each has rows of its own; a network that does not
-    broadcast it cannot be run like this.
+    broadcast it cannot be run like this. The layers' inputs have no graph, unless it is kept (`keep_graph`).
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], size: int = 1, repeats: bool = False) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], size: int = 1, repeats: bool = False, keep_graph: bool = False
+    ) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.has_shared, self.repeats = False, repeats
+        self.has_shared, self.repeats, self._keep_graph = False, repeats, keep_graph
         self._size = size
         self._names = {id(p): name for name, p in parameters.items()}
 
@@ -135,7 +137,7 @@ class Recorder(TorchFunctionMode):
             (weight or bias)
             and z.requires_grad
             and not z.is_nested
-            and (layer := make_layer(func, arguments)) is not None
+            and (layer := make_layer(func, arguments, self._keep_graph)) is not None
         ):
             # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
             edge, x = get_gradient_edge(z), arguments["input"]

@@ -95,9 +95,30 @@ def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: tor
     variance = marginal_variance(mean, covariance)
     if covariance.shape == mean.shape:
         return mean + variance.sqrt() * noise  # [S, B, …]
-    λ, Q = torch.linalg.eigh(covariance)
-    root = (Q * _without_rounding(λ).sqrt().unsqueeze(-2)) @ Q.mT  # [B, C, C]
+    root: Tensor = _SymmetricRoot.apply(covariance)  # [B, C, C]
     return mean + torch.einsum("bij,sbj->sbi", root, noise)  # [S, B, C]
+
+
+class _SymmetricRoot(torch.autograd.Function):
+    """`S` with `SS = Σ`. Its differential solves `S dS + dS S = dΣ`, in the eigenbasis `dS_ij = dΣ_ij/(√λ_i + √λ_j)`,
+    also where eigenvalues are equal and have no differentiable vectors. A direction without variance gets no
+    gradient: there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, covariance: Tensor) -> Tensor:
+        λ, Q = torch.linalg.eigh(covariance)
+        roots = _without_rounding(λ).sqrt()
+        ctx.save_for_backward(roots, Q)
+        return (Q * roots.unsqueeze(-2)) @ Q.mT
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        roots, Q = ctx.saved_tensors
+        sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
+        least = torch.finfo(sums.dtype).eps ** 0.5 * sums.amax((-2, -1), keepdim=True)
+        inner = Q.mT @ gradient @ Q
+        return Q @ torch.where(sums > least, inner / sums, 0) @ Q.mT
 
 
 def vector(name: str, value: Any, error: type[Exception]) -> Tensor:

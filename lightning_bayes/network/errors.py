@@ -23,6 +23,13 @@ def not_finite(name: str) -> CurvatureError:
     )
 
 
+def no_second_derivative(reason: str) -> CurvatureError:
+    return CurvatureError(
+        "the covariance has no gradient in x, because an operator of the network has no second derivative "
+        f"({reason}): use predictive='bnn' or 'map'"
+    )
+
+
 class DataError(ValueError):
     """A batch is not of the form `(x, y)`, or holds values that cannot be used."""
 

@@ -24,6 +24,7 @@ from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
+from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
+    from lightning_bayes.predictive.function_draw import FunctionDraw
 
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
@@ -128,26 +130,35 @@ class GaussianPosterior:
         d = self.subset.narrow(flat).to(self.mean) - self.mean
         return 0.5 * (d * self.precision.matmul(d)).sum()
 
-    def functional(self, x: Any, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def functional(self, x: Any, joint: bool = False, differentiable: bool = False) -> tuple[Tensor, Tensor]:
         """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
-        the covariance of all outputs of the batch `[B·C, B·C]`."""
+        the covariance of all outputs of the batch `[B·C, B·C]`. If `differentiable`, they keep the graph to `x`."""
         flag("joint", joint)
-        mean, covariances = self.functional_for([self.precision], x, "joint" if joint else "example")
+        check_differentiable(differentiable, x)
+        form = "joint" if joint else "example"
+        mean, covariances = self.functional_for([self.precision], x, form, differentiable)
         return mean, covariances[0]
 
-    def functional_for(self, precisions: list[Structure], x: Any, form: str = "example") -> tuple[Tensor, list[Tensor]]:
+    def functional_for(
+        self, precisions: list[Structure], x: Any, form: str = "example", differentiable: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
         """`functional` for several precisions in the same eigenbasis (several priors), in one backward pass; the
         covariances in one of the forms of `output_gaussian`."""
-        with self.linearised(x) as (plan, x):
-            mean, covariances = output_gaussian(self.network, plan, precisions, x, form)
-        return mean if self.shift is None else self.shifted(x), covariances
 
-    def shifted(self, x: Any) -> Tensor:
+        def gaussian(x: Any) -> list[Tensor]:
+            with self.linearised(x) as (plan, x):
+                mean, covariances = output_gaussian(self.network, plan, precisions, x, form, differentiable)
+            return [mean, *covariances]
+
+        mean, *covariances = attached(x, gaussian) if differentiable else gaussian(x)
+        return mean if self.shift is None else self.shifted(x, differentiable), covariances
+
+    def shifted(self, x: Any, differentiable: bool = False) -> Tensor:
         """`f(x) + J(x) (mean − θ̃)`, of a refined posterior."""
         from lightning_bayes.predictive.functions import linearised_outputs
 
         assert self.shift is not None
-        return linearised_outputs(self, x, self.shift)
+        return linearised_outputs(self, x, self.shift, differentiable)
 
     @contextmanager
     def linearised(self, x: Any) -> Iterator[tuple[Plan, Any]]:
@@ -158,7 +169,7 @@ class GaussianPosterior:
             # Positions may be merged with the batch; those of a container are so in any number.
             shapes = () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
             if shapes not in self.plans:
-                self.plans[shapes] = make_plan(self.network, x, self.subset)
+                self.plans[shapes] = make_plan(self.network, inputs.map_tensors(x, Tensor.detach), self.subset)
             yield self.plans[shapes], x
 
     def predict(
@@ -169,6 +180,7 @@ class GaussianPosterior:
         samples: int = 100,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
+        differentiable: bool = False,
     ) -> Prediction:
         """The predictive distribution at `x`.
 
@@ -181,10 +193,19 @@ class GaussianPosterior:
             samples: drawn where something is drawn.
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
+            differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
         """
         from lightning_bayes.predictive import predict
 
-        return predict(self, x, predictive, link, samples, generator, calibrated)
+        return predict(self, x, predictive, link, samples, generator, calibrated, differentiable)
+
+    def sample_function(
+        self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
+    ) -> FunctionDraw:
+        """A function drawn from the posterior, `x ↦ f(x)`: see `FunctionDraw`."""
+        from lightning_bayes.predictive.function_draw import draw_function
+
+        return draw_function(self, generator, predictive, n)
 
     def calibrate(
         self: Posterior,

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
+from lightning_bayes.curvature.graph import once_differentiable_functions
 from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import CurvatureError, inputs
+from lightning_bayes.network.errors import no_second_derivative
+from lightning_bayes.network.input_graph import kept_whole
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
 MOST = 2**36  # bytes of covariances
@@ -28,12 +31,18 @@ BlockFinder = Callable[[Layout], Structure | None]
 
 
 def output_gaussian(
-    network: nn.Module, plan: Plan, precisions: Sequence[Structure], x: Any, form: str = "example"
+    network: nn.Module,
+    plan: Plan,
+    precisions: Sequence[Structure],
+    x: Any,
+    form: str = "example",
+    differentiable: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Mean and, for each precision, covariance of the outputs. The network must be borrowed (see `borrowed`).
 
     The covariance is that of each example's outputs `[B, C, C]`, that of all outputs of the batch ("joint")
-    `[B·C, B·C]`, or the variances alone ("marginal") `[B, C]`, for which nothing of size `C²` is built.
+    `[B·C, B·C]`, or the variances alone ("marginal") `[B, C]`, for which nothing of size `C²` is built. If they are
+    `differentiable` they keep their graph, to `x` and to the weights.
     """
     B = inputs.batch_size(x)
     _check_size(B, plan.n_outputs, form)
@@ -41,20 +50,21 @@ def output_gaussian(
     few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(numbers, 1)))
     if form != "joint" and few < B:  # examples do not see each other: a few at a time bound the memory
         parts = [inputs.take(network, x, slice(start, start + few)) for start in range(0, B, few)]
-        return _concatenated([output_gaussian(network, plan, precisions, part, form) for part in parts])
-    forward = ForwardPass(network, plan, x)
+        return _concatenated([output_gaussian(network, plan, precisions, part, form, differentiable) for part in parts])
+    forward = ForwardPass(network, plan, x, differentiable)
+    f = forward.f if differentiable else forward.f.detach()
     if forward.matched.mixed and B > 1:
-        return _one_by_one(network, plan, precisions, x, form, forward.f.detach())
+        return _one_by_one(network, plan, precisions, x, form, f, differentiable)
     wanted = CovarianceForm(form)
     # Variances need one column at a time, covariances all of them.
     size = LayerGradients.chunk_size(forward.matched.used, forward.f) if form == "marginal" else forward.n_outputs
     chunks = []
     for start in range(0, forward.n_outputs, size):
         gradients = forward.gradients(start, start + size)
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable):
             chunks.append(gradients.covariances(precisions, wanted))
     covariances = [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
-    return forward.f.detach().to(forward.dtype), covariances
+    return f.to(forward.dtype), covariances
 
 
 def _check_size(B: int, outputs: int, form: str) -> None:
@@ -68,24 +78,31 @@ def _check_size(B: int, outputs: int, form: str) -> None:
 
 
 def _one_by_one(
-    network: nn.Module, plan: Plan, precisions: Sequence[Structure], x: Any, form: str, f: Tensor
+    network: nn.Module,
+    plan: Plan,
+    precisions: Sequence[Structure],
+    x: Any,
+    form: str,
+    f: Tensor,
+    differentiable: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """Where examples share rows of a layer: a single example owns all rows. Covariances between examples take the whole
     Jacobian."""
     examples = [inputs.take(network, x, slice(n, n + 1)) for n in range(len(f))]
     if form != "joint":
         means, covariances = _concatenated(
-            [output_gaussian(network, plan, precisions, example, form) for example in examples]
+            [output_gaussian(network, plan, precisions, example, form, differentiable) for example in examples]
         )
         check_examples_apart(network, means, f)
         return means, covariances
     jacobians = []
     for example in examples:
-        gradients = ForwardPass(network, plan, example).gradients(0, f[0].numel())
-        with torch.no_grad():
+        gradients = ForwardPass(network, plan, example, differentiable).gradients(0, f[0].numel())
+        with torch.set_grad_enabled(differentiable):
             jacobians.append(gradients.rows())
-    rows = CovarianceForm(form).arrange(torch.cat(jacobians, dim=1))
-    return f.to(rows.dtype), [CovarianceForm(form).quadratic(precision, rows) for precision in precisions]
+    wanted = CovarianceForm(form)
+    rows = wanted.arrange(torch.cat(jacobians, dim=1))
+    return f.to(rows.dtype), type(precisions[0]).inverse_quadratics(precisions, rows, wanted)
 
 
 def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, list[Tensor]]:
@@ -95,18 +112,21 @@ def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, lis
 
 
 class ForwardPass:
-    """The outputs at `x`, and what their gradients are taken from."""
+    """The outputs at `x`, and what their gradients are taken from, which are `differentiable` or have no graph."""
 
-    def __init__(self, network: nn.Module, plan: Plan, x: Any) -> None:
+    def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         self.plan, self._x = plan, x
         parameters = plan.subset.parameters(network)
-        with plan.recorder(parameters, inputs.batch_size(x)) as recorder:
+        with plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder, kept_whole(differentiable):
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
+        if differentiable and (once := once_differentiable_functions(self.f)):
+            raise no_second_derivative(f"{once[0]} is once_differentiable")
         self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
-        self._of_layers, self._of_parameters = LayerGradients(), ParameterGradients(network, parameters)
+        self._of_layers = LayerGradients(differentiable)
+        self._of_parameters = ParameterGradients(network, parameters, differentiable)
 
     def gradients(self, start: int, stop: int) -> OutputGradients:
         """Of some outputs of every example."""
@@ -139,8 +159,7 @@ class OutputGradients:
         finders = [precision.layer_blocks(self._plan.subset) for precision in precisions]
         if self._fit(finders[0]):
             return self._by_block(finders, form)
-        rows = form.arrange(self.rows())
-        return [form.quadratic(precision, rows) for precision in precisions]
+        return type(precisions[0]).inverse_quadratics(precisions, form.arrange(self.rows()), form)
 
     def rows(self) -> Tensor:
         """The whole Jacobian.  # [K, B, P]"""

@@ -104,8 +104,11 @@ class ShardedPosterior(LaplacePosterior):
             δ = δ[self._layers].repeat_interleave(sizes)
         return δ
 
+    def prior_shares(self) -> Tensor:
+        return self.prior_precision * self.precision.inverse_diagonal()
+
     def effective_parameters_per_layer(self) -> Tensor:
-        γ = self.precision.sums(1 - self.prior_precision * self.precision.inverse_diagonal())  # of each parameter
+        γ = self.precision.sums(1 - self.prior_shares())  # of each parameter
         return γ.new_zeros(len(self.subset.layers)).index_add_(0, self._layers, γ)
 
     @property
@@ -122,11 +125,14 @@ class ShardedPosterior(LaplacePosterior):
         samples: int = 100,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
+        differentiable: bool = False,
     ) -> Prediction:
         """The predictive distribution at this process's own `x`, through weight samples ("bnn") or at the mean
         ("map"). All processes must call it, each with a batch. The arguments are those of `GaussianPosterior`."""
         if predictive == "glm":
             _refused("predictive='glm'")()
+        if differentiable:
+            _refused("differentiable=True")()
         return super().predict(x, predictive, link, samples, generator, calibrated)
 
     def _has_same_weights(self) -> bool:

@@ -90,7 +90,7 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
     δ = γ = evidence = None
     if laplace is not None:
         δ = _prior_of_each(laplace)
-        γ = 1 - (laplace.prior_shares() if laplace.prior.precision else δ * laplace.precision.inverse_diagonal())
+        γ = 1 - laplace.prior_shares()  # [P]
         evidence = float(laplace.log_marginal_likelihood()) if laplace.curvature.knows_likelihood else None
     blocks = []
     for block in _matrix(posterior).parameter_blocks(posterior.subset):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import each_function, sample_functions
 
 KEPT = 2**26  # bytes of draws that are kept
@@ -58,10 +58,16 @@ def draw_functions(
     generator: torch.Generator | None,
     linearised: bool,
     f: Tensor,
+    differentiable: bool = False,
 ) -> Draws:
     """`n` functions at `x`, kept where `n` outputs like `f` are small."""
     if n * f.numel() * f.element_size() <= KEPT:
-        return sample_functions(posterior, x, n, generator, linearised)
+        return sample_functions(posterior, x, n, generator, linearised, differentiable)
+    if differentiable:
+        raise PosteriorError(
+            f"{n} draws of {f.numel()} outputs are too many to keep their graph for differentiable=True: take fewer "
+            "examples at a time, or lower samples"
+        )
     if generator is None:  # the global generator's numbers, more than once
         generator = torch.Generator().set_state(torch.get_rng_state())
     return FunctionDraws(posterior, x, n, generator, generator.get_state(), linearised, lambda f: f)

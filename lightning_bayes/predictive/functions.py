@@ -18,14 +18,15 @@ from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.input_graph import check_differentiable, kept_whole
 from lightning_bayes.network.shards import local, reshard
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 
 
-def outputs(posterior: GaussianPosterior, x: Any) -> Tensor:
+def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Tensor:
     """`f(x)` at the mean."""
-    with at_mean(posterior, x) as x:
+    with at_mean(posterior, x, differentiable) as x:
         return inputs.call(posterior.network, x)
 
 
@@ -35,14 +36,16 @@ def sample_functions(
     n: int,
     generator: torch.Generator | None = None,
     linearised: bool = True,
+    differentiable: bool = False,
 ) -> Tensor:
     """`n` functions drawn from the posterior, evaluated at `x`: one weight sample for all inputs, so that the draws are
     smooth in x. Of the linearised network `f(x) + J(x)(θ − θ*)`, or of the network itself.  # [n, B, ...]"""
     count("n", n)
     check_generator(generator)
     flag("linearised", linearised)
+    check_differentiable(differentiable, x)
     draws: list[Tensor] = []
-    each_function(posterior, x, n, generator, linearised, draws.append)
+    each_function(posterior, x, n, generator, linearised, draws.append, differentiable)
     return torch.stack(draws)
 
 
@@ -53,12 +56,13 @@ def each_function(
     generator: torch.Generator | None,
     linearised: bool,
     consume: Callable[[Tensor], None],
+    differentiable: bool = False,
 ) -> None:
     """The same, one after the other.  # [B, ...]"""
     if linearised and posterior.is_sharded:
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
-    with at_mean(posterior, x) as x:
-        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
+    with at_mean(posterior, x, differentiable) as x:
+        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
         for _ in range(n):
             moves = draw_moves(posterior, generator)
             consume(network(moves) if linearised else network.at(moves))
@@ -70,19 +74,25 @@ def draw_moves(posterior: GaussianPosterior, generator: torch.Generator | None) 
     return unflatten(posterior, move if posterior.shift is None else move + posterior.shift)
 
 
-def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor) -> Tensor:
+def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
     """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
-    with at_mean(posterior, x) as x:
-        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x)
+    with at_mean(posterior, x, differentiable) as x:
+        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
         return network(unflatten(posterior, move)).to(posterior.mean)
 
 
 @contextmanager
-def at_mean(posterior: GaussianPosterior, x: Any) -> Iterator[Any]:
+def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
+    """The network, borrowed, and `x` on its device; a graph, if it is to be `differentiable`, leads to `x` alone."""
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # an error where x holds no tensor
-    with torch.inference_mode(False), borrowed(posterior.network, ()), torch.no_grad():
+    with (
+        torch.inference_mode(False),
+        borrowed(posterior.network, ()),
+        kept_whole(differentiable),
+        torch.set_grad_enabled(differentiable),
+    ):
         yield inputs.to_device(x, posterior.device)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian, widen
 from lightning_bayes.network import inputs
-from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.predictive.draws import Draws, FunctionDraws, changed, draw_functions, mixture
 from lightning_bayes.predictive.functions import outputs
@@ -81,17 +81,23 @@ def output_law(
     predictive: str = "glm",
     samples: int = 100,
     generator: torch.Generator | None = None,
+    differentiable: bool = False,
 ) -> OutputLaw:
-    """The law of the outputs at `x`; `samples` and `generator` are for what is drawn."""
+    """The law of the outputs at `x`; `samples` and `generator` are for what is drawn. If it is `differentiable`, it has
+    a graph to `x`."""
     if predictive == "map":
-        return OutputLaw(outputs(posterior, x))
+        return OutputLaw(outputs(posterior, x, differentiable))
     if predictive == "gp":
+        if differentiable:
+            raise PosteriorError("predictive='gp' has no gradient in x: use predictive='glm' for differentiable=True")
         return output_laws([posterior], x, predictive)[0]
     if predictive == "bnn" or has_many_outputs(posterior, x):
         linear = predictive == "glm"
-        mean = posterior.shifted(x) if linear and posterior.shift is not None else outputs(posterior, x)
-        return OutputLaw(mean, draws=draw_functions(posterior, x, samples, generator, linear, mean), linear=linear)
-    return OutputLaw(*posterior.functional(x))
+        shifted = linear and posterior.shift is not None
+        mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
+        draws = draw_functions(posterior, x, samples, generator, linear, mean, differentiable)
+        return OutputLaw(mean, draws=draws, linear=linear)
+    return OutputLaw(*posterior.functional(x, differentiable=differentiable))
 
 
 def output_laws(

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_law
@@ -27,21 +29,24 @@ def predict(
     samples: int = 100,
     generator: torch.Generator | None = None,
     calibrated: bool = True,
+    differentiable: bool = False,
 ) -> Prediction:
     word("predictive", predictive, PREDICTIVES)
     count("samples", samples)
     check_generator(generator)
     flag("calibrated", calibrated)
+    check_differentiable(differentiable, x)
     likelihood = posterior.likelihood
     likelihood.choose_link(link)  # an unknown link is an error with every predictive
     calibration = posterior.calibration_of(predictive, link) if calibrated else None
     x = inputs.contained(posterior.network, x)
     with preserved_rng():
-        law = output_law(posterior, x, predictive, samples, generator)
+        law = output_law(posterior, x, predictive, samples, generator, differentiable)
         default = None if calibration is None else calibration.link
         chosen = law.choose_link(likelihood, (link or default) if predictive in LINEARISED else None)
         integral = Integral(likelihood, chosen, samples, generator)
-        return Prediction.from_predictive(_corrected(law, integral, calibration))
+        prediction = Prediction.from_predictive(_corrected(law, integral, calibration))
+        return prediction if differentiable else prediction.map(Tensor.detach)
 
 
 def _corrected(law: OutputLaw, integral: Integral, calibration: Calibration | None) -> Predictive:

@@ -68,10 +68,8 @@ class Prediction(TensorFields):
             predictive.epistemic, predictive.aleatoric, predictive.entropy, mutual_information=information
         )
         if isinstance(predictive, ClassPredictive):
-            prediction = replace(prediction, probs=predictive.probs)
-        else:
-            prediction = replace(prediction, mean=predictive.mean, variance=predictive.variance)
-        return prediction.map(Tensor.detach)
+            return replace(prediction, probs=predictive.probs)
+        return replace(prediction, mean=predictive.mean, variance=predictive.variance)
 
     @property
     def kind(self) -> str:
@@ -143,7 +141,7 @@ class Prediction(TensorFields):
         `np.savez(path, **prediction.numpy())` takes them."""
         stored = {field.name: getattr(self, field.name) for field in fields(self)}
         derived = {"std": self.std} if self.probs is None else {"label": self.label, "confidence": self.confidence}
-        return {name: t.cpu().numpy() for name, t in {**stored, **derived}.items() if t is not None}
+        return {name: t.detach().cpu().numpy() for name, t in {**stored, **derived}.items() if t is not None}
 
     def __repr__(self) -> str:
         name = "mean" if self.probs is None else "probs"

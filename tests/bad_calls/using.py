@@ -69,7 +69,14 @@ def _predict(t: Things, **given: Any) -> Any:
 predict = Table("predict", _predict, GaussianPosterior.predict)
 _inputs(predict)
 _drawing(predict)
-flags(predict, "calibrated")
+flags(predict, "calibrated", "differentiable")
+predict("differentiable", 3, "must be True or False, got 3")
+_gradient = Of(lambda t: t.x.clone().requires_grad_(), "with gradients")
+for _predictive in ("glm", "bnn", "map"):
+    predict("differentiable", True, "no tensor of x requires one: call x.requires_grad_()", predictive=_predictive)
+    predict("differentiable", True, "must hold a tensor", x="abc", predictive=_predictive, named=False)
+predict("differentiable", True, "whole numbers alone", "embeddings", x=torch.ones(5, 3, dtype=torch.long))
+predict("differentiable", True, "'gp' has no gradient in x: use predictive='glm'", x=_gradient, predictive="gp")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
 predict("predictive", "gp", "needs training points", "fit_laplace(..., gp_points=M)", error=PosteriorError)
@@ -84,6 +91,9 @@ for _predictive in ("bnn", "map"):
     predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
     predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
     predict("link", "logit", "choose one of 'probit', 'pairwise'", predictive=_predictive)
+
+gradients_off = Table("gradients off", torch.no_grad()(_predict), ["differentiable"])
+gradients_off("differentiable", True, "gradients are off (torch.no_grad(), torch.inference_mode())", x=_gradient)
 
 moved = Table(
     "moved network", lambda t, change, **given: t.moved(change).predict(t.x, **given), ["change"], named=False
@@ -102,7 +112,26 @@ functional = Table(
     "functional", lambda t, **given: t.classifier.functional(**{"x": t.x, **given}), GaussianPosterior.functional
 )
 _inputs(functional)
-flags(functional, "joint")
+flags(functional, "joint", "differentiable")
+functional("differentiable", 3, "must be True or False, got 3")
+functional("differentiable", True, "no tensor of x requires one: call x.requires_grad_()")
+functional("differentiable", True, "must hold a tensor with a batch dimension", x=None, named=False)
+
+sample_function = Table(
+    "sample_function", lambda t, **given: t.classifier.sample_function(**given), GaussianPosterior.sample_function
+)
+_drawing(sample_function, "n")
+words(sample_function, "predictive")
+for _predictive in ("map", "gp", None):
+    sample_function("predictive", _predictive, f"unknown predictive {_predictive!r}: use one of 'glm', 'bnn'")
+drawn = Table(
+    "FunctionDraw",
+    lambda t, x, **given: t.classifier.sample_function(torch.Generator().manual_seed(0), **given)(x),
+    ["x"],
+)
+_inputs(drawn)
+drawn("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive="bnn", named=False)
+drawn("x", "abc", "must hold a tensor with a batch dimension", predictive="bnn", named=False)
 
 sample = Table("sample", lambda t, **given: t.classifier.sample(**given), GaussianPosterior.sample)
 _drawing(sample, "n")
@@ -118,7 +147,8 @@ draw = Table(
 )
 _drawing(draw, "n")
 _inputs(draw)
-flags(draw, "linearised")
+flags(draw, "linearised", "differentiable")
+draw("differentiable", True, "no tensor of x requires one: call x.requires_grad_()")
 
 density = Table("log_prob", lambda t, **given: t.classifier.log_prob(**given), GaussianPosterior.log_prob)
 for _bad in (None, "mean", 3.0, torch.tensor(1.0), torch.zeros(30), torch.zeros(2, 30), torch.zeros(31, 1)):
@@ -462,7 +492,8 @@ parts = Table("parts of an autoencoder", lambda t, posterior: posterior.encode(t
 parts("posterior", Of(lambda t: t.classifier, "Sequential"), "has no submodule 'encoder'", "`decoder`")
 
 USING = [
-    *(predict, moved, functional, sample, on_device, draw, density, with_prior, evidence, with_noise, classes),
+    *(predict, gradients_off, moved, functional, sample, sample_function, drawn),
+    *(on_device, draw, density, with_prior, evidence, with_noise, classes),
     *(update, not_growing, penalty),
     *(
         tune,

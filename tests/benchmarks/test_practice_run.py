@@ -1,12 +1,11 @@
 """The practice study as a user runs it, on one tiny set-up."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.programs import run_program
 from torch.nn import functional as F
 
 from benchmarks.practice import gaussians, results, tasks, training
@@ -22,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("practice")
-    command = [sys.executable, "-m", "benchmarks.practice", "--fast", "--output", str(folder)]
+    command = ["-m", "benchmarks.practice", "--fast", "--output", str(folder)]
     stages = [f"--stage={stage}" for stage in ("train", "gaussians", "methods", "table")]
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *stages], cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=300)
+    done = run_program(*command, *stages, cwd=ROOT, env=surroundings)
     assert done.returncode == 0, done.stderr
     assert "## Targets" in done.stdout
     assert (folder / "practice.md").read_text(encoding="utf-8") == done.stdout

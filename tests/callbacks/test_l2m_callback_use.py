@@ -1,7 +1,5 @@
 """What comes after the fit: test, predict, checkpoints, resumed runs, LightningCLI."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
 from helpers.cli import run_cli
 from helpers.processes import environment
+from helpers.programs import run_program
 from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
@@ -175,8 +174,7 @@ def test_a_fresh_process_reads_the_checkpoint(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     variables = environment(Path(__file__).parent)
-    command = [sys.executable, str(program), str(tmp_path), path]
-    said = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    said = run_program(str(program), str(tmp_path), path, env=variables)
     assert said.returncode == 0, said.stderr
     assert float(said.stdout.split()[-1]) == pytest.approx(expected, rel=1e-9)
 

@@ -1,7 +1,6 @@
 """A run that was stopped before it had its posteriors has them when it is resumed."""
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from callback_cases import (
     trainer,
 )
 from helpers.processes import launched
+from helpers.programs import Program
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_bayes import GaussianPosterior, L2MCallback, OnlineLaplaceCallback, fit_laplace
@@ -46,7 +46,7 @@ def test_stopped_in_the_pass_and_resumed(tmp_path: Path, sent: signal.Signals, k
     with launched(interrupted_worker.__file__, tmp_path, 1, kind) as (process,):
         reads_of_the_pass(tmp_path, process)
         process.send_signal(sent)
-        said = process.communicate(timeout=60)[0]
+        said = "".join(process.communicate(timeout=60))
     assert not (tmp_path / "pass-36").exists(), said  # the pass was not finished
     written = {path.name: path for path in tmp_path.rglob("*.ckpt")}
     assert ("laplace_interrupted.ckpt" in written) == (kind == "monitored"), said
@@ -62,12 +62,12 @@ def test_stopped_in_the_pass_and_resumed(tmp_path: Path, sent: signal.Signals, k
     same_posterior(GaussianPosterior.from_state_dict(model, state), expected, X)
 
 
-def reads_of_the_pass(folder: Path, process: subprocess.Popen[str]) -> None:
+def reads_of_the_pass(folder: Path, process: Program) -> None:
     """Wait until the pass reads its data."""
     for _ in range(600):
         if list(folder.glob("pass-*")):
             return
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, "".join(process.communicate())
         time.sleep(0.1)
     raise AssertionError("there was no pass")
 

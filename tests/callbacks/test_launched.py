@@ -1,20 +1,18 @@
 """Strategies that fork or spawn hand the posterior back to the process that called `fit`."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import launched_worker
 import pytest
 import torch
 from helpers.processes import environment, free_port
+from helpers.programs import run_program
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
 def test_the_parent_has_the_posterior(tmp_path: Path, strategy: str) -> None:
-    command = [sys.executable, launched_worker.__file__, str(tmp_path), strategy]
     variables = environment(MASTER_PORT=str(free_port()))
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    done = run_program(launched_worker.__file__, str(tmp_path), strategy, env=variables)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert found["is the model's"]

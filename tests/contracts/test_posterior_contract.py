@@ -18,6 +18,7 @@ from helpers.training import FEATURES, OUTPUTS, TASKS, dataset, loader
 from helpers.untouched import untouched
 from posterior_kinds import GAUSSIANS, LINEARISED, MAKERS, OF_LAPLACE, N, made, members
 from torch import Tensor, nn
+from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, Prediction, evaluate
@@ -200,6 +201,36 @@ def test_a_regression_has_the_moments_of_the_linear_model(kind: str) -> None:
         prediction.epistemic, torch.einsum("bcp,pq,bcq->bc", J, covariance(posterior), J), **TIGHT
     )
     torch.testing.assert_close(prediction.aleatoric, torch.full((B, OUTPUTS), 0.36, dtype=torch.float64), **TIGHT)
+
+
+# -- in x --------------------------------------------------------------------------------------------------------------
+
+
+@every_linearised
+@both_kinds_of_targets
+def test_predictions_have_a_gradient_in_x(kind: str, task: str) -> None:
+    """That of finite differences, and none for the weights."""
+    posterior = made(kind, task)
+
+    def predict(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors(posterior.predict(x, generator=seeded(), samples=4, differentiable=True)).values())
+
+    x = X[:2].clone().requires_grad_()
+    with untouched(posterior.network):
+        assert gradcheck(predict, x, fast_mode=True)
+
+
+@every_gaussian
+def test_a_function_is_the_linearised_network_at_one_sample(kind: str) -> None:
+    posterior = made(kind, "regression")
+    if kind == "sharded":
+        with pytest.raises(PosteriorError, match="sample_function needs the whole network on every process"):
+            posterior.sample_function()
+        return
+    move = posterior.sample(1, seeded())[0] - posterior.mean
+    expected = posterior.network(X).detach() + own_jacobian(posterior) @ move
+    with untouched(posterior.network):
+        torch.testing.assert_close(posterior.sample_function(seeded())(X), expected, **TIGHT)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -461,6 +492,8 @@ USES: dict[str, Callable[[Any], Any]] = {
     "map": lambda p: p.predict(X, "map"),
     "evaluate": lambda p: evaluate(p, loader(), samples=3),
     "functional": lambda p: p.functional(X),
+    "differentiable": lambda p: p.predict(X.clone().requires_grad_(), differentiable=True).entropy.sum().backward(),
+    "function": lambda p: p.sample_function()(X.clone().requires_grad_()).sum().backward(),
     "calibrate": lambda p: p.calibrate(loader(), samples=3),
 }
 OF_SOME = {"ensemble": ("glm", "glm, mc", "bnn", "map", "evaluate"), "sharded": ("bnn", "map")}

@@ -1,6 +1,7 @@
 """The code in the documentation runs, and gives what the text says it gives."""
 
 import ast
+import copy
 import logging
 import pkgutil
 import re
@@ -108,6 +109,39 @@ def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < len(names["kept"]) < 500
     assert float(names["held"]) > 0.87
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
+
+
+def test_optimisation() -> None:
+    names = run_page(DOCS / "optimisation.md")
+    assert ((names["place"] > 1) & (names["place"] < 2)).all()  # in the gap
+    assert names["gradient"].shape == (2, 1)
+    assert all(p.grad is not None for p in names["network"].parameters())  # of the training, which nothing has changed
+    assert float(names["f"](names["minimum"][None])) == pytest.approx(float(names["f"](names["grid"]).min()), abs=1e-4)
+    mean, covariance = names["mean"].flatten(), names["covariance"]
+    draws = names["many"].flatten(1)
+    assert draws.shape == (500, 5)
+    assert ((draws.mean(0) - mean) / covariance.diagonal().sqrt()).abs().max() < 5 / 500**0.5
+
+
+def test_active_learning() -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    own = {"network": nn.Linear(4, 3), "x": x, "y": y, "labelled": torch.arange(20), "pool": torch.arange(20, 60)}
+    names = run_page(DOCS / "active_learning.md", **own)
+    information, chosen = names["information"], names["chosen"]
+    assert information.shape == (40,)
+    assert (information >= 0).all()
+    assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
+
+
+def test_continual() -> None:
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [TensorDataset(torch.randn(20, 4) + task, torch.arange(20) % 3) for task in range(2)]
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    own = {"network": network, "nn": nn, "optimizer": optimizer, "tasks": [DataLoader(task, 8) for task in data]}
+    posterior = run_page(DOCS / "continual.md", **own)["posterior"]
+    assert float(posterior.penalty(network).detach()) == 0
+    alone = posterior.curvature.structure.diagonal().sum() + posterior.mean.numel()
+    assert posterior.precision.diagonal().sum() > 1.2 * alone  # what the first task has added
 
 
 def test_every_name_of_the_api_page_exists() -> None:
@@ -296,6 +330,18 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
+
+
+def test_priors() -> None:
+    torch.manual_seed(0)
+    network, pretrained = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    x, y = torch.randn(24, 4), torch.arange(24) % 3
+    first, second = (DataLoader(TensorDataset(x[part], y[part]), 4) for part in (slice(0, 10), slice(10, 24)))
+    own = {"network": network, "pretrained": pretrained, "train_loader": first, "x": x, "n_second": 14}
+    names = run_page(DOCS / "priors.md", copy=copy, torch=torch, nn=nn, first_loader=first, second_loader=second, **own)
+    H, P0 = names["both"].curvature.structure, names["old"].precision
+    torch.testing.assert_close(names["both"].precision.diagonal(), H.diagonal() + P0.diagonal())
+    assert names["posterior"].n_data == 24
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

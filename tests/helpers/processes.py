@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from helpers.programs import Program
 
 TESTS = Path(__file__).parents[1]
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
@@ -33,17 +33,11 @@ def environment(*folders: Path, **variables: str) -> dict[str, str]:
 
 
 @contextmanager
-def launched(program: str, folder: Path, world: int, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
+def launched(program: str, folder: Path, world: int, *words: str) -> Iterator[list[Program]]:
     """`program FOLDER WORLD WORDS…` on each of `world` processes, which do not outlive the context."""
     shared = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), NODE_RANK="0")
     processes = [
-        subprocess.Popen(
-            [sys.executable, program, str(folder), str(world), *words],
-            env={**shared, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Program(program, str(folder), str(world), *words, env={**shared, "LOCAL_RANK": str(rank)})
         for rank in range(world)
     ]
     try:
@@ -54,9 +48,9 @@ def launched(program: str, folder: Path, world: int, *words: str) -> Iterator[li
             process.communicate()
 
 
-def results(folder: Path, processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+def results(folder: Path, processes: list[Program]) -> list[dict[str, Any]]:
     """What each process has found, in `FOLDER/rank<r>.pt`."""
-    said = [process.communicate(timeout=300)[0] for process in processes]
+    said = ["".join(process.communicate(timeout=300)) for process in processes]
     failed = [text for process, text in zip(processes, said, strict=True) if process.returncode]
     assert not failed, failed[0]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(len(processes))]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers.programs import context
 from metric_cases import CASES, DATA, N, flat
 
 from lightning_bayes import metrics
@@ -52,7 +52,12 @@ def filled(metric: Any, data: str, part: slice) -> Any:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(folder),), nprocs=2)
+    processes = [context.Process(target=worker, args=(rank, str(folder))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
     return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2)]
 
 

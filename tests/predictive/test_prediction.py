@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Prediction, fit_laplace
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
+from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.predictive.draws import RunningMixture
 
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 2, 1, 1, 0, 2, 2])
@@ -117,6 +119,36 @@ def test_mutual_information_of_draws_is_the_entropy_that_knowing_the_weights_tak
     expected = entropy(p.mean(1), 0) - entropy(p, 0).mean(0)
     prediction = fitted.predict(X, predictive, "mc", samples=20, generator=seeded())
     torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["classes", "dense classes", "labels", "label"])
+def test_mutual_information_by_monte_carlo_has_all_its_terms_from_the_same_draws(kind: str) -> None:
+    """Draws of the Gaussian over outputs: those of the entropy of the mean are those of the mean of entropies."""
+    fitted = posterior(kind).with_prior(0.1)
+    m, Σ = fitted.functional(X)
+    f = draw_gaussian(m.reshape(7, -1), Σ.reshape(7, m[0].numel(), -1), 3, seeded()).reshape(3, *m.shape)
+    labels = kind.startswith("label")
+    p = torch.stack([1 - f.sigmoid(), f.sigmoid()], 2) if labels else f.softmax(2)  # [S, B, classes, …]
+    expected = entropy(p.mean(0), 1) - entropy(p, 2).mean(0)
+    prediction = fitted.predict(X, link="mc", samples=3, generator=seeded())
+    torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(prediction.entropy, entropy(p.mean(0), 1), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli()], ids=["classes", "labels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_mutual_information_is_never_negative(likelihood: Any, dtype: torch.dtype) -> None:
+    """Not for draws that agree to the last digit, for a single one, or where the network is certain."""
+    m = torch.cat([scale * torch.randn(200, 3, generator=seeded()) for scale in (0, 1, 30, 1e3)]).to(dtype)
+    for variance in (0, 1e-12, 1e-6, 1, 1e6):
+        Σ = torch.full_like(m, variance)
+        predictives = [likelihood.integrate(m, Σ, link, n, seeded()) for link in likelihood.links for n in (1, 7)]
+        running = RunningMixture(likelihood)
+        for f in draw_gaussian(m.float(), Σ.float(), 7, seeded()):
+            running.add(f)
+        for predictive in [*predictives, running.predictive()]:
+            assert (predictive.mutual_information >= 0).all()
+            assert (predictive.mutual_information <= predictive.entropy).all()
 
 
 @pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])

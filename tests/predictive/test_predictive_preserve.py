@@ -52,6 +52,8 @@ USES: dict[str, Callable[[LaplacePosterior], Any]] = {
     "map": lambda p: p.predict(X_TEST, "map"),
     "functional": lambda p: p.functional(X_TEST),
     "joint": lambda p: p.functional(X_TEST, joint=True),
+    "differentiable": lambda p: p.predict(X_TEST.clone().requires_grad_(), differentiable=True),
+    "function": lambda p: p.sample_function()(X_TEST),
     "functions": lambda p: sample_functions(p, X_TEST, 3),
     "outputs": lambda p: outputs(p, X_TEST),
     "grid": lambda p: p.tune_prior("grid", [(X, LABELS)], size=5),

@@ -3,13 +3,12 @@
 import csv
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.image_files import OFFLINE, write_idx
+from helpers.programs import run_program
 
 from recipes.papers.glm import images
 
@@ -29,8 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
             write_idx(folder / name / "raw" / f"{part}-labels-idx1-ubyte", y)
     words = [word for name, number in FEW.items() for word in (f"--{name}", str(number))]
     words += ["--seeds", "1", "2", "--priors", "0.1", "1", "--channels", "3", "3", "3", "--units", "5", "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.papers.glm.images", *words],
+    done = run_program(
+        *("-m", "recipes.papers.glm.images", *words),
         cwd=folder,
         env={
             **os.environ,
@@ -39,10 +38,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
             "LIGHTNING_BAYES_DATA": str(folder),
             "OMP_NUM_THREADS": "1",
         },
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, folder / images.OUTPUT

@@ -3,12 +3,11 @@
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.programs import run_program
 
 from recipes.papers.l2m import toy
 
@@ -37,15 +36,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("l2m_toy")
     few = {"epochs": 30, "paper-epochs": 60, "members": 3, "samples": 20, "warm-up": 20, "draws": 6}
     short = [part for name, number in few.items() for part in (f"--{name}", str(number))]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.papers.l2m.toy", *short],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_program("-m", "recipes.papers.l2m.toy", *short, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout, folder
 

@@ -6,7 +6,6 @@ import io
 import logging
 import math
 import os
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from itertools import pairwise
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.image_files import OFFLINE, write_idx
+from helpers.programs import run_program
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
@@ -49,14 +49,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Path]:
     """What the program prints, and where its results are."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"{LAE}.{recipe}", "--data", str(data), *TINY, *options],
+    done = run_program(
+        *("-m", f"{LAE}.{recipe}", "--data", str(data), *TINY, *options),
         cwd=folder,
         env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "Not the paper's experiment" in done.stdout

@@ -2,13 +2,12 @@
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.image_files import OFFLINE, write_idx
+from helpers.programs import run_program
 from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).parents[3]
@@ -24,14 +23,10 @@ def test_every_method_is_scored_at_every_angle(tmp_path: Path) -> None:
         write_idx(tmp_path / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
     sizes = ["--n-train", "500", "--n-validation", "60", "--n-test", "100"]
     sizes += ["--epochs", "4", "--weights", "60", "--seeds", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.papers.subnetwork.rotated_mnist", "--data", str(tmp_path), *sizes],
+    done = run_program(
+        *("-m", "recipes.papers.subnetwork.rotated_mnist", "--data", str(tmp_path), *sizes),
         cwd=tmp_path,
         env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs" / "papers" / "subnetwork"

@@ -5,7 +5,6 @@ import importlib
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.image_files import OFFLINE, write_idx
+from helpers.programs import run_program
 from sklearn.datasets import load_digits
 
 from lightning_bayes.mixins.activations import warn_piecewise_linear
@@ -24,15 +24,8 @@ ROWS = ("VL", "VI (mean)", "VI (10 samples)", "MAP")
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", RECIPE, *arguments],
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    env = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return run_program("-m", RECIPE, *arguments, cwd=folder, env=env)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""Outputs whose graph leads to a network's inputs `x`, and to nothing else.
+
+A layer's gradients are found through its weights, which therefore are in the graph of all that is made of them. A
+`backward` from there would also fill the weights' `.grad`. So the numbers are computed on copies of the inputs, and a
+function of its own stands between these and the inputs: its backward pass asks the inner graph for the gradient of the
+copies alone. It is differentiable in turn, because that gradient, too, is computed on copies and attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import flag
+from lightning_bayes.network.containers import map_tensors, tensors
+from lightning_bayes.network.errors import CurvatureError, DataError, no_second_derivative
+from lightning_bayes.network.recomputation import refuse_recomputation
+from lightning_bayes.network.slow_path import first_line
+
+_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's own messages
+_RECOMPUTED = (
+    "the network has activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again, when it is "
+    "no longer borrowed: switch it off for differentiable=True"
+)
+
+
+def check_differentiable(differentiable: bool, x: Any) -> None:
+    """Whether it is True or False; and if True, that there can be a graph to `x`."""
+    if not flag("differentiable", differentiable):
+        return
+    if not torch.is_grad_enabled():
+        raise DataError(
+            "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
+            "it outside of these"
+        )
+    parts = tensors(x)
+    if any(t.requires_grad for t in parts):
+        return
+    if parts and not any(t.is_floating_point() for t in parts):
+        raise DataError(
+            "differentiable=True needs an input with a gradient, but x holds whole numbers alone: give the network "
+            "their embeddings as its input"
+        )
+    if parts:
+        raise DataError(
+            "differentiable=True needs an input with a gradient, but no tensor of x requires one: call "
+            "x.requires_grad_() first"
+        )
+
+
+def attached(x: Any, compute: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """`compute(x)`, with a graph to the tensors of `x` that require gradients."""
+    real: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def copy(t: Tensor) -> Tensor:
+        if not t.requires_grad:
+            return t
+        real.append(t)
+        copies.append(t.detach().requires_grad_())
+        return copies[-1]
+
+    outputs = compute(map_tensors(x, copy))
+    return _Attached.apply(_Graph(copies, list(outputs)), *real)
+
+
+@contextmanager
+def differentiable_again() -> Iterator[None]:
+    """A backward pass that needs derivatives of backward passes; one sentence where an operator has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_DERIVATIVE):
+            raise
+        raise no_second_derivative(first_line(error)) from error
+
+
+def kept_whole(differentiable: bool) -> AbstractContextManager[Any]:
+    """A forward pass whose graph must not run the network again: by then it may have other weights and be training."""
+    return refuse_recomputation(CurvatureError(_RECOMPUTED)) if differentiable else nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    def pull(self, gradients: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
+        """The gradient of the inputs."""
+        reached = [(f, g) for f, g in zip(self.outputs, gradients, strict=True) if f.requires_grad]
+        options = {"create_graph": create_graph, "materialize_grads": True}
+        options["retain_graph"] = True  # it is freed with the tensors that it belongs to
+        with differentiable_again():
+            return torch.autograd.grad([f for f, _ in reached], self.inputs, [g for _, g in reached], **options)
+
+
+class _Attached(torch.autograd.Function):
+    """The outputs of an inner graph as a function of the tensors that its inputs are copies of."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, *real: Tensor) -> tuple[Tensor, ...]:
+        ctx.graph = graph
+        ctx.save_for_backward(*real)
+        return tuple(f.detach() for f in graph.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return None, *ctx.graph.pull(gradients, create_graph=False)
+        copies = [g.detach().requires_grad_() for g in gradients]
+        pulled = ctx.graph.pull(copies, create_graph=True)
+        graph = _Graph([*ctx.graph.inputs, *copies], list(pulled))
+        return None, *_Attached.apply(graph, *ctx.saved_tensors, *gradients)
