@@ -18,6 +18,7 @@ from benchmarks import (
     diagonal,
     distributed,
     evidence,
+    input_gradients,
     l2m,
     lora,
     online_step,
@@ -39,6 +40,7 @@ TOPICS = {
     "online_step": online_step,
     "diagonal": diagonal,
     "evidence": evidence,
+    "input_gradients": input_gradients,
     "subnetwork": subnetwork,
     "lora": lora,
 }

@@ -111,6 +111,18 @@ def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
 
 
+def test_optimisation() -> None:
+    names = run_page(DOCS / "optimisation.md")
+    assert ((names["place"] > 1) & (names["place"] < 2)).all()  # in the gap
+    assert names["gradient"].shape == (2, 1)
+    assert all(p.grad is not None for p in names["network"].parameters())  # of the training, which nothing has changed
+    assert float(names["f"](names["minimum"][None])) == pytest.approx(float(names["f"](names["grid"]).min()), abs=1e-4)
+    mean, covariance = names["mean"].flatten(), names["covariance"]
+    draws = names["many"].flatten(1)
+    assert draws.shape == (500, 5)
+    assert ((draws.mean(0) - mean) / covariance.diagonal().sqrt()).abs().max() < 5 / 500**0.5
+
+
 def test_active_learning() -> None:
     x, y = torch.randn(60, 4), torch.arange(60) % 3
     own = {"network": nn.Linear(4, 3), "x": x, "y": y, "labelled": torch.arange(20), "pool": torch.arange(20, 60)}
@@ -119,6 +131,17 @@ def test_active_learning() -> None:
     assert information.shape == (40,)
     assert (information >= 0).all()
     assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
+
+
+def test_continual() -> None:
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [TensorDataset(torch.randn(20, 4) + task, torch.arange(20) % 3) for task in range(2)]
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    own = {"network": network, "nn": nn, "optimizer": optimizer, "tasks": [DataLoader(task, 8) for task in data]}
+    posterior = run_page(DOCS / "continual.md", **own)["posterior"]
+    assert float(posterior.penalty(network).detach()) == 0
+    alone = posterior.curvature.structure.diagonal().sum() + posterior.mean.numel()
+    assert posterior.precision.diagonal().sum() > 1.2 * alone  # what the first task has added
 
 
 def test_every_name_of_the_api_page_exists() -> None:

@@ -13,7 +13,9 @@ from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from lightning_bayes import Gaussian, HeteroscedasticGaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
 from lightning_bayes.likelihoods.outputs import draw_gaussian
@@ -196,6 +198,35 @@ def test_sets_of_different_sizes() -> None:
     assert checked(lambda x: posterior.functional(x, differentiable=True), x[:2])
 
 
+def test_packed_sequences() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.GRU(2, 3), nn.Linear(3, 3)
+
+        def forward(self, sequence: PackedSequence) -> Tensor:
+            return self.head(self.inner(sequence)[1][0])
+
+    x = [real(1 + n % 3, 2, seed=n) for n in range(N)]
+    posterior = fit_laplace(made(Recurrent), [(pack_sequence(x, enforce_sorted=False), Y)], structure="diag")
+    assert checked(lambda x: posterior.functional(pack_sequence(x, enforce_sorted=False), differentiable=True), x[:2])
+
+
+def test_nodes_of_a_graph() -> None:
+    pytest.importorskip("torch_geometric")
+    from helpers.graphs import OfNodes, with_masks
+
+    data = with_masks()
+    posterior = fit_laplace(made(OfNodes), [data], structure="diag")
+
+    def gaussian(x: Tensor) -> tuple[Tensor, Tensor]:
+        moved = data.clone()
+        moved.x = x
+        return posterior.functional(moved, differentiable=True)
+
+    assert checked(gaussian, data.x)
+
+
 def test_it_can_be_differentiated_twice() -> None:
     posterior = classifier()
     assert gradgradcheck(
@@ -374,6 +405,20 @@ class Once(torch.autograd.Function):
         return ctx.saved_tensors[0].cos() * g
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch, where weights alone have
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
+def test_layers_that_a_backward_pass_would_run_again(predictive: str, reentrant: bool) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.head(checkpoint(s.body, x, use_reentrant=reentrant).tanh())
+
+    network = made(lambda: Wired(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3)))
+    posterior = fit_laplace(network, [(X, Y)], subset="last_layer")
+    with pytest.raises(CurvatureError, match=r"activation checkpointing .* switch it off for differentiable=True"):
+        posterior.predict(X.clone().requires_grad_(), predictive, samples=2, differentiable=True)
+    posterior.predict(X, predictive, samples=2)
+
+
 @pytest.mark.parametrize("function", [Once, Numpy])
 def test_an_operator_without_a_second_derivative(function: Any) -> None:
     network = made(
@@ -383,3 +428,6 @@ def test_an_operator_without_a_second_derivative(function: Any) -> None:
     with pytest.raises(CurvatureError, match=r"no second derivative \(.*\): use predictive='bnn' or 'map'"):
         posterior.functional(x, differentiable=True)[1].sum().backward()
     posterior.predict(x, "map", differentiable=True).entropy.sum().backward()
+    for at in (X, x):
+        with pytest.raises(CurvatureError, match="neither forward mode nor a backward that can be differentiated"):
+            posterior.sample_function()(at)

@@ -95,6 +95,15 @@ def test_subnetwork(run: Any) -> None:
     assert (folder / "gap.png").read_bytes().startswith(PNG)
 
 
+def test_bayesian_optimisation(run: Any) -> None:
+    table, folder = run("bayesian_optimisation", SEEDS=2, LOOKS=2, ITERATIONS=20)
+    assert list(table) == ["random", "Thompson", "expected improvement"]
+    for row in table.values():
+        assert 0 < row["regret"] <= row["half way"]
+    assert (folder / "branin.png").read_bytes().startswith(PNG)
+    assert len((folder / "regret.csv").read_text().splitlines()) == 4
+
+
 def test_conformal(run: Any) -> None:
     table, folder = run("conformal", SEEDS=2)
     assert list(table) == ["MAP", "Laplace"]
@@ -118,6 +127,17 @@ def test_active_learning(run: Any) -> None:
     gain = table["BALD"]["100 labels"] - table["chance"]["100 labels"]
     assert table["BALD − chance"]["100 labels"] == pytest.approx(gain, abs=1e-6)
     assert (folder / "active_learning.png").read_bytes().startswith(PNG)
+
+
+def test_continual_learning(run: Any) -> None:
+    table, folder = run("continual_learning", SEEDS=2, TASKS=2, STEPS=120, WIDTH=30)
+    assert len(table) == 6
+    assert all(row["last task"] > 0.75 for row in table.values())
+    forgets, first = table["fine-tuning"], {name: row["first task"] for name, row in table.items()}
+    assert table["Kronecker"]["all tasks"] > forgets["all tasks"] + 0.05
+    assert first["Kronecker, 10 times"] > first["Kronecker"] > first["fine-tuning"] + 0.05
+    assert table["all tasks at once"]["all tasks"] > max(0.9, forgets["all tasks"] + 0.1)
+    assert (folder / "continual_learning.png").read_bytes().startswith(PNG)
 
 
 def test_l2m(run: Any) -> None:

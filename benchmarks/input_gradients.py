@@ -1,0 +1,72 @@
+"""What the gradient in x costs: `functional(x, differentiable=True)` with its backward pass, and a function draw with
+its own, as ratios to a plain `functional(x)` of the same batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.isolate import Job, Outcome
+from benchmarks.measure import Result, side_by_side
+from benchmarks.networks import NETWORKS
+from benchmarks.report import failures, number, table
+from lightning_bayes import GaussianPosterior, fit_laplace
+
+TITLE = "Gradients in x"
+BATCH, EXAMPLES = 64, 16
+CASES = [("small MLP", "full"), ("small MLP", "kron"), ("MLP", "kron"), ("MLP", "diag"), ("CNN", "kron")]
+
+
+def jobs(quick: bool) -> list[Job]:
+    return [
+        Job(f"input_gradients/{network}/{structure}/{what}", measure, arguments | {"what": what}, "failed")
+        for network, structure in CASES
+        for arguments in [{"network": network, "structure": structure, "repeats": 2 if quick else 10}]
+        for what in WORK
+    ]
+
+
+def measure(network: str, structure: str, what: str, repeats: int) -> Result:
+    if network == "small MLP":  # that of the recipe, 501 weights
+        net: nn.Module = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+        x = torch.rand(BATCH, 2)
+        posterior = fit_laplace(net, [(x, x[:, :1])], "regression", structure)
+    else:
+        case = NETWORKS[network]
+        posterior = fit_laplace(case.fresh(), case.data(EXAMPLES, 8), "classification", structure)
+        x, _ = next(iter(case.data(BATCH, BATCH)))
+    return side_by_side(lambda: partial(WORK[what], posterior, x), partial(posterior.functional, x), repeats)
+
+
+def of_covariance(posterior: GaussianPosterior, x: Tensor) -> None:
+    mean, covariance = posterior.functional(x.clone().requires_grad_(), differentiable=True)
+    (mean.sum() + covariance.sum()).backward()
+
+
+def of_draw(posterior: GaussianPosterior, x: Tensor) -> None:
+    posterior.sample_function(torch.Generator().manual_seed(0))(x.clone().requires_grad_()).sum().backward()
+
+
+WORK: dict[str, Any] = {"functional": of_covariance, "draw": of_draw}
+
+
+def report(outcomes: dict[str, Outcome]) -> str:
+    headers = [
+        "network",
+        "posterior",
+        "plain functional",
+        "with its gradient",
+        "added memory",
+        "a draw with its gradient",
+    ]
+    rows = []
+    for network, structure in CASES:
+        gaussian, draw = (outcomes.get(f"input_gradients/{network}/{structure}/{what}") for what in WORK)
+        if isinstance(gaussian, Result) and isinstance(draw, Result):
+            cells = [f"{number(1000 * gaussian.reference)} ms", f"{number(gaussian.ratio)} ×"]
+            rows.append([network, structure, *cells, f"+{gaussian.added / 1e6:.0f} MB", f"{number(draw.ratio)} ×"])
+    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))

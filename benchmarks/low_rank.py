@@ -1,0 +1,67 @@
+"""What a low rank leaves out: the largest eigenpairs of the GGN beside KFAC and the exact GGN, on small networks.
+
+    LIGHTNING_BAYES_DATA=… python -m benchmarks.low_rank    # some minutes; the table of docs/structures.md
+
+The networks and data are those of `benchmarks.ekfac`. Prior and noise are tuned by the evidence at the trained weights;
+`γ` is the number of weights that the data determine. Seconds are the processor's, of the fit alone. Medians over seeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.ekfac import PROBLEMS, Problem, score, train
+from benchmarks.report import table
+from lightning_bayes import Gaussian, fit_laplace
+
+SEEDS = 3
+FITS: dict[str, dict[str, Any]] = {
+    "kron": {"structure": "kron"},
+    **{f"lowrank, {rank}": {"structure": "lowrank", "rank": rank} for rank in (20, 50, 100, 200)},
+    "full": {"structure": "full"},
+}
+
+
+def rows(make: Callable[[int], Problem]) -> Iterator[dict[str, dict[str, float]]]:
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        network, x, y, x_test, y_test = make(seed)
+        train(network, x, y)
+        loader, is_regression = DataLoader(TensorDataset(x, y), 256), y.is_floating_point()
+        row = {}
+        for name, words in FITS.items():
+            start = time.process_time()
+            fitted = fit_laplace(network, loader, Gaussian(0.1) if is_regression else "classification", **words)
+            seconds = time.process_time() - start
+            tuned = fitted.tune_prior("marglik")
+            row[name] = {
+                "trace": float(fitted.curvature.structure.diagonal().sum()),
+                "γ": float(tuned.effective_parameters),
+                "σ": float(tuned.likelihood.noise_std) if is_regression else float("nan"),
+                "log evidence": float(tuned.log_marginal_likelihood()),
+                "test NLL": score(tuned, x_test, y_test),
+                "seconds": seconds,
+            }
+        yield {name: {**of, "trace": of["trace"] / row["full"]["trace"]} for name, of in row.items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    for name, make in PROBLEMS.items():
+        measured = list(rows(make))
+        lines = []
+        for fit in FITS:
+            columns = {key: [row[fit][key] for row in measured] for key in measured[0][fit]}
+            lines.append([fit, *(f"{median(values):.3g}" for values in columns.values())])
+        print(f"\n{name}\n\n{table(['structure', *measured[0]['kron']], lines)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
