@@ -352,10 +352,12 @@ class LaplacePosterior(GaussianPosterior):
                 `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
                 the training data.
         """
-        from lightning_bayes.posterior.tuning import tune
+        from lightning_bayes.posterior.tuning import say_rank, tune
 
         with preserved_rng():
-            return tune(self, method, loader, per_layer, **options)
+            tuned = tune(self, method, loader, per_layer, **options)
+        say_rank(tuned)
+        return tuned
 
     def refine(
         self,

@@ -29,6 +29,7 @@ from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior_groups import PriorGroups, with_normalised
 from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.structures import LowRank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,6 +38,7 @@ logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
+DETERMINED = 0.95  # the share of a low rank above which γ says that it is too low
 LARGEST = 1e8  # prior precisions stay within [1/this, this]
 
 
@@ -220,6 +222,21 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
     if posterior.prior.precision is not None:
         return (d * posterior.prior.precision.matmul(d)).sum()
     return groups.pool(per_layer_sums(d.square(), posterior.subset))
+
+
+def say_rank(posterior: LaplacePosterior) -> None:
+    """A warning where the data determine all eigenpairs of a low rank: there may be more of them."""
+    H = posterior.curvature.structure
+    if not isinstance(H, LowRank) or H.rank >= min(H.size, posterior.curvature.n_outputs):
+        return
+    γ = float(posterior.effective_parameters)
+    if γ > DETERMINED * H.rank:
+        logger.warning(
+            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f), and may determine more, without "
+            "which variances are too large and the evidence too high: raise rank=",
+            H.rank,
+            γ,
+        )
 
 
 def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:

@@ -107,6 +107,13 @@ def test_variances_fall_to_the_full_ones_as_the_rank_grows(task: str) -> None:
     torch.testing.assert_close(covariance, exact, **TIGHT)
 
 
+@pytest.mark.parametrize(("rank", "says"), [(5, True), (50, False)])
+def test_tuning_says_that_a_rank_is_too_low(rank: int, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+    fitted("regression", "lowrank", rank=rank, prior_precision=1e-3).tune_prior("marglik")
+    assert ("the data determine all 5 eigenpairs" in caplog.text) == says
+    assert ("raise rank=" in caplog.text) == says
+
+
 def test_few_weights_cap_the_rank_and_a_subnetwork_has_one() -> None:
     for subset in ("last_layer", Subnetwork(9)):
         low, full = (fitted("classification", structure, subset=subset) for structure in ("lowrank", "full"))
@@ -137,9 +144,8 @@ def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_on
         torch.testing.assert_close(variances, exact, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("memory", [jacobian_columns.MEMORY, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_predictions_go_layer_by_layer(name: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_go_layer_by_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with one position and with many, and parameters without a rule; a Jacobian of all weights is not built."""
     case = made_case(name)
     low, full = (fit_laplace(case.network, case.loader(), case.likelihood, s) for s in ("lowrank", "full"))
@@ -149,7 +155,7 @@ def test_predictions_go_layer_by_layer(name: str, memory: int, monkeypatch: pyte
         raise AssertionError
 
     monkeypatch.setattr(output_gaussian.OutputGradients, "rows", refuse)
-    monkeypatch.setattr(jacobian_columns, "MEMORY", memory)
+    monkeypatch.setattr(jacobian_columns, "MEMORY", 1000)  # a few examples at a time
     for form, covariance in exact.items():
         several = low.functional_for([low.precision, low.with_prior(3.0).precision], case.x, form)[1]
         torch.testing.assert_close(several[0], covariance, **TIGHT)
