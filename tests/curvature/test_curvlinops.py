@@ -1,4 +1,4 @@
-"""Cross-checks with curvlinops, an independent implementation: GGN, its diagonal, the empirical Fisher, and KFAC."""
+"""Cross-checks with curvlinops, an independent implementation: GGN, diagonal, eigenpairs, empirical Fisher, KFAC."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the peer's own warnings are not ours
+eigsh = pytest.importorskip("scipy.sparse.linalg").eigsh
 curvlinops = pytest.importorskip("curvlinops", reason="the peers are installed by `make test-slow`")
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-10}
@@ -63,6 +64,19 @@ def dense(kind: Any, case: Case, loss: nn.Module, **options: Any) -> Tensor:
         case.network, loss, parameters, case.loader(2, len(case.y) - 2), check_deterministic=False, **options
     )
     return operator @ torch.eye(sum(p.numel() for p in parameters), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_low_rank(network: str, loss: str) -> None:
+    """The largest eigenvalues of the peer's operator, by SciPy's Lanczos; and all of its matrix."""
+    case, criterion = setting(network, loss, bias=True)
+    G = dense(curvlinops.GGNLinearOperator, case, criterion)
+    few = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "lowrank", rank=4).structure
+    largest = eigsh(G.numpy(), k=4, return_eigenvectors=False)[::-1].copy()
+    torch.testing.assert_close(few.values, torch.from_numpy(largest), rtol=1e-4, atol=1e-10)
+    every = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "lowrank").structure
+    torch.testing.assert_close(every.to_dense(), G, **TIGHT)
 
 
 @pytest.mark.parametrize("bias", [False, True])
