@@ -92,11 +92,11 @@ class EigenvalueBlock(Block):
             part = slice(start, start + chunk)
             strips = _strips(site, calls, part, of_inputs)
             has_ones = site.bias is not None and of_inputs is None
-            J = torch.cat(strip_products(strips, g[:, :, part], has_ones), dim=-1)  # [G, b, K, O, I]
+            parts = strip_products(strips, g[:, :, part], has_ones)  # of weight and bias [G, b, K, O, …]
+            J = parts.pop() if len(parts) == 1 else torch.cat(parts, dim=-1)  # [G, b, K, O, I]
             if of_inputs is None:
                 J = _rotated(J, Q_A)
-            squares = _rotated(J.mT, Q_G).square().sum((1, 2))  # [G, I, O]
-            self._values += squares.mT
+            self._values += _rotated(J.mT, Q_G).square_().sum((1, 2)).mT
 
     @property
     def sums(self) -> list[Tensor]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -111,9 +112,12 @@ def fit_curvature(
 
         def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
             """Of one pass."""
-            with tqdm(loader, desc=f"{structure} {curvature}{which}", disable=not progress, unit="batch") as bar:
-                for batch in bar:
-                    yield _prepare(network, batch)
+            what, length = f"{structure} {curvature}{which}", length_hint(loader) or None
+            # Without the loader, which tqdm would begin to read twice, and start its workers twice.
+            bar = stack.enter_context(tqdm(desc=what, total=length, disable=not progress, unit="batch"))
+            for batch in loader:
+                yield _prepare(network, batch)
+                bar.update()
 
         def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network

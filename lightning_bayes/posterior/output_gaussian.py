@@ -100,8 +100,9 @@ def _one_by_one(
         gradients = ForwardPass(network, plan, example, differentiable).gradients(0, f[0].numel())
         with torch.set_grad_enabled(differentiable):
             jacobians.append(gradients.rows())
-    rows = CovarianceForm(form).arrange(torch.cat(jacobians, dim=1))
-    return f.to(rows.dtype), [CovarianceForm(form).quadratic(precision, rows) for precision in precisions]
+    wanted = CovarianceForm(form)
+    rows = wanted.arrange(torch.cat(jacobians, dim=1))
+    return f.to(rows.dtype), type(precisions[0]).inverse_quadratics(precisions, rows, wanted)
 
 
 def _concatenated(parts: list[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, list[Tensor]]:
@@ -158,8 +159,7 @@ class OutputGradients:
         finders = [precision.layer_blocks(self._plan.subset) for precision in precisions]
         if self._fit(finders[0]):
             return self._by_block(finders, form)
-        rows = form.arrange(self.rows())
-        return [form.quadratic(precision, rows) for precision in precisions]
+        return type(precisions[0]).inverse_quadratics(precisions, form.arrange(self.rows()), form)
 
     def rows(self) -> Tensor:
         """The whole Jacobian.  # [K, B, P]"""

@@ -208,6 +208,11 @@ class Structure(ABC):
         return lambda layout: None
 
     @classmethod
+    def inverse_quadratics(cls: type[Self], matrices: Sequence[Self], J: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """`J M⁻¹ Jᵀ` of arranged rows for several `M` in one eigenbasis (several priors)."""
+        return [form.quadratic(M, J) for M in matrices]
+
+    @classmethod
     def output_covariances(
         cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm
     ) -> list[Tensor]:

@@ -13,6 +13,7 @@ the matrix determinant lemma):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.structures.base import Structure, positive
+from lightning_bayes.structures.output_covariance import CovarianceForm
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +125,17 @@ class LowRank(Structure):
             return super().inverse_quadratic(J)
         inside, rest = self._split(J)
         return (inside / (self.values + D)) @ inside.mT + rest @ rest.mT / D
+
+    @classmethod
+    def inverse_quadratics(cls, matrices: Sequence[LowRank], J: Tensor, form: CovarianceForm) -> list[Tensor]:
+        """Another prior, or another noise, takes no other products with `U`."""
+        first = matrices[0]
+        if any(M.vectors is not first.vectors or M._shifts.ndim for M in matrices):
+            return super().inverse_quadratics(matrices, J, form)
+        inside, rest = first._split(J)
+        outside = form.weighted(rest, torch.ones_like(rest[..., :1]))
+        D = [positive(M._shifts) for M in matrices]
+        return [form.weighted(inside, 1 / (M.values + δ)) + outside / δ for M, δ in zip(matrices, D, strict=True)]
 
     def logdet(self) -> Tensor:
         D = self._shifts

@@ -3,8 +3,8 @@
     python ddp_worker.py FOLDER WORLD CASES
 
 is one process of `WORLD`, its place in `LOCAL_RANK`; it leaves its results as `FOLDER/rank<r>.pt`. In the tests' own
-process, `run(folder, 1, cases)` gives the results of a process alone. A case is `others`, or a training loader with the
-size of its dataset, such as `shuffled:11`.
+process, `run(folder, 1, cases)` gives the results of a process alone. A case is one of `OTHERS`, or a training loader
+with the size of its dataset, such as `shuffled:11`.
 """
 
 import os
@@ -31,6 +31,7 @@ STRUCTURES = ("diag", "full", "ekfac", "lowrank")
 SELECTIONS = ("random", "leverage")
 NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS)
 BATCH = 4
+OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
 
 
@@ -200,12 +201,8 @@ def run(folder: Path, world: int, cases: list[str]) -> dict[str, Any]:
     """The results of this process."""
     scenarios = Scenarios(folder, world)
     for case in cases:
-        if case == "others":
-            scenarios.one_example()
-            scenarios.iterated()
-            scenarios.evaluation()
-            scenarios.stream()
-            scenarios.best()
+        if case in OTHERS:
+            getattr(scenarios, case)()
         else:
             kind, n = case.split(":")
             scenarios.posteriors(kind, int(n))

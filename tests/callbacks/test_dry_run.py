@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, L2MCallback, OnlineLaplaceCallback
 from lightning_bayes.callbacks import ModuleError
+from lightning_bayes.curvature import low_rank
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
 from lightning_bayes.posterior.prior_precision import PriorError
@@ -184,6 +185,29 @@ def test_a_full_matrix_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(CurvatureError, match=r"structure='full' over 53 weights needs 2.25e-05 GB, but cpu has 1e-05"):
         run(tmp_path, laplace(structure="full"), Stopped())
     run(tmp_path, laplace(structure="full", subset=["net.4.bias"]), Classifier())
+
+
+def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "_memory", lambda device: 1e4)
+    says = r"structure='lowrank' over 53 weights needs .* GB, but cpu has 1e-05 GB: use a smaller rank=, structure="
+    with pytest.raises(CurvatureError, match=says):
+        run(tmp_path, laplace(structure="lowrank", rank=20), Stopped())
+
+
+def test_a_trial_of_a_low_rank_is_one_product_with_two_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[torch.Size] = []
+    monkeypatch.setattr(low_rank.BlockLanczos, "add", _noting(low_rank.BlockLanczos.add, products))
+    network = nn.Sequential(nn.Linear(FEATURES, 200), nn.Tanh(), nn.Linear(200, CLASSES))
+    laplace(structure="lowrank", rank=400).try_fit(network, draw(2, FEATURES, seed=0), torch.tensor([0, 1]))
+    assert products == [torch.Size([2, 200 * (FEATURES + 1) + 201 * CLASSES])]
+
+
+def _noting(add: Any, shapes: list[torch.Size]) -> Any:
+    def noted(self: Any, product: torch.Tensor) -> None:
+        shapes.append(product.shape)
+        add(self, product)
+
+    return noted
 
 
 def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) -> None:

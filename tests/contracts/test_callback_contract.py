@@ -58,6 +58,10 @@ def variational(kind: Any) -> Callable[[str], LitNet]:
 # A module, and the callback on its Trainer; a variational module brings its own.
 METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallback] | None]] = {
     "laplace": (plain, lambda task: LaplaceCallback(TASKS[task], progress=False)),
+    "lowrank": (
+        plain,
+        lambda task: LaplaceCallback(TASKS[task], structure="lowrank", rank=5, name="lowrank", progress=False),
+    ),
     "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
     "marglik": (Undecayed, lambda task: MarginalLikelihoodCallback(TASKS[task], progress=False)),

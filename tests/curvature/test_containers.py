@@ -115,7 +115,7 @@ def ggn(f: Tensor, network: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "ekfac"])
 def test_curvature_is_that_of_single_examples(kind: str, structure: str) -> None:
     make, batch = KINDS[kind]
     network = make()
@@ -123,8 +123,8 @@ def test_curvature_is_that_of_single_examples(kind: str, structure: str) -> None
     posterior = fit_laplace(network, loader, structure=structure)
     assert posterior.n_data == 4
     alone = torch.cat([inputs.run(network, inputs.contained(network, batch([n]), Y[:1])) for n in range(4)])
-    if structure == "kron":
-        one_by_one = fit_laplace(network, [(batch([n]), Y[n : n + 1]) for n in range(4)], structure="kron")
+    if structure in ("kron", "ekfac"):
+        one_by_one = fit_laplace(network, [(batch([n]), Y[n : n + 1]) for n in range(4)], structure=structure)
         expected, H = one_by_one.curvature.structure.to_dense(), posterior.curvature.structure.to_dense()
     elif structure == "full":
         expected, H = ggn(alone, network), posterior.curvature.structure.to_dense()

@@ -102,6 +102,18 @@ def test_kfac_is_curvlinops(network: str, loss: str, sharing: str, bias: bool) -
     torch.testing.assert_close(fitted.add_prior(0.3).logdet(), torch.linalg.slogdet(damped).logabsdet, **TIGHT)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_ekfac_is_curvlinops(network: str, loss: str, bias: bool) -> None:
+    """By "expand": mean inputs ("reduce") of six examples leave many eigenvectors of a convolution's factor open."""
+    case, criterion = setting(network, loss, bias)
+    options = {"fisher_type": "type-2", "kfac_approx": "expand", "separate_weight_and_bias": False}
+    E = dense(curvlinops.EKFACLinearOperator, case, criterion, **options)
+    fitted = fit_curvature(case.network, case.loader(3, 3), case.likelihood, "ekfac").structure
+    torch.testing.assert_close(fitted.to_dense(), E, **TIGHT)
+
+
 def test_zoo_without_kronecker_forms_has_curvlinops_ggn() -> None:
     for name in ("norm_layer", "norm_batch_2d", "bare_parameters", "used_twice", "residual"):
         case = CASES[name]()

@@ -177,7 +177,7 @@ def test_kronecker_blocks_are_those_of_one_example_at_a_time(name: str, sharing:
         torch.testing.assert_close(structure.blocks[norm].to_dense(), exact[places][:, places], **TIGHT)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "ekfac"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_predictions_of_a_batch_are_those_of_its_examples(name: str, structure: str) -> None:
     network, orders = NETWORKS[name]()

@@ -1,18 +1,244 @@
-"""The largest eigenpairs of the curvature: all of it where the rank allows, and never more than it."""
+"""The largest eigenpairs of the curvature: all of it where the rank allows, never more, and never a Jacobian."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import oracles
 import pytest
 import torch
-from networks import CASES
+from helpers.untouched import untouched
+from networks import CASES, Case, real
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.curvature import fit_curvature, ggn_product
+from lightning_bayes.curvature.curvature_sum import Curvature
+from lightning_bayes.likelihoods import Categorical, Gaussian
+from lightning_bayes.network import CurvatureError, DataError
+from lightning_bayes.structures import LowRank
 
 OPAQUE = ("custom_function", "embedding_scaled_by_frequency")  # without products
+QUICK = (
+    "mlp", "conv2d_grouped", "embedding", "transformer", "lstm", "batch_norm", "tied_linears", "in_place_relu",
+    "frozen", "two_inputs", "named_inputs", "dead_layer", "checkpointed", "bernoulli_one_logit_bare",
+    "gaussian_noise_per_output", "heteroscedastic", "segmentation", "image_to_image", "deep_cnn",
+)  # fmt: skip
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in OPAQUE]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OPAQUE])
+def lowrank(case: Case, *sizes: int, **arguments: Any) -> Curvature:
+    return fit_curvature(case.network, case.loader(*sizes), case.likelihood, "lowrank", **arguments)
+
+
+def dense(fitted: Curvature) -> Tensor:
+    return fitted.structure.to_dense()
+
+
+def close(actual: Tensor, H: Tensor) -> None:
+    torch.testing.assert_close(actual, H, rtol=1e-8, atol=1e-10 * float(H.abs().max()))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_rank_that_is_high_enough_is_the_exact_curvature(name: str) -> None:
     case = CASES[name]()
     H = oracles.ggn(case)
-    fitted = fit_curvature(case.network, case.loader(), case.likelihood, "lowrank", rank=len(H))
-    torch.testing.assert_close(fitted.structure.to_dense(), H, rtol=1e-8, atol=1e-10 * float(H.abs().max()))
+    close(dense(lowrank(case, rank=len(H))), H)
+
+
+def regression(n: int = 40, C: int = 3, width: int = 8) -> Case:
+    """Outputs that share all features have eigenvalues that are repeated for each of them."""
+    network = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, C)).double()
+    return Case(network, real(n, 4).double(), real(n, C).double(), Gaussian(0.5))
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "fisher_mc", "empirical_fisher"])
+@pytest.mark.parametrize("name", ["mlp", "tagging"])
+def test_every_kind_of_curvature_and_what_the_pass_learns(name: str, curvature: str) -> None:
+    """That of the full matrix, in batches of other sizes, one of them of one example."""
+    case = CASES[name]()
+    words: dict[str, Any] = {"curvature": curvature, "samples": 3, "seed": 5}
+    full = fit_curvature(case.network, case.loader(), case.likelihood, "full", **words)
+    fitted = lowrank(case, 1, len(case.y) - 1, rank=200, **words)
+    close(dense(fitted), dense(full))
+    assert (fitted.n_data, fitted.n_outputs, fitted.kind) == (full.n_data, full.n_outputs, curvature)
+    torch.testing.assert_close(fitted.log_likelihood, full.log_likelihood)
+    torch.testing.assert_close(fitted.gradient, full.gradient)
+
+
+def test_the_squared_error_of_a_regression() -> None:
+    case = regression()
+    full = fit_curvature(case.network, case.loader(), case.likelihood, "full")
+    torch.testing.assert_close(lowrank(case, 13, 27).squared_error, full.squared_error)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12, 30])
+def test_a_low_rank_is_the_largest_part_and_no_more_than_the_whole(rank: int) -> None:
+    case = regression(C=3)
+    last = fit_curvature(case.network, case.loader(), case.likelihood, "full", ["2"])
+    values = torch.linalg.eigvalsh(dense(last)).flip(0)
+    torch.testing.assert_close(values[0::3], values[1::3])  # three times each
+    fitted = lowrank(case, 11, 29, subset=["2"], rank=rank)
+    assert isinstance(fitted.structure, LowRank)
+    torch.testing.assert_close(fitted.structure.values, values[: min(rank, 27)], rtol=1e-3, atol=1e-9)
+    assert torch.linalg.eigvalsh(dense(last) - dense(fitted)).min() > -1e-10 * values[0]
+
+
+@pytest.mark.parametrize("subset", ["last_layer", ["0.bias", "2.weight"], "mask"])
+def test_a_subset_has_its_own_curvature(subset: Any) -> None:
+    case = CASES["mlp"]()
+    P = sum(p.numel() for p in case.network.parameters())
+    subset = torch.arange(0, P, 3) if subset == "mask" else subset
+    full = fit_curvature(case.network, case.loader(), case.likelihood, "full", subset)
+    close(dense(lowrank(case, subset=subset)), dense(full))
+
+
+def test_vectors_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["deep_cnn"]()
+    whole = dense(lowrank(case))
+    monkeypatch.setattr(ggn_product, "MEMORY", 1)
+    close(dense(lowrank(case)), whole)
+
+
+@pytest.mark.parametrize("way", ggn_product.WAYS)
+def test_every_way_to_a_product(way: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["residual"]()
+    H = oracles.ggn(case)
+    monkeypatch.setattr(ggn_product, "WAYS", (way,))
+    close(dense(lowrank(case)), H)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_operators_without_products_are_a_clear_error(name: str) -> None:
+    case = CASES[name]()
+    with pytest.raises(CurvatureError, match=r"neither forward mode nor .* use structure='kron', 'diag' or 'full'"):
+        lowrank(case)
+
+
+def test_float32() -> None:
+    case = regression()
+    H = dense(fit_curvature(case.network, case.loader(), case.likelihood, "full"))
+    case.network.float()
+    fitted = fit_curvature(case.network, [(case.x.float(), case.y.float())], case.likelihood, "lowrank").structure
+    assert isinstance(fitted, LowRank)
+    assert fitted.dtype == torch.float32
+    U = fitted.vectors
+    torch.testing.assert_close(U.mT @ U, torch.eye(fitted.rank), rtol=0, atol=1e-5)
+    torch.testing.assert_close(fitted.to_dense().double(), H, rtol=0, atol=1e-5 * float(H.abs().max()))
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for t in made if isinstance(made, (tuple, list)) else (made,):
+            self.numbers = max(self.numbers, t.numel() if isinstance(t, Tensor) else 0)
+        return made
+
+
+def test_a_fit_never_makes_a_jacobian() -> None:
+    case = regression(n=200, C=10, width=30)
+    P, vectors = 30 * 5 + 31 * 10, 16
+    with Largest() as largest:
+        lowrank(case, rank=8)
+    jacobian = 200 * 10 * P
+    assert largest.numbers <= 200 * 30 * vectors < jacobian / 9  # the tangents of a block at the widest layer
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+class Fewer:
+    """Gives one batch less in each pass."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(self.batches[: len(self.batches) + 1 - self.passes])
+
+
+def test_other_data_in_a_later_pass_are_an_error() -> None:
+    case = regression()
+    with pytest.raises(DataError, match=r"the loader gave 40 examples in the first pass and 35 in pass 2: pass a list"):
+        fit_curvature(case.network, Fewer(case.loader(20, 15, 5)), case.likelihood, "lowrank", rank=20)
+
+
+def test_shuffled_data_have_the_same_curvature_but_not_the_same_draws() -> None:
+    case = regression()
+    shuffled = DataLoader(TensorDataset(case.x, case.y), 8, shuffle=True)
+    full = fit_curvature(case.network, case.loader(), case.likelihood, "full")
+    close(dense(fit_curvature(case.network, shuffled, case.likelihood, "lowrank")), dense(full))
+    with pytest.raises(DataError, match=r"'fisher_mc' needs the same examples in the same order .* shuffle=False"):
+        fit_curvature(case.network, shuffled, case.likelihood, "lowrank", curvature="fisher_mc")
+
+
+def test_an_iterator_is_refused_before_the_first_pass() -> None:
+    case, read = regression(), []
+    with pytest.raises(DataError, match="takes several passes over the data, but the loader is an iterator"):
+        fit_curvature(case.network, (read.append(1) for _ in range(2)), case.likelihood, "lowrank")
+    assert not read
+
+
+def test_an_empty_loader() -> None:
+    with pytest.raises(DataError, match="the loader is empty"):
+        fit_curvature(nn.Linear(2, 2), [], structure="lowrank")
+
+
+def test_what_overflows_has_a_name() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        network[1].weight.fill_(1e30)
+        network[0].weight.fill_(1e-5)
+    with pytest.raises(CurvatureError, match=r"0\.weight: the curvature is not finite"):
+        fit_curvature(network, [(torch.ones(3, 2), torch.zeros(3, 2))], Gaussian(1e-6), "lowrank")
+
+
+def test_the_bar_counts_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    lowrank(regression(), 20, 20, rank=20, progress=True)
+    shown = capsys.readouterr().err
+    assert "lowrank ggn: " in shown
+    assert "lowrank ggn, pass 2 of at most 5: " in shown
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("calls", [2, 15])
+def test_an_exception_in_any_pass_leaves_the_network_as_it_was(calls: int) -> None:
+    case = regression()
+    network, made = case.network.train(), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == calls:
+            raise Broken
+
+    handle = network[2].register_forward_pre_hook(fail)
+    network[0].bias.requires_grad_(False)
+    network[2].weight.grad = real(3, 8).double()
+    with pytest.raises(Broken), untouched(network):
+        lowrank(case, 1, 20, 19, rank=25)
+    handle.remove()
+    with untouched(network):
+        lowrank(case, 1, 20, 19, rank=25)
+
+
+def test_a_network_that_writes_into_its_input() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.mul_(2))
+
+    x, y, network = real(5, 3).double(), torch.tensor([0, 1, 2, 0, 1]), Doubling()
+    full = fit_curvature(network, [(x.clone(), y)], Categorical(), "full")
+    close(dense(fit_curvature(network, [(x, y)], Categorical(), "lowrank")), dense(full))

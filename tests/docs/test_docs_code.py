@@ -133,6 +133,17 @@ def test_active_learning() -> None:
     assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
 
 
+def test_continual() -> None:
+    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    data = [TensorDataset(torch.randn(20, 4) + task, torch.arange(20) % 3) for task in range(2)]
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    own = {"network": network, "nn": nn, "optimizer": optimizer, "tasks": [DataLoader(task, 8) for task in data]}
+    posterior = run_page(DOCS / "continual.md", **own)["posterior"]
+    assert float(posterior.penalty(network).detach()) == 0
+    alone = posterior.curvature.structure.diagonal().sum() + posterior.mean.numel()
+    assert posterior.precision.diagonal().sum() > 1.2 * alone  # what the first task has added
+
+
 def test_every_name_of_the_api_page_exists() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     entries = re.split(r"^::: ", page, flags=re.MULTILINE)[1:]

@@ -129,6 +129,17 @@ def test_active_learning(run: Any) -> None:
     assert (folder / "active_learning.png").read_bytes().startswith(PNG)
 
 
+def test_continual_learning(run: Any) -> None:
+    table, folder = run("continual_learning", SEEDS=2, TASKS=2, STEPS=120, WIDTH=30)
+    assert len(table) == 6
+    assert all(row["last task"] > 0.75 for row in table.values())
+    forgets, first = table["fine-tuning"], {name: row["first task"] for name, row in table.items()}
+    assert table["Kronecker"]["all tasks"] > forgets["all tasks"] + 0.05
+    assert first["Kronecker, 10 times"] > first["Kronecker"] > first["fine-tuning"] + 0.05
+    assert table["all tasks at once"]["all tasks"] > max(0.9, forgets["all tasks"] + 0.1)
+    assert (folder / "continual_learning.png").read_bytes().startswith(PNG)
+
+
 def test_l2m(run: Any) -> None:
     table, folder = run("l2m", MEMBERS=2, EPOCHS=10)
     assert list(table) == ["MAP", "L2M", "empirical Fisher", "ensemble of 2", "L2M ensemble of 2"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from io import BytesIO
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,20 @@ def test_the_covariance_of_outputs_is_that_of_the_layers_jacobian(
     for covariance, block in zip(found, blocks, strict=True):
         Σ = J @ torch.linalg.inv(block.to_dense()) @ J.mT
         torch.testing.assert_close(covariance, FORMS[form](Σ.reshape(B, K, B, K)), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_covariance_of_outputs_is_that_of_the_whole_jacobian(M: Structure, form: str) -> None:
+    """For several priors at once, of which one may differ between parameters where the form allows it."""
+    B, K = 5, 2
+    J, wanted = random(K, B, M.size, seed=45), CovarianceForm(form)
+    priors: list[list[Any]] = [[0.3, 2.0], [0.3, layer_prior(M)]]
+    for matrices in ([M.add_prior(δ) for δ in some] for some in priors):
+        found = type(M).inverse_quadratics(matrices, wanted.arrange(J), wanted)
+        for covariance, matrix in zip(found, matrices, strict=True):
+            rows = J.transpose(0, 1).flatten(0, 1)
+            Σ = rows @ torch.linalg.inv(matrix.to_dense()) @ rows.mT
+            torch.testing.assert_close(covariance, FORMS[form](Σ.reshape(B, K, B, K)), rtol=1e-9, atol=1e-10)
 
 
 def test_matrix_is_symmetric(M: Structure) -> None:

@@ -1,0 +1,176 @@
+"""A posterior of low rank: the full one where the rank allows, and an upper bound of its variances below that."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.networks import made
+from helpers.tensors import TIGHT, real, seeded
+from torch import nn
+
+from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.posterior import PosteriorError, output_gaussian
+from lightning_bayes.structures import LowRank
+
+N = 23
+X, X_TEST = real(N, 3), real(5, 3, seed=1)
+
+
+def network() -> Any:
+    return made(lambda: nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3)))
+
+
+F = network()(X).detach() + 0.3 * real(N, 3, seed=2)  # targets that the network has learned
+TARGETS: dict[str, tuple[Likelihood, Any]] = {
+    "classification": (Categorical(), F.argmax(1)),
+    "regression": (Gaussian(0.5), F),
+}
+
+
+def batches(y: Any) -> list[Any]:
+    return [(X[:1], y[:1]), (X[1:12], y[1:12]), (X[12:], y[12:])]
+
+
+def fitted(task: str, structure: str, **arguments: Any) -> LaplacePosterior:
+    likelihood, y = TARGETS[task]
+    return fit_laplace(network(), batches(y), likelihood, structure, **{"prior_precision": 0.7, **arguments})
+
+
+def same(one: LaplacePosterior, two: LaplacePosterior, **tolerance: float) -> None:
+    close = {**TIGHT, **tolerance}
+    torch.testing.assert_close(one.prior_precision, two.prior_precision, **close)
+    torch.testing.assert_close(one.precision.to_dense(), two.precision.to_dense(), **close)
+    torch.testing.assert_close(one.log_marginal_likelihood(), two.log_marginal_likelihood(), **close)
+    torch.testing.assert_close(one.effective_parameters_per_layer(), two.effective_parameters_per_layer(), **close)
+    for joint in (False, True):
+        torch.testing.assert_close(one.functional(X_TEST, joint)[1], two.functional(X_TEST, joint)[1], **close)
+    torch.testing.assert_close(one.predict(X_TEST).entropy, two.predict(X_TEST).entropy, **close)
+    theta = one.mean + 0.1
+    torch.testing.assert_close(one.log_prob(theta), two.log_prob(theta), **close)
+
+
+@pytest.mark.parametrize("prior", [0.7, [0.3, 4.0], "each"], ids=["one prior", "per layer", "per parameter"])
+@pytest.mark.parametrize("task", TARGETS)
+def test_with_all_eigenpairs_it_is_the_full_posterior(task: str, prior: Any) -> None:
+    prior = 0.1 + real(52, seed=3).square() if prior == "each" else prior
+    full, low = (fitted(task, structure, prior_precision=prior) for structure in ("full", "lowrank"))
+    same(low, full)
+    draws = low.sample(20_000, seeded()) - low.mean
+    Σ = torch.linalg.inv(full.precision.to_dense())
+    σ = Σ.diagonal().sqrt()
+    error = ((σ.outer(σ).square() + Σ.square()) / len(draws)).sqrt()
+    assert ((draws.mT @ draws / len(draws) - Σ).abs() <= 6 * error).all()
+
+
+@pytest.mark.parametrize("method", ["marglik", "mackay", "linear", "grid", "auto"])
+@pytest.mark.parametrize("task", TARGETS)
+def test_it_is_tuned_as_the_full_posterior(task: str, method: str) -> None:
+    options: dict[str, Any] = {"loader": batches(TARGETS[task][1])} if method in ("grid", "auto") else {}
+    tuned = [fitted(task, structure).tune_prior(method, **options) for structure in ("lowrank", "full")]
+    same(*tuned, rtol=1e-4, atol=1e-5)
+    assert repr(tuned[0].likelihood)[:24] == repr(tuned[1].likelihood)[:24]
+
+
+def test_per_layer_priors_are_tuned_as_those_of_the_full_posterior() -> None:
+    low, full = (
+        fitted("regression", structure).tune_prior("marglik", per_layer=True) for structure in ("lowrank", "full")
+    )
+    same(low, full, rtol=1e-4, atol=1e-5)
+
+
+def test_another_noise_and_temperature() -> None:
+    for words in ({}, {"temperature": 0.3}):
+        low, full = (fitted("regression", structure, **words).with_noise(0.2) for structure in ("lowrank", "full"))
+        same(low, full)
+
+
+@pytest.mark.parametrize("task", TARGETS)
+def test_variances_fall_to_the_full_ones_as_the_rank_grows(task: str) -> None:
+    full = fitted(task, "full")
+    exact = full.functional(X_TEST)[1]
+    last, γ = torch.full((len(X_TEST), 3), torch.inf), -1.0
+    for rank in (1, 2, 4, 8, 16, 32, 64):
+        low = fitted(task, "lowrank", rank=rank)
+        assert isinstance(low.curvature.structure, LowRank)
+        assert low.curvature.structure.rank <= rank
+        covariance = low.functional(X_TEST)[1]
+        assert torch.linalg.eigvalsh(covariance - exact).min() > -1e-9
+        assert torch.linalg.eigvalsh(low.precision.to_dense() - 0.7 * torch.eye(52)).min() > -1e-9
+        now = covariance.diagonal(dim1=1, dim2=2)
+        assert (now <= last + 1e-6).all()
+        assert γ < low.effective_parameters <= full.effective_parameters + 1e-9
+        last, γ = now, float(low.effective_parameters)
+    torch.testing.assert_close(covariance, exact, **TIGHT)
+
+
+def test_few_weights_cap_the_rank_and_a_subnetwork_has_one() -> None:
+    for subset in ("last_layer", Subnetwork(9)):
+        low, full = (fitted("classification", structure, subset=subset) for structure in ("lowrank", "full"))
+        same(low, full)
+    assert fitted("classification", "lowrank", rank=10**6).curvature.structure.to_dense().shape == (52, 52)
+
+
+@pytest.mark.parametrize("selection", ["random", "leverage"])
+def test_training_points_are_kept_in_the_first_pass_alone(selection: str) -> None:
+    words: dict[str, Any] = {"gp_points": 6, "gp_selection": selection}
+    low, full = (fitted("classification", structure, **words) for structure in ("lowrank", "full"))
+    assert low.points is not None
+    assert full.points is not None
+    assert torch.equal(low.points.index, full.points.index)
+    assert torch.equal(low.used_data["fit"], full.used_data["fit"])
+    torch.testing.assert_close(low.predict(X_TEST, "gp").probs, full.predict(X_TEST, "gp").probs, **TIGHT)
+
+
+@pytest.mark.parametrize("prior", [10.0, 1e-3, [1e-3, 1e-2]])
+def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_ones(prior: Any) -> None:
+    """The largest eigenvalue is up to 10⁸ times the prior, which float32 could not subtract."""
+    net, y = network(), TARGETS["regression"][1]
+    exact = fit_laplace(net, [(X, y)], Gaussian(0.05), "full", prior_precision=prior).functional(X_TEST)[1]
+    low = fit_laplace(net.float(), [(X.float(), y.float())], Gaussian(0.05), "lowrank", prior_precision=prior)
+    variances, exact = (Σ.double().diagonal(dim1=1, dim2=2) for Σ in (low.functional(X_TEST.float())[1], exact))
+    assert (variances > 0.999 * exact).all()
+    if prior == 10.0:
+        torch.testing.assert_close(variances, exact, rtol=1e-3, atol=0)
+
+
+def test_predictions_take_the_jacobian_of_a_few_examples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = fitted("classification", "lowrank")
+    mean, covariance = low.functional(X)
+    seen: list[int] = []
+    rows = output_gaussian.OutputGradients.rows
+
+    def watched(self: Any) -> Any:
+        J = rows(self)
+        seen.append(J.numel())
+        return J
+
+    monkeypatch.setattr(output_gaussian.OutputGradients, "rows", watched)
+    monkeypatch.setattr(output_gaussian, "MEMORY", 8 * 3 * 52 // 2)
+    few = low.functional(X)
+    torch.testing.assert_close(few[0], mean, **TIGHT)
+    torch.testing.assert_close(few[1], covariance, **TIGHT)
+    assert max(seen) == 2 * 3 * 52
+
+
+def test_what_makes_the_curvature_again_in_one_pass_is_refused() -> None:
+    low, data = fitted("classification", "lowrank"), batches(TARGETS["classification"][1])
+    for method in ("laplace", "variational"):
+        with pytest.raises(
+            PosteriorError, match=r"refinement .* structure='lowrank' does not do: fit structure='kron'"
+        ):
+            low.refine(data, method)
+    with pytest.raises(PosteriorError, match="fisher='optimum'"):
+        low.tune_prior("linear", data, iterate=True, fisher="optimum")
+    tuned = [fitted("classification", s).tune_prior("linear", data, iterate=True) for s in ("lowrank", "full")]
+    torch.testing.assert_close(tuned[0].prior_precision, tuned[1].prior_precision, rtol=1e-3, atol=1e-4)
+
+
+def test_a_file_holds_its_rank_and_not_the_matrix(tmp_path: Any) -> None:
+    low = fitted("regression", "lowrank", rank=5)
+    low.save(tmp_path / "low.pt")
+    loaded = GaussianPosterior.load(tmp_path / "low.pt", low.network)
+    torch.testing.assert_close(loaded.functional(X)[1], low.functional(X)[1], **TIGHT)
+    assert low.summary().n_bytes == 8 * (52 * 5 + 5)
+    assert "52×5" in str(low.summary())
+    assert repr(low).startswith("LaplacePosterior(lowrank over 52 weights")
