@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from lightning_bayes.network.errors import no_second_derivative
-
 _ONCE = once_differentiable(lambda ctx: None).__code__  # of all functions that it decorates
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -62,14 +60,12 @@ def describe_functions(f: Tensor) -> str:
     return f" with {', '.join(names)}" if names else ""
 
 
-def check_differentiable_twice(f: Tensor) -> None:
-    """Refuse functions of the author's own whose backward pass is `once_differentiable`: PyTorch would leave it out of
-    a second derivative, with an error in some places and in silence in others."""
-    for node in uses(f):
-        if isinstance(node, BackwardCFunction):
-            function = type(node)._forward_cls
-            if getattr(function.backward, "__code__", None) is _ONCE:
-                raise no_second_derivative(f"{function.__name__} is once_differentiable")
+def once_differentiable_functions(f: Tensor) -> list[str]:
+    """The author's own functions behind `f` whose backward pass is `once_differentiable`: PyTorch would leave them out
+    of a second derivative, with an error in some places and in silence in others."""
+    nodes: list[Any] = [type(node) for node in uses(f) if isinstance(node, BackwardCFunction)]
+    functions = [node._forward_cls for node in nodes]
+    return [function.__name__ for function in functions if getattr(function.backward, "__code__", None) is _ONCE]
 
 
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:

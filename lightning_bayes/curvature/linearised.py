@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from lightning_bayes.curvature.graph import describe_functions
+from lightning_bayes.curvature.graph import describe_functions, once_differentiable_functions
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.checks import explained
@@ -103,16 +103,19 @@ class Linearised:
             lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
             log_slow_path(lack, "it is linearised by two backward passes")
         u = torch.zeros_like(f, requires_grad=True)
+        neither = CurvatureError(
+            "an operator of the network has neither forward mode nor a backward that can be differentiated, so that "
+            "its linearisation is known by its Jacobian alone: use predictive='bnn', and another structure than "
+            "'lowrank'"
+        )
+        if once_differentiable_functions(f):
+            raise neither
         try:
             gradients = torch.autograd.grad(f, list(parameters.values()), u, create_graph=True, allow_unused=True)
         except RuntimeError as error:
             if not is_missing_rule(error):
                 raise
-            raise CurvatureError(
-                "an operator of the network has neither forward mode nor a backward that can be differentiated, so "
-                "that its linearisation is known by its Jacobian alone: use predictive='bnn', and another structure "
-                "than 'lowrank'"
-            ) from error
+            raise neither from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         return f if self._differentiable else f.detach(), u, list(used), list(used.values())
 

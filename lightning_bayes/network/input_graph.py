@@ -9,7 +9,7 @@ copies alone. It is differentiable in turn, because that gradient, too, is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.network.containers import map_tensors, tensors
-from lightning_bayes.network.errors import DataError, no_second_derivative
+from lightning_bayes.network.errors import CurvatureError, DataError, no_second_derivative
+from lightning_bayes.network.recomputation import refuse_recomputation
 from lightning_bayes.network.slow_path import first_line
 
-_NO_DERIVATIVE = (
-    "is not implemented",
-    "Can't call numpy()",
-)  # of PyTorch's own messages, the latter on a pass in NumPy
+_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's own messages
+_RECOMPUTED = (
+    "the network has activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again, when it is "
+    "no longer borrowed: switch it off for differentiable=True"
+)
 
 
 def check_differentiable(differentiable: bool, x: Any) -> None:
@@ -76,6 +78,11 @@ def differentiable_again() -> Iterator[None]:
         if not any(words in str(error) for words in _NO_DERIVATIVE):
             raise
         raise no_second_derivative(first_line(error)) from error
+
+
+def kept_whole(differentiable: bool) -> AbstractContextManager[Any]:
+    """A forward pass whose graph must not run the network again: by then it may have other weights and be training."""
+    return refuse_recomputation(CurvatureError(_RECOMPUTED)) if differentiable else nullcontext()
 
 
 @dataclass(frozen=True, eq=False)

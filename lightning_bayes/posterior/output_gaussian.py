@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
-from lightning_bayes.curvature.graph import check_differentiable_twice
+from lightning_bayes.curvature.graph import once_differentiable_functions
 from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import CurvatureError, inputs
+from lightning_bayes.network.errors import no_second_derivative
+from lightning_bayes.network.input_graph import kept_whole
 from lightning_bayes.structures import CovarianceForm, Layout, Structure
 
 MOST = 2**36  # bytes of covariances
@@ -115,11 +117,11 @@ class ForwardPass:
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         self.plan, self._x = plan, x
         parameters = plan.subset.parameters(network)
-        with plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder:
+        with plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder, kept_whole(differentiable):
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
-        if differentiable:
-            check_differentiable_twice(self.f)
+        if differentiable and (once := once_differentiable_functions(self.f)):
+            raise no_second_derivative(f"{once[0]} is once_differentiable")
         self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)

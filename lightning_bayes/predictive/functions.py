@@ -18,7 +18,7 @@ from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.input_graph import check_differentiable
+from lightning_bayes.network.input_graph import check_differentiable, kept_whole
 from lightning_bayes.network.shards import local, reshard
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
@@ -87,7 +87,12 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
     inputs.batch_size(x)  # an error where x holds no tensor
-    with torch.inference_mode(False), borrowed(posterior.network, ()), torch.set_grad_enabled(differentiable):
+    with (
+        torch.inference_mode(False),
+        borrowed(posterior.network, ()),
+        kept_whole(differentiable),
+        torch.set_grad_enabled(differentiable),
+    ):
         yield inputs.to_device(x, posterior.device)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from lightning_bayes import Gaussian, HeteroscedasticGaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
 from lightning_bayes.likelihoods.outputs import draw_gaussian
@@ -404,6 +405,20 @@ class Once(torch.autograd.Function):
         return ctx.saved_tensors[0].cos() * g
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch, where weights alone have
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
+def test_layers_that_a_backward_pass_would_run_again(predictive: str, reentrant: bool) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.head(checkpoint(s.body, x, use_reentrant=reentrant).tanh())
+
+    network = made(lambda: Wired(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3)))
+    posterior = fit_laplace(network, [(X, Y)], subset="last_layer")
+    with pytest.raises(CurvatureError, match=r"activation checkpointing .* switch it off for differentiable=True"):
+        posterior.predict(X.clone().requires_grad_(), predictive, samples=2, differentiable=True)
+    posterior.predict(X, predictive, samples=2)
+
+
 @pytest.mark.parametrize("function", [Once, Numpy])
 def test_an_operator_without_a_second_derivative(function: Any) -> None:
     network = made(
@@ -413,3 +428,6 @@ def test_an_operator_without_a_second_derivative(function: Any) -> None:
     with pytest.raises(CurvatureError, match=r"no second derivative \(.*\): use predictive='bnn' or 'map'"):
         posterior.functional(x, differentiable=True)[1].sum().backward()
     posterior.predict(x, "map", differentiable=True).entropy.sum().backward()
+    for at in (X, x):
+        with pytest.raises(CurvatureError, match="neither forward mode nor a backward that can be differentiated"):
+            posterior.sample_function()(at)
