@@ -18,9 +18,7 @@ from pathlib import Path
 
 STREAMS = ("stdout", "stderr")
 context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-context.set_forkserver_preload(
-    ["lightning.pytorch", "torch.distributed", "lightning_bayes", "sklearn.datasets", "matplotlib.figure"]
-)
+context.set_forkserver_preload(["lightning.pytorch", "torch.distributed", "sklearn.datasets", "matplotlib.figure"])
 
 
 class Program:

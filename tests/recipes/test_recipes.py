@@ -118,7 +118,7 @@ def test_conformal(run: Any) -> None:
 
 
 def test_active_learning(run: Any) -> None:
-    table, folder = run("active_learning", SEEDS=2, STEPS=60, SAMPLES=50, LABELS=range(20, 101, 20))
+    table, folder = run("active_learning", SEEDS=2, STEPS=60, SAMPLES=50, LABELS=range(20, 101, 40))
     assert list(table) == ["BALD", "entropy", "chance", "BALD − chance"]
     first = [table[name]["20 labels"] for name in ("BALD", "entropy", "chance")]
     assert first == [first[0]] * 3  # of the same images
@@ -130,7 +130,7 @@ def test_active_learning(run: Any) -> None:
 
 
 def test_continual_learning(run: Any) -> None:
-    table, folder = run("continual_learning", SEEDS=2, TASKS=2, STEPS=120, WIDTH=30)
+    table, folder = run("continual_learning", SEEDS=2, TASKS=2, STEPS=80, WIDTH=30)
     assert len(table) == 6
     assert all(row["last task"] > 0.75 for row in table.values())
     forgets, first = table["fine-tuning"], {name: row["first task"] for name, row in table.items()}
@@ -219,7 +219,7 @@ def test_no_docstring_is_in_two_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")  # a run this short may say so
 def test_segmentation(run: Any) -> None:
-    table, folder = run("segmentation", EPOCHS=4, SCENES=60, HELD_OUT=24, SAMPLES=4)
+    table, folder = run("segmentation", EPOCHS=4, SCENES=60, HELD_OUT=16, SAMPLES=4)
     assert list(table) == ["MAP", "Laplace"]
     for row in table.values():
         assert row["accuracy"] > 0.7
@@ -232,7 +232,7 @@ def test_segmentation(run: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*does not improve the predictions.*")
 def test_denoising(run: Any) -> None:
-    table, folder = run("denoising", EPOCHS=4, SCENES=64, HELD_OUT=24, SAMPLES=6)
+    table, folder = run("denoising", EPOCHS=4, SCENES=64, HELD_OUT=16, SAMPLES=6)
     assert list(table) == ["MAP, digits", "Laplace, digits", "MAP, letters", "Laplace, letters"]
     for name in ("digits", "letters"):
         assert table[f"MAP, {name}"]["rank correlation"] == 0
