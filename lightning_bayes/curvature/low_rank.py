@@ -21,7 +21,7 @@ from lightning_bayes.curvature.lanczos import BlockLanczos
 from lightning_bayes.curvature.output_checks import check_finite, check_output
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import LowRank
 
@@ -87,7 +87,7 @@ class LowRankSum:
             raise DataError("the loader is empty: curvature needs at least one batch")
         lanczos, n_data, n_passes = self._lanczos, self._n_data, 1
         lanczos.add(self._summed())
-        while not lanczos.finished:
+        while not self._is_finished():
             self._sum = torch.zeros_like(lanczos.block)
             self._n_batches = self._n_data = 0
             n_passes += 1
@@ -152,10 +152,23 @@ class LowRankSum:
 
     def _summed(self) -> Tensor:
         """Over all data.  # [b, P]"""
-        self._processes.sum_([self._sum])
+        own = self._lanczos.block[:, :8].double()
+        total = own.clone()
+        self._processes.sum_([self._sum, total])
+        if not torch.allclose(total, self._processes.size * own, rtol=0, atol=1e-3 * float(own.abs().max())):
+            raise CurvatureError(
+                "structure='lowrank' has come to other vectors on another process, whose machine decomposes matrices "
+                "in another way: fit it on one process, or on machines of one kind"
+            )
         if not self._sum.isfinite().all():
             raise not_finite(self._overflowing(self._sum))
         return self._sum
+
+    def _is_finished(self) -> bool:
+        """On any process, and so on all."""
+        finished = torch.tensor([float(self._lanczos.finished)], device=self._sum.device)
+        self._processes.sum_([finished])
+        return bool(finished > 0)
 
     def _overflowing(self, product: Tensor) -> str:
         subset = self._plan.subset

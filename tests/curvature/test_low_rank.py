@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes.curvature import fit_curvature, ggn_product
 from lightning_bayes.curvature.curvature_sum import Curvature
 from lightning_bayes.likelihoods import Categorical, Gaussian
-from lightning_bayes.network import CurvatureError, DataError
+from lightning_bayes.network import CurvatureError, DataError, Processes
 from lightning_bayes.structures import LowRank
 
 OPAQUE = ("custom_function", "embedding_scaled_by_frequency")  # without products
@@ -187,6 +187,19 @@ def test_an_iterator_is_refused_before_the_first_pass() -> None:
 def test_an_empty_loader() -> None:
     with pytest.raises(DataError, match="the loader is empty"):
         fit_curvature(nn.Linear(2, 2), [], structure="lowrank")
+
+
+class Mirrored(Processes):
+    """Another process has the same vectors with the other sign."""
+
+    def sum_(self, tensors: list[Tensor]) -> None:
+        if len(tensors) == 2 and tensors[1].shape[1:] == (8,):
+            tensors[1].zero_()
+
+
+def test_processes_with_other_vectors_are_an_error() -> None:
+    with pytest.raises(CurvatureError, match="other vectors on another process, .*: fit it on one process"):
+        lowrank(regression(), processes=Mirrored(0, 2))
 
 
 def test_what_overflows_has_a_name() -> None:
