@@ -198,7 +198,7 @@ class Mirrored(Processes):
 
 
 def test_processes_with_other_vectors_are_an_error() -> None:
-    with pytest.raises(CurvatureError, match="other vectors on another process, .*: fit it on one process"):
+    with pytest.raises(CurvatureError, match=r"other vectors on another process, .*: fit it on one process"):
         lowrank(regression(), processes=Mirrored(0, 2))
 
 
