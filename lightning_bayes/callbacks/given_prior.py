@@ -27,7 +27,8 @@ class GivenPrior:
     """
 
     def __init__(self, prior: Any, prior_mean: Any, within: str | None, **others: Any) -> None:
-        self._prior, self._mean, self._within, self._others = prior, prior_mean, within, others
+        self._prior, self._within, self._others = prior, within, others
+        self._mean = _copied(prior_mean)  # a state dict has the very weights that are about to train
         if prior is not None and prior_mean is not None:
             check_prior(prior, prior_mean)
         self._check()
@@ -41,7 +42,7 @@ class GivenPrior:
         if isinstance(self._prior, (str, PathLike)):
             self._prior = GaussianPosterior.load(self._prior, network)
         if isinstance(self._mean, (str, PathLike)):
-            saved = read_any(self._mean, "prior_mean")
+            saved = read_any(self._mean, "prior mean")
             self._mean = saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved
         self._check()
         mean = self._mean
@@ -66,3 +67,9 @@ class GivenPrior:
     def _check(self) -> None:
         prior, mean = (None if isinstance(given, (str, PathLike)) else given for given in (self._prior, self._mean))
         check_prior(prior, mean, **self._others)
+
+
+def _copied(weights: Any) -> Any:
+    if isinstance(weights, Mapping):
+        return {name: _copied(weight) for name, weight in weights.items()}
+    return weights.detach().clone() if isinstance(weights, Tensor) else weights

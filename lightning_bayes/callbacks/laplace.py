@@ -20,13 +20,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, plain_values, word
+from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
-from lightning_bayes.curvature.fit import check_options, check_passes
+from lightning_bayes.curvature.fit import check_options, check_passes, check_updatable
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
@@ -191,11 +191,12 @@ class LaplaceCallback(PosteriorCallback):
         check_options(structure, names, curvature, weight_sharing, progress, hessian, rank)
         check_laplace(structure, self.prior_precision, temperature, damping)
         self._given = GivenPrior(
-            prior, prior_mean, network, structure=structure, has_points=gp_points != 0, damping=damping
-        )
+            prior, prior_mean, network, structure=structure, has_points=gp_points != 0, damping=damping,
+            prior_precision=self.prior_precision,
+        )  # fmt: skip
         joined = structure if self._given.is_posterior else None
         check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined)
-        self.updatable = flag("updatable", updatable)
+        self.updatable = check_updatable(updatable, structure)
         check_passes(structure, data)
         check_iteration(tune, iterate, passes, self.likelihood)
         self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes

@@ -94,11 +94,7 @@ def fit_curvature(
     count("samples", samples)
     check_seed("seed", seed)
     check_processes(processes)
-    if flag("updatable", updatable) and structure not in GROWING:
-        raise ValueError(
-            f"updatable=True is for structure={', '.join(map(repr, GROWING))}: {structure!r} takes several passes over "
-            "all data"
-        )
+    check_updatable(updatable, structure)
     count("first_example", first_example, least=0)
     likelihood = resolve(likelihood)
     network = read_as(check_network(unwrap(network)), output, class_dim)
@@ -202,6 +198,15 @@ def check_passes(structure: str, loader: Any) -> None:
             f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which gives "
             "them once: pass a list or a DataLoader"
         )
+
+
+def check_updatable(updatable: Any, structure: str) -> bool:
+    if flag("updatable", updatable) and structure not in GROWING:
+        raise ValueError(
+            f"updatable=True is for structure={', '.join(map(repr, GROWING))}: {structure!r} takes several passes over "
+            "all data"
+        )
+    return bool(updatable)
 
 
 def check_processes(processes: Any) -> None:

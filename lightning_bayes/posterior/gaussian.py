@@ -128,7 +128,8 @@ class GaussianPosterior:
         check_parameters(weights, self.subset)
         flat = torch.cat([p.reshape(-1) for p in self.subset.parameters(weights).values()])
         d = self.subset.narrow(flat).to(self.mean) - self.mean
-        return 0.5 * (d * self.precision.matmul(d)).sum()
+        with torch.autocast(self.device.type, enabled=False):  # also in a training step of mixed precision
+            return 0.5 * (d * self.precision.matmul(d)).sum()
 
     def functional(self, x: Any, joint: bool = False, differentiable: bool = False) -> tuple[Tensor, Tensor]:
         """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,

@@ -110,7 +110,7 @@ def fit_laplace(
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
-    check_prior(prior, prior_mean, structure, gp_points != 0, damping)
+    check_prior(prior, prior_mean, structure, gp_points != 0, damping, prior_precision)
     points = PointOptions(gp_points, gp_selection, gp_weighting, gp_outputs)
     network = read_as(unwrap(network), output, class_dim)
     chosen = PointSelection(points, network, options.get("seed", 0), options.get("processes"))
@@ -260,12 +260,13 @@ class LaplacePosterior(GaussianPosterior):
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, self.mean)
         ρ = self._noise_ratio(noise_std)
-        Λ, d = self.prior_matrix(δ), self.prior.distance(self.mean)
-        fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
-        if at == "optimum":
-            return self._linear_evidence(self._precision(δ, ρ), Λ, ρ, -fit)
-        logdet = self._precision(δ, ρ).logdet()
-        return fit - 0.5 * (logdet - Λ.logdet() + (d * Λ.matmul(d)).sum())
+        with torch.autocast(self.device.type, enabled=False):
+            Λ, d = self.prior_matrix(δ), self.prior.distance(self.mean)
+            fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
+            if at == "optimum":
+                return self._linear_evidence(self._precision(δ, ρ), Λ, ρ, -fit)
+            logdet = self._precision(δ, ρ).logdet()
+            return fit - 0.5 * (logdet - Λ.logdet() + (d * Λ.matmul(d)).sum())
 
     def _linear_evidence(self, P: Structure, Λ: Structure, ρ: Tensor, loss: Tensor) -> Tensor:
         g = self.curvature.gradient
@@ -283,7 +284,8 @@ class LaplacePosterior(GaussianPosterior):
 
     def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
         """The same curvature with another prior."""
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later
+        # Inference tensors could not be differentiated later, and sums are not for 16 bits.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
             return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
 
@@ -354,7 +356,7 @@ class LaplacePosterior(GaussianPosterior):
         """
         from lightning_bayes.posterior.tuning import say_rank, tune
 
-        with preserved_rng():
+        with preserved_rng(), torch.autocast(self.device.type, enabled=False):
             tuned = tune(self, method, loader, per_layer, **options)
         say_rank(tuned)
         return tuned

@@ -51,14 +51,14 @@ class Prior:
         if self.precision is None:
             return H.add_prior(per_parameter(δ, subset))
         try:
-            return H.joined(self.precision.scale(self.check(δ)), weight=δ)
+            return H.joined(self.precision.scale(self.check(δ)))
         except StructureError as error:
             raise PriorError(f"prior= cannot be added to this curvature: {error}") from None
 
     def check(self, δ: Tensor) -> Tensor:
         """One number, where it is a factor on `P₀`."""
         if δ.ndim and self.precision is not None:
-            raise PriorError("with prior=, prior_precision is one factor on the precision of that posterior")
+            raise PriorError("with prior=, prior_precision is one factor on its precision: pass one number")
         return δ
 
     def to(self, like: Tensor) -> Prior:
@@ -86,7 +86,12 @@ class Prior:
 
 
 def check_prior(
-    prior: Any, prior_mean: Any, structure: str | None = None, has_points: bool = False, damping: str | None = None
+    prior: Any,
+    prior_mean: Any,
+    structure: str | None = None,
+    has_points: bool = False,
+    damping: str | None = None,
+    prior_precision: Any = 1.0,
 ) -> None:
     """Refuse what is wrong for any network."""
     from lightning_bayes.posterior.gaussian import GaussianPosterior
@@ -102,17 +107,22 @@ def check_prior(
             f"prior= has structure={prior.precision.word!r}, which cannot be added to structure={structure!r}: fit "
             "both with the same one of 'kron' and 'diag', or this one with 'full'"
         )
+    if prior is not None and torch.as_tensor(prior_precision).numel() > 1:
+        raise PriorError("with prior=, prior_precision is one factor on its precision: pass one number")
     if prior is not None and has_points:
         raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
     if prior is not None and damping is not None:
         raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
     if isinstance(prior_mean, Mapping):
+        if "fingerprint" in prior_mean:
+            raise PriorError("prior_mean must hold weights, but this is a posterior's file: pass it as prior=")
         bad = next((name for name, value in prior_mean.items() if not isinstance(value, Tensor)), None)
         if bad is not None:
             raise PriorError(f"prior_mean must hold tensors, got {shown(prior_mean[bad])} for {bad!r}")
     elif isinstance(prior_mean, Tensor):
-        if prior_mean.ndim != 1 or not prior_mean.is_floating_point() or not prior_mean.isfinite().all():
-            raise PriorError(f"prior_mean must be a vector of finite weights [P], got {shown(prior_mean)}")
+        if prior_mean.ndim != 1 or not prior_mean.is_floating_point():
+            raise PriorError(f"prior_mean must be a vector of weights [P], got {shown(prior_mean)}")
+        _check_values("the vector", prior_mean)
     elif prior_mean is not None:
         raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
 
@@ -154,16 +164,22 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
                 f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights ({_some(subset)}): one "
                 "for each, in the order of posterior.mean"
             )
-        return weights.detach()
+        return weights.detach().clone()  # training may go on with the same tensor
     parts = []
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if name not in weights or weights[name].shape != shape:
             what = "none" if name not in weights else f"shape {list(weights[name].shape)}"
             raise PriorError(f"prior_mean needs {name} of shape {list(shape)}, but the state dict has {what}")
-        if not weights[name].isfinite().all():
-            raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
+        _check_values(name, weights[name])
         parts.append(weights[name].detach().reshape(-1))
-    return subset.narrow(torch.cat(parts))
+    return subset.narrow(torch.cat(parts)).clone()
+
+
+def _check_values(name: str, weights: Tensor) -> None:
+    if weights.is_meta or not weights.is_floating_point():
+        raise PriorError(f"prior_mean must hold real numbers, but {name} is {shown(weights)}")
+    if not weights.isfinite().all():
+        raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
 
 
 def _some(subset: Subset) -> str:

@@ -133,6 +133,8 @@ def one_line(posterior: GaussianPosterior) -> str:
         parts.append(f"prior_precision={_range(_bounds(laplace.prior_precision.detach()))}")
         if laplace.prior.precision is not None:
             parts.append("of another posterior")
+        elif laplace.prior.mean is not None:
+            parts.append("around given weights")
     return f"{type(posterior).__name__}({', '.join(parts)})"
 
 

@@ -243,7 +243,10 @@ def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
     """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
     names = posterior.subset.layers if δ.ndim else ("all layers",)
     for bound, meaning in (
-        (LARGEST, "the evidence grows with it, so that the data say nothing but that these weights are zero"),
+        (
+            LARGEST,
+            "the evidence grows with it: the data say nothing but that these weights are at the prior's mean",
+        ),
         (1 / LARGEST, "the evidence falls with it, so that the data want no prior at all"),
     ):
         at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()

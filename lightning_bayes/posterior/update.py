@@ -61,7 +61,7 @@ def _sum(old: Curvature, new: Curvature) -> Curvature:
 
     sums = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
     totals = {name: plus(getattr(old, name), getattr(new, name)) for name in sums}
-    return replace(old, structure=old.structure.joined(new.structure), **totals)
+    return replace(old, structure=old.structure.grown(new.structure), **totals)
 
 
 def _check(posterior: LaplacePosterior) -> None:

@@ -75,7 +75,9 @@ def tune_auto(
 
 
 def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
-    """The posterior with the prior of the evidence, where that is known."""
+    """The posterior with the prior of the evidence, where that is known; a prior that is a posterior stays."""
+    if posterior.prior.precision is not None:
+        return posterior
     if not posterior.curvature.knows_likelihood:
         logger.warning("nothing was held out to tune on, and no pass made over the training data: the prior stays")
         return posterior
@@ -96,7 +98,9 @@ def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
     """What there is to choose from, scored in one pass over held-out data: a prior, if `tune`, and a temperature or
-    factor, if `calibrate`."""
+    factor, if `calibrate`. A prior that is another posterior stays what it is: the new data are not to say how much
+    the old ones count."""
+    tune = tune and posterior.prior.precision is None
     classes = posterior.likelihood.has_probs
     used = UsedData(posterior.network, loader, "tuning" if tune else "calibration")
     if not classes and (not tune or _has_noise(posterior)):

@@ -64,6 +64,7 @@ def draw_function(
     if posterior.is_sharded:
         raise PosteriorError(f"sample_function {NEEDS_WHOLE}: use gather(network) for an ordinary posterior")
     posterior.check_weights()
-    with preserved_rng(), torch.inference_mode(False), torch.no_grad():
+    exact = torch.autocast(posterior.device.type, enabled=False)
+    with preserved_rng(), torch.inference_mode(False), torch.no_grad(), exact:
         moves = [draw_moves(posterior, generator) for _ in range(n or 1)]
     return FunctionDraw(posterior, tuple(moves), predictive == "glm", n is None)

@@ -135,9 +135,12 @@ class Structure(ABC):
     def __add__(self: Self, other: Self) -> Self:
         """`M + M'`, of two structures of the same form."""
 
-    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Structure:
-        """`M + M'`, or the nearest matrix of this form: Kronecker products add their factors, as if the data of `other`
-        counted `weight` times in their means."""
+    def joined(self, other: Structure) -> Structure:
+        """`M + M'`, or a matrix of this form for it: Kronecker products add their factors."""
+        return self + other
+
+    def grown(self, other: Structure) -> Structure:
+        """`M + M'` of two sets of data at the same weights: the matrix of one fit to both."""
         return self + other
 
     @abstractmethod
@@ -190,8 +193,14 @@ class Structure(ABC):
 
     @property
     def can_grow(self) -> bool:
-        """Whether it has all that `joined` needs to be the matrix of more data."""
+        """Whether it has all that `grown` needs."""
         return True
+
+    @property
+    def floor(self) -> float | Tensor:
+        """A number that is on the whole diagonal beside a PSD matrix, as a prior's: where that is small, it is kept
+        apart from the matrix, whose rounding may be larger."""
+        return 0.0
 
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:

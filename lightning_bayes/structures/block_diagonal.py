@@ -60,9 +60,17 @@ class BlockDiagonal(Structure):
     def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
         return self._with(first + second for first, second in zip(self.blocks, self._blocks_of(other), strict=True))
 
-    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> BlockDiagonal:
+    def joined(self, other: Structure) -> BlockDiagonal:
         others = iter(self._blocks_of(other))
-        return self._with(self._each(lambda block, _: block.joined(next(others), weight)))
+        return self._with(self._each(lambda block, _: block.joined(next(others))))
+
+    def grown(self, other: Structure) -> BlockDiagonal:
+        others = iter(self._blocks_of(other))
+        return self._with(self._each(lambda block, _: block.grown(next(others))))
+
+    @property
+    def floor(self) -> Tensor:
+        return torch.stack([torch.as_tensor(block.floor).to(self.device, self.dtype) for block in self.blocks]).min()
 
     def scale(self, factor: float | Tensor) -> BlockDiagonal:
         return self._with(block.scale(factor) for block in self.blocks)

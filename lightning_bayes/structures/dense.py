@@ -76,9 +76,21 @@ class Dense(Structure):
         self._check_same_form(other)
         return Dense(self.matrix * self.factor + other.matrix * other.factor, shift=self.shift + other.shift)
 
-    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Dense:
+    def joined(self, other: Structure) -> Dense:
         """Exact for any other matrix."""
-        return Dense(self.matrix * self.factor + other.to_dense(), shift=self.shift)
+        if isinstance(other, Dense):
+            return self + other
+        rest = other.add_prior(-torch.as_tensor(other.floor)).to_dense()
+        return Dense(self.matrix * self.factor + rest, shift=self.shift + other.floor)
+
+    @property
+    def floor(self) -> float | Tensor:
+        return self.shift.min() if isinstance(self.shift, Tensor) else self.shift
+
+    def trace_terms(self, other: Structure) -> Tensor:
+        """In float64, with the same clamped matrices as all else."""
+        M = other._matrix() if isinstance(other, Dense) else other.to_dense().double()
+        return torch.cholesky_solve(M, torch.linalg.cholesky(self._matrix())).diagonal().to(self.dtype)
 
     def scale(self, factor: float | Tensor) -> Dense:
         return Dense(self.matrix, self.factor * factor, self.shift * factor, self._eigen_of_matrix)
@@ -157,9 +169,7 @@ class Dense(Structure):
 
     def _matrix(self) -> Tensor:
         """`M` of the clamped `H`, in float64.  # [P, P]"""
-        if self.matrix.requires_grad:
-            return self.matrix.double() * self.factor + torch.diag(self._shifts(self.matrix.double()))
-        λ, Q = self._of_matrix()
+        λ, Q = self._decompose(self.matrix.detach()) if self.matrix.requires_grad else self._of_matrix()
         negative = int((λ < 0).sum())  # the first, as eigenvalues rise
         Q = Q[:, :negative].double()
         H = self.matrix.double() - (Q * λ[:negative]) @ Q.mT

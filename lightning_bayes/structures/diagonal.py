@@ -74,6 +74,10 @@ class Diagonal(Structure):
     def root_solve(self, vectors: Tensor) -> Tensor:
         return vectors * positive(self.values).rsqrt()
 
+    @property
+    def floor(self) -> Tensor:
+        return self.values.min()
+
     def trace_terms(self, other: Structure) -> Tensor:
         return other.diagonal() / positive(self.values)
 

@@ -39,7 +39,7 @@ class EKFAC(Kronecker):
     def scale(self, factor: float | Tensor) -> EKFAC:
         return replace(self, refitted=self.refitted * factor, shift=self.shift * factor)
 
-    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> EKFAC:
+    def joined(self, other: Structure) -> EKFAC:
         raise StructureError(
             "eigenvalues that were refitted belong to one pair of factors: fit again to all data, or use "
             "structure='kron', which adds factors"

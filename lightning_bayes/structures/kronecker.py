@@ -55,7 +55,9 @@ class Factor:
         return self.vectors * self.values.unsqueeze(-2) @ self.vectors.mT
 
     def scale(self, factor: float | Tensor) -> Factor:
-        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * factor)
+        """By a number, or one for each group `[g, 1]`."""
+        each = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.ndim else factor
+        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * each)
 
     def plus(self, other: Factor) -> Factor:
         """The sum, decomposed again."""
@@ -161,19 +163,28 @@ class Kronecker(Structure):
             )
         return replace(self, shift=self.shift + other.values)
 
-    def joined(self, other: Structure, weight: float | Tensor = 1.0) -> Kronecker:
-        """`(G + G') ⊗ (rA + r'A')/(r + r')` with the `r` inputs of which `A` is the mean: what one fit to all data
-        would have, and an approximation of the sum (Ritter et al. 2018)."""
+    def joined(self, other: Structure) -> Kronecker:
+        """`(G + G') ⊗ (sA + s'A')` with the shares `s = tr G / tr(G + G')`: an approximation of the sum (Ritter et al.
+        2018) with the trace of the sum, which is `M'` where `M` vanishes."""
+        self._check_same_form(other)
+        assert isinstance(other, Kronecker)
+        own, others = (block.left.values.sum(-1, keepdim=True) for block in (self, other))  # [g, 1]
+        share = own / (own + others).clamp(min=torch.finfo(self.dtype).tiny)
+        return self._summed(other, share, 1 - share)
+
+    def grown(self, other: Structure) -> Kronecker:
+        """`(G + G') ⊗ (rA + r'A')/(r + r')` with the `r` inputs of which `A` is the mean."""
         self._check_same_form(other)
         assert isinstance(other, Kronecker)
         if self.rows is None or other.rows is None:
             raise StructureError("its factors do not say of how many inputs they are the mean: fit the posterior again")
-        rows = torch.as_tensor(weight, dtype=torch.float64) * other.rows
-        total = (self.rows + rows).clamp(min=1e-30)  # a layer that no example has used has none
-        right = self.right.scale((self.rows / total).to(self.dtype)).plus(
-            other.right.scale((rows / total).to(self.dtype))
-        )
-        return Kronecker(self.left.plus(other.left), right, self.shift + other.shift, float(total.detach()))
+        total = self.rows + other.rows
+        share = self.rows / total if total else 0.0  # a layer that no example has used has none
+        return replace(self._summed(other, share, 1 - share), rows=total)
+
+    def _summed(self, other: Kronecker, share: float | Tensor, rest: float | Tensor) -> Kronecker:
+        right = self.right.scale(share).plus(other.right.scale(rest))
+        return Kronecker(self.left.plus(other.left), right, self.shift + other.shift)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
         return replace(self, left=self.left.scale(factor), shift=self.shift * factor)
@@ -204,6 +215,10 @@ class Kronecker(Structure):
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()
+
+    @property
+    def floor(self) -> float | Tensor:
+        return self.shift.min() if isinstance(self.shift, Tensor) else self.shift
 
     def trace_terms(self, other: Structure) -> Tensor:
         """The diagonal of `QᵀM'Q`, over the eigenvalues."""

@@ -87,6 +87,10 @@ class LowRank(Structure):
         root = torch.cat([self._root(), other._root()], dim=-1)
         return LowRank.from_root(root, self.shift + other.shift)
 
+    @property
+    def floor(self) -> Tensor:
+        return self._shifts.min()
+
     def scale(self, factor: float | Tensor) -> LowRank:
         return LowRank(self.vectors, self.values * factor, self.shift * factor)
 

@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.tensors import TIGHT
-from helpers.training import LitNet, loader, trainer
+from helpers.training import TASKS, LitNet, loader, trainer
 from torch import Tensor
 
 from lightning_bayes import L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
@@ -48,6 +48,28 @@ def test_a_prior_mean_may_come_in_any_form(within: str | None, saved: str, tmp_p
     assert torch.equal(posterior.prior.mean, weights)
     by_hand = fit_laplace(posterior.network, loader(), structure="full", prior_mean=weights).tune_prior("marglik")
     assert torch.allclose(posterior.prior_precision, by_hand.prior_precision)
+
+
+@pytest.mark.parametrize("kind", [LaplaceCallback, MarginalLikelihoodCallback, L2MCallback])
+def test_the_state_dict_of_the_module_that_trains_is_its_start(kind: Any, tmp_path: Path) -> None:
+    module = Plain()
+    start = torch.cat([p.detach().flatten() for p in module.parameters()])
+    callback = kind(prior_mean=module.state_dict(), prior_precision=1.0, calibrate=None)
+    trainer(tmp_path, callback).fit(module, loader())
+    assert torch.equal(callback.posterior.prior.mean, start)
+    assert not torch.allclose(callback.posterior.mean, start)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("held_out", [True, False])
+def test_by_default_the_old_data_count_as_they_did(task: str, held_out: bool, tmp_path: Path) -> None:
+    """The new task's validation data calibrate, and do not say how much the old posterior is worth."""
+    before = fit_laplace(LitNet(task, 3).net, loader(task), TASKS[task])
+    callback = LaplaceCallback(TASKS[task], network="net", prior=before)
+    module = Plain(task)
+    trainer(tmp_path, callback).fit(module, loader(task), loader(task, seed=5) if held_out else None)
+    assert float(callback.posterior.prior_precision) == 1.0
+    assert len(callback.posterior.calibrations) == held_out
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.networks import made
+from helpers.networks import made, mlp
 from helpers.tensors import TIGHT, real
 from posterior_cases import STRUCTURES, case, fit_map, flat_weights, set_weights
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.distributions import MultivariateNormal
 
 from lightning_bayes import Gaussian, GaussianPosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError, PriorError
-from lightning_bayes.structures import Kronecker
 
 SETS = ("mlp", "regression", "cnn", "attention", "embedding", "segmentation")
 
@@ -59,31 +58,61 @@ def test_at_the_same_weights_two_fits_in_a_row_are_one_fit_to_all_data(name: str
     batches = data.loader(4, 3)
     before = fit_laplace(data.network, batches[:1], data.likelihood, structure, prior_precision=0.7)
     after = fit_laplace(data.network, batches[1:], data.likelihood, structure, prior=before)
+    if structure == "kron":  # whose trace is that of the sum, block by block
+        terms = [after.curvature.structure, before.precision]
+        traces = [[block.diagonal().sum() for block in M.blocks] for M in (after.precision, *terms)]
+        assert all(torch.allclose(sum_, a + b, **TIGHT) for sum_, a, b in zip(*traces, strict=True))
+        return
     whole = fit_laplace(data.network, batches, data.likelihood, structure, prior_precision=0.7)
     assert torch.allclose(after.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
     assert torch.allclose(after.functional(data.x)[1], whole.functional(data.x)[1], **TIGHT)
 
 
-def test_kronecker_factors_add_up_over_a_chain_of_tasks_as_one_fit_would() -> None:
-    data = case("mlp")
-    posterior = None
+def test_traces_add_up_over_a_chain_of_kronecker_posteriors() -> None:
+    data, expected, posterior = case("mlp"), torch.tensor(0.7 * 31, dtype=torch.float64), None
     for batch in data.loader(4, 2, 1):
-        posterior = fit_laplace(
-            data.network, [batch], data.likelihood, prior_precision=0.7 if posterior is None else 1.0, prior=posterior
-        )
-    whole = fit_laplace(data.network, data.loader(), data.likelihood, prior_precision=0.7)
+        δ = 0.7 if posterior is None else 1.0
+        posterior = fit_laplace(data.network, [batch], data.likelihood, prior_precision=δ, prior=posterior)
+        expected = expected + posterior.curvature.structure.diagonal().sum()
     assert posterior is not None
-    assert torch.allclose(posterior.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
+    assert torch.allclose(posterior.precision.diagonal().sum(), expected, **TIGHT)
 
 
-def test_the_factor_counts_the_data_of_the_prior() -> None:
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_factor_counts_the_data_of_the_prior(structure: str) -> None:
     """With a factor of 2, as if each old example were there twice."""
     data = case("mlp")
     old, new = data.loader(4, 3)
-    before = fit_laplace(data.network, [old], data.likelihood, prior_precision=0.7)
-    after = fit_laplace(data.network, [new], data.likelihood, prior=before, prior_precision=2.0)
-    whole = fit_laplace(data.network, [old, old, new], data.likelihood, prior_precision=1.4)
+    before = fit_laplace(data.network, [old], data.likelihood, structure, prior_precision=0.7)
+    after = fit_laplace(data.network, [new], data.likelihood, structure, prior=before, prior_precision=2.0)
+    whole = fit_laplace(data.network, [old, old, new], data.likelihood, structure, prior_precision=1.4)
     assert torch.allclose(after.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "embedding"])
+def test_data_that_say_nothing_leave_the_prior(name: str, structure: str) -> None:
+    before, after = two_fits(name, structure, temperature=1e12)
+    Λ = 1.3 * before.precision.to_dense()
+    torch.testing.assert_close(after.precision.to_dense(), Λ, rtol=1e-6, atol=1e-8)
+    assert 0 <= float(after.effective_parameters) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["full", "kron", "diag", "lowrank"])
+def test_in_float32_a_small_prior_is_not_lost_in_large_curvature(kind: str) -> None:
+    """The sum of two full matrices keeps what is on the diagonal apart from what has been rounded."""
+    evidence, γ = [], []
+    for dtype in (torch.float32, torch.float64):
+        network, x = made(lambda: mlp(1, 10, 1)).to(dtype), torch.linspace(-2, 2, 60).to(dtype).unsqueeze(1)
+        first, second = [(x[:30], x[:30].sin())], [(x[30:], x[30:].sin())]
+        likelihood = Gaussian(noise_std=0.01)
+        before = fit_laplace(network, first, likelihood, kind, prior_precision=0.1)
+        after = fit_laplace(network, second, likelihood, "full", prior=before)
+        evidence.append(float(after.log_marginal_likelihood()))
+        γ.append(float(after.effective_parameters))
+        assert after.tune_prior("marglik", noise=False).prior_precision > 0
+    assert evidence[0] == pytest.approx(evidence[1], rel=1e-3)
+    assert γ[0] == pytest.approx(γ[1], abs=0.7)  # of 31; the matrices themselves are rounded
 
 
 def linear_data(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -288,10 +317,25 @@ def test_a_factor_on_a_posterior_is_one_number_also_when_tuned() -> None:
     assert float(after.summary().effective_parameters) == pytest.approx(float(after.effective_parameters))
 
 
-def test_a_block_that_does_not_count_its_inputs_asks_for_a_new_fit() -> None:
-    """As in a file of an older version."""
-    before = fitted()
-    blocks = [Kronecker(block.left, block.right, block.shift) for block in before.precision.blocks]
-    object.__setattr__(before.precision, "blocks", tuple(blocks))
-    with pytest.raises(PriorError, match="weight: its factors"):
-        fitted(prior=before)
+def test_sums_are_never_taken_in_sixteen_bits() -> None:
+    """A callback of mixed precision fits under autocast."""
+    data = case("mlp")
+    network, batches = data.network.float(), [(data.x.float(), data.y)]
+    for structure in STRUCTURES:
+        before = fit_laplace(network, batches, structure=structure)
+        exact = fit_laplace(network, batches, structure=structure, prior=before)
+        with torch.autocast("cpu", torch.bfloat16):
+            after = fit_laplace(network, batches, structure=structure, prior=before)
+            evidence, penalty = after.log_marginal_likelihood(), after.penalty(near(network))
+        assert torch.equal(after.precision.to_dense(), exact.precision.to_dense())
+        assert torch.equal(evidence, exact.log_marginal_likelihood())
+        assert torch.equal(penalty, exact.penalty(near(network)))
+
+
+def test_a_prior_mean_is_the_weights_as_they_were() -> None:
+    data = case("mlp")
+    m = data.network.state_dict()
+    posterior = fit_laplace(data.network, data.loader(), prior_mean=m)
+    before = posterior.log_marginal_likelihood()
+    m["0.weight"].add_(1)
+    assert torch.equal(posterior.log_marginal_likelihood(), before)

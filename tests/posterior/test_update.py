@@ -12,6 +12,7 @@ from posterior_cases import STRUCTURES, Case, case
 
 from lightning_bayes import Categorical, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.structures import StructureError
 
 CASES = ("mlp", "regression", "noise_per_output", "cnn", "attention", "embedding", "lstm", "segmentation")
 
@@ -115,6 +116,11 @@ def test_what_cannot_grow_says_so() -> None:
             fit_laplace(data.network, batches, structure=structure).update(batches)
         with pytest.raises(ValueError, match="updatable=True is for structure='full', 'diag', 'kron'"):
             fit_laplace(data.network, batches, structure=structure, updatable=True)
+    old = fit_laplace(data.network, batches, updatable=True)  # as in a file of an older version
+    for block in old.curvature.structure.blocks:
+        object.__setattr__(block, "rows", None)
+    with pytest.raises(StructureError, match="weight: its factors do not say of how many inputs"):
+        old.update(batches)
     subnetwork = fit_laplace(data.network, batches, subset=Subnetwork(5))
     assert subnetwork.update(batches).n_data == 14
 
