@@ -1,9 +1,10 @@
-"""`LaplaceCallback`: train as usual, then one exact pass over the training data for a Laplace posterior,
+"""`LaplaceCallback`: train as usual, then an exact pass over the training data for a Laplace posterior,
 
-    θ ~ N(θ*, P⁻¹),    P = Σₙ JₙᵀΛₙJₙ / T + δI,
+    θ ~ N(θ*, P⁻¹),    P = Σₙ JₙᵀΛₙJₙ / T + Λ,
 
-around the trained weights `θ*`; see `lightning_bayes.posterior.laplace`. Then the prior precision `δ` is tuned, and the
-predictions are calibrated. The same is done, in a pass of its own, for the weights of the best and last checkpoints.
+around the trained weights `θ*`, with the prior `Λ = δI` or another; see `lightning_bayes.posterior.laplace`. Then the
+prior precision `δ` is tuned, and the predictions are calibrated. The same is done, in a pass of its own, for the
+weights of the best and last checkpoints.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "ekfac" (a second pass), "diag" or "full".
+        structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes).
         subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
         prior_precision: to begin with: a number, or one per layer.
         prior_mean: the weights that the prior is around, by default zero; see `LaplaceCallback`.

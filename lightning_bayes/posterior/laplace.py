@@ -71,7 +71,8 @@ def fit_laplace(
     prior: GaussianPosterior | None = None,
     **options: Unpack[FitOptions],
 ) -> LaplacePosterior:
-    """A Laplace posterior around the weights of a trained network: one pass over `loader`.
+    """A Laplace posterior around the weights of a trained network: one pass over `loader`, or as many as the structure
+    takes.
 
     Args:
         network: maps x to f(x): logits, or the mean of a regression. It is left as it was.

@@ -66,10 +66,9 @@ def _sum(old: Curvature, new: Curvature) -> Curvature:
 
 def _check(posterior: LaplacePosterior) -> None:
     H = posterior.curvature.structure
-    if posterior.curvature.kind not in FITTED:
+    if posterior.curvature.kind not in FITTED or posterior.curvature.gradient is None:
         raise PosteriorError(
-            f"this posterior was not fitted in a pass over data (its curvature is a {posterior.curvature.kind}), so "
-            "that none can be added: fit one with fit_laplace"
+            "this posterior was not fitted in a pass over data, so that none can be added: fit one with fit_laplace"
         )
     if posterior.shift is not None:
         raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")

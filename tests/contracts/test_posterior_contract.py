@@ -468,6 +468,39 @@ def test_curvature_and_prior_are_apart_or_asking_is_an_error(kind: str) -> None:
             call()
 
 
+@every_gaussian
+def test_its_penalty_is_the_density_of_weights(kind: str) -> None:
+    posterior = made(kind, "classification")
+    moved = copy.deepcopy(posterior.network)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1.1)
+    if kind == "sharded":
+        with pytest.raises(RuntimeError, match="penalty"):
+            posterior.penalty(moved)
+        return
+    with untouched(posterior.network):
+        penalty = posterior.penalty(moved)
+    θ = posterior.subset.flatten(moved)
+    expected = posterior.log_prob(posterior.mean) - posterior.log_prob(θ)
+    torch.testing.assert_close(penalty, expected, **TIGHT)
+    assert penalty.requires_grad
+
+
+@every_gaussian
+def test_data_can_be_added_or_asking_is_an_error(kind: str) -> None:
+    posterior, data = made(kind, "classification"), loader("classification", seed=4)
+    with untouched(posterior.network):
+        if any(word in kind for word in ("full", "diag", "subnetwork")) and "variational" not in kind:
+            before, grown = posterior.precision.to_dense(), posterior.update(data)
+            assert grown.n_data == 2 * N
+            assert torch.linalg.eigvalsh(grown.precision.to_dense() - before).min() > -1e-9
+            assert torch.equal(posterior.precision.to_dense(), before)
+        else:
+            with pytest.raises(RuntimeError, match="sharded" if kind == "sharded" else "fit"):
+                posterior.update(data)
+
+
 @every_linearised
 @both_kinds_of_targets
 def test_calibration_is_kept_and_changes_predictions_alone(kind: str, task: str) -> None:
