@@ -114,9 +114,10 @@ def priors(table: Table) -> None:
 
 def prior_means(table: Table) -> None:
     table("prior_mean", 3, "must be a flat tensor of weights or a state dict, got 3")
-    table("prior_mean", torch.ones(2, 3), "must be a vector of finite weights [P]")
-    table("prior_mean", torch.tensor([1, 2]), "must be a vector of finite weights [P]")
-    table("prior_mean", torch.tensor([math.nan]), "must be a vector of finite weights [P]")
+    table("prior_mean", torch.ones(2, 3), "must be a vector of weights [P], got a Tensor of shape [2, 3]")
+    table("prior_mean", torch.tensor([1, 2]), "must be a vector of weights [P]")
+    table("prior_mean", torch.tensor([math.nan]), "has NaN or infinite weights in the vector")
+    table("prior_mean", {"fingerprint": torch.ones(2)}, "is a posterior's file: pass it as prior=")
     table("prior_mean", {"0.weight": 3.0}, "must hold tensors, got 3.0 for '0.weight'")
 
 
@@ -127,6 +128,7 @@ def other_priors(table: Table) -> None:
     table("prior", posterior, "has structure='kron'", "structure='diag'", structure="diag")
     table("prior", posterior, "gp_points= belongs to a prior with independent weights", gp_points=3)
     table("prior", posterior, "damping='glm' is for one prior precision", damping="glm")
+    table("prior", posterior, "one factor on its precision: pass one number", prior_precision=[1.0, 2.0])
 
 
 def loaders(table: Table) -> None:
@@ -148,6 +150,7 @@ positives(laplace, "temperature")
 prior_means(laplace)
 other_priors(laplace)
 _kron = Of(lambda t: t.classifier, "posterior")
+laplace("updatable", True, "is for structure='full', 'diag', 'kron'", "'ekfac' takes several", structure="ekfac")
 laplace("prior", _kron, "one factor on its precision: leave out per_layer=True", per_layer=True, tune="marglik")
 for _tune in ("mackay", "linear"):
     laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune, named=False)

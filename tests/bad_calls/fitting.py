@@ -58,7 +58,7 @@ laplace("prior_mean", torch.ones(30), "has 30 numbers, but there are 31 weights 
 laplace("prior_mean", {"0.weight": torch.ones(4, 3)}, "needs 0.bias of shape [4], but the state dict has none")
 laplace("prior_mean", {"0.weight": torch.ones(3, 4)}, "needs 0.weight of shape [4, 3], but", "has shape [3, 4]")
 laplace("prior", Of(lambda t: t.classifier, "all"), "is over 31 weights", "the same subset=", subset=["0"])
-laplace("prior", Of(lambda t: t.classifier, "all"), "one factor", prior_precision=[1.0, 2.0])
+laplace("prior_mean", {"0.weight": torch.ones(4, 3).long()}, "must hold real numbers, but 0.weight is")
 positives(laplace, "temperature")
 counts(laplace, "samples")
 laplace("samples", 0, COUNT, curvature="fisher_mc")
