@@ -213,7 +213,7 @@ def test_packed_sequences() -> None:
 
 
 def test_nodes_of_a_graph() -> None:
-    pytest.importorskip("torch_geometric")
+    pytest.importorskip("torch_geometric", reason="graphs are the extra `real`")
     from helpers.graphs import OfNodes, with_masks
 
     data = with_masks()

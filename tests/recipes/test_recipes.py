@@ -96,10 +96,10 @@ def test_subnetwork(run: Any) -> None:
 
 
 def test_bayesian_optimisation(run: Any) -> None:
-    table, folder = run("bayesian_optimisation", SEEDS=2, LOOKS=2, ITERATIONS=20)
+    table, folder = run("bayesian_optimisation", SEEDS=2, LOOKS=5, ITERATIONS=60)
     assert list(table) == ["random", "Thompson", "expected improvement"]
-    for row in table.values():
-        assert 0 < row["regret"] <= row["half way"]
+    for method in ("Thompson", "expected improvement"):
+        assert 0 < table[method]["regret"] < 0.7 * table["random"]["regret"]
     assert (folder / "branin.png").read_bytes().startswith(PNG)
     assert len((folder / "regret.csv").read_text().splitlines()) == 4
 
