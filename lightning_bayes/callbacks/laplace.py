@@ -194,7 +194,7 @@ class LaplaceCallback(PosteriorCallback):
             prior, prior_mean, network, structure=structure, has_points=gp_points != 0, damping=damping
         )
         joined = structure if self._given.is_posterior else None
-        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined)
+        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined, structure=structure)
         self.updatable = flag("updatable", updatable)
         check_passes(structure, data)
         check_iteration(tune, iterate, passes, self.likelihood)
