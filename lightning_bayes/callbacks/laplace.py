@@ -28,6 +28,7 @@ from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options, check_passes, check_updatable
+from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
@@ -196,7 +197,7 @@ class LaplaceCallback(PosteriorCallback):
             prior_precision=self.prior_precision,
         )  # fmt: skip
         joined = structure if self._given.is_posterior else None
-        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined)
+        check_tuning(tune, per_layer, calibrate, damping, prior_groups=prior_groups, joined=joined, structure=structure)
         self.updatable = check_updatable(updatable, structure)
         check_passes(structure, data)
         check_iteration(tune, iterate, passes, self.likelihood)
@@ -352,12 +353,15 @@ class LaplaceCallback(PosteriorCallback):
             subset, words["prior_precision"] = trial.in_network(network, (), prior, torch.Tensor)
         weights = choose_subset(network, x, subset)
         Prior.of(**self._given.words(network), subset=weights)
-        if self.structure in ("full", "lowrank"):
-            first = next(iter(weights.parameters(network).values()))
-            check_memory(self.structure, weights.size, first.dtype, first.device, self.rank)
+        first = next(iter(weights.parameters(network).values()))
+        if self.structure == "full":
+            check_memory("full", 2 * weights.size, weights.size, first)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None)
-        fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
+        tried = fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
+        if self.structure == "lowrank":  # of whose memory the outputs decide
+            n = n_vectors(weights.size, self.rank, tried.curvature.n_outputs // tried.n_data)
+            check_memory("lowrank", n, weights.size, first)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -34,6 +34,7 @@ from lightning_bayes.posterior.evidence_ascent import ascend
 from lightning_bayes.posterior.prior_groups import PriorGroups
 from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
+from lightning_bayes.trainer.held_out_choice import check_optimum
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import is_dev_run
@@ -157,6 +158,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self.keep = word("keep", keep, ("best", "last"))
         if mode == "mackay" and evidence == "linear":
             raise ValueError("mode='mackay' is the fixed point of evidence='marglik': use mode='gradient' for 'linear'")
+        if evidence == "linear":
+            check_optimum(structure, "evidence='linear'", "evidence='marglik', or structure='kron'")
         self.loss_scale = None if loss_scale is None else positive("loss_scale", loss_scale)
         self.n_data = None if n_data is None else count("n_data", n_data)
         self._forget()

@@ -15,6 +15,7 @@ from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
 from lightning_bayes.curvature.output_columns import output_columns, root_columns
+from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
@@ -76,7 +77,7 @@ class CurvatureSum:
         self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
         self._likelihood, self._curvature, self._samples, self._seed = likelihood, curvature, samples, seed
-        self._processes = processes or Processes()
+        self._processes, self._order = processes or Processes(), PassOrder(curvature)
         self._parameters = plan.subset.parameters(network)
         self._layer_gradients = LayerGradients()
         self._leftover_gradients = ParameterGradients(network, self._parameters)
@@ -96,7 +97,9 @@ class CurvatureSum:
 
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
-        outputs = self._add(x, y, self._first + self._processes.examples(self._n_data, B, y.device))
+        examples = self._first + self._processes.examples(self._n_data, B, y.device)
+        outputs = self._add(x, y, examples)
+        self._order.add(outputs, examples)
         if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
             raise DataError(
                 f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
@@ -184,6 +187,7 @@ class CurvatureSum:
             return fitted
         self._accumulator, self._plan = accumulator, accumulator.plan
         self._refits, self._batches, self._n_data = True, 0, 0
+        self._order.begin()
         for x, y in batches:
             self.add(x, y)
         seen = torch.tensor(self._n_data, dtype=torch.float64, device=self._totals.device)
@@ -192,6 +196,13 @@ class CurvatureSum:
             raise DataError(
                 f"the structure takes two passes over the data, but the second gave {int(seen)} examples and the first "
                 f"{fitted.n_data}: pass a loader that gives all of them each time, such as a list or a DataLoader"
+            )
+        if not self._order.is_same(self._processes, self._totals.device):
+            logger.warning(
+                "curvature='fisher_mc' with two passes has labels that belong together only with %s; the eigenvalues "
+                "are now those of other labels: %s",
+                WANTED,
+                REMEDY,
             )
         if (name := accumulator.overflowing()) is not None:
             raise not_finite(name)

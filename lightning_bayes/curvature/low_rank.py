@@ -19,6 +19,7 @@ from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name
 from lightning_bayes.curvature.ggn_product import GGNProduct, output_fisher
 from lightning_bayes.curvature.lanczos import BlockLanczos
 from lightning_bayes.curvature.output_checks import check_finite, check_output
+from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
@@ -29,8 +30,7 @@ logger = logging.getLogger("lightning_bayes")
 
 WORD = "lowrank"
 RANK = 100  # by default
-BLOCK = 16  # vectors in a block, at least; and as many as outputs, whose eigenvalues may be the same, up to
-WIDEST = 64
+BLOCK = 16  # vectors in a block, at least
 Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # of one more pass, with what a progress bar says of it
 
 
@@ -52,6 +52,7 @@ class LowRankSum:
         self._network, self._plan, self._likelihood, self._curvature = network, plan, likelihood, curvature
         self._drawn = (samples, seed)
         self._processes, self._batches = processes or Processes(), batches
+        self._order = PassOrder(curvature)
         self._parameters = plan.subset.parameters(network)
         first = next(iter(self._parameters.values()))
         dtype, P = torch.promote_types(first.dtype, torch.float32), plan.subset.size
@@ -65,7 +66,6 @@ class LowRankSum:
         self._gradient = torch.zeros(P, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
         self._n_batches = self._n_data = 0  # of the pass
-        self._first_outputs: Tensor | None = None  # of the first batch
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, WORD) for name in self._plan.subset.names]
@@ -91,6 +91,7 @@ class LowRankSum:
             self._sum = torch.zeros_like(lanczos.block)
             self._n_batches = self._n_data = 0
             n_passes += 1
+            self._order.begin()
             for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
                 self._add(x, y)
             if self._n_data != n_data:
@@ -98,6 +99,8 @@ class LowRankSum:
                     f"structure='lowrank' passes over the same data several times, but the loader gave {n_data} "
                     f"examples in the first pass and {self._n_data} in pass {n_passes}: pass a list or a DataLoader"
                 )
+            if not self._order.is_same(self._processes, self._sum.device):
+                raise DataError(f"structure='lowrank' with curvature='fisher_mc' needs {WANTED}: {REMEDY}")
             lanczos.add(self._summed())
         values, vectors = lanczos.eigenpairs()
         largest = max(lanczos.residuals()[: len(values)].tolist(), default=0.0)
@@ -125,8 +128,8 @@ class LowRankSum:
         outputs = f.detach()
         check_finite(outputs, x, self._n_batches)
         self._likelihood.check(outputs, y)
-        self._check_order(outputs)
         examples = self._processes.examples(self._n_data, B, f.device)
+        self._order.add(outputs, examples)
         fisher = output_fisher(self._likelihood, self._curvature, outputs, y, examples, *self._drawn)
         product = self._product(x, f, fisher, self._lanczos.block)
         if inputs.has_nonfinite(x) and not product.isfinite().all():
@@ -138,17 +141,6 @@ class LowRankSum:
         self._n_batches += 1
         self._n_data += B
         return f
-
-    def _check_order(self, outputs: Tensor) -> None:
-        """Labels are drawn for an example's place, so that examples that change places have other ones."""
-        if self._n_batches or self._curvature != "fisher_mc":
-            return
-        first, self._first_outputs = self._first_outputs, outputs
-        if first is not None and (first.shape != outputs.shape or not torch.allclose(first, outputs, rtol=1e-3)):
-            raise DataError(
-                "structure='lowrank' with curvature='fisher_mc' needs the same examples in the same order in each "
-                "pass: pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
-            )
 
     def _summed(self) -> Tensor:
         """Over all data.  # [b, P]"""
@@ -178,15 +170,16 @@ class LowRankSum:
 
 
 def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
-    """The rank, and how many vectors a block and the basis have."""
+    """The rank, and how many vectors a block and the basis have. Outputs may repeat an eigenvalue once for each, which
+    only a block that is as wide would see; more than `rank` of them are not asked for."""
     rank = min(RANK if rank is None else rank, P)
-    width = max(BLOCK, min(outputs, WIDEST), -(-rank // 4))
+    width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)
 
 
-def n_vectors(P: int, rank: int | None) -> int:
+def n_vectors(P: int, rank: int | None, outputs: int) -> int:
     """The vectors of all weights that a fit holds: its basis, the block after it, its product, and the result."""
-    rank, width, most = _sizes(P, rank, 1)
+    rank, width, most = _sizes(P, rank, outputs)
     return most + 3 * width + rank
 
 

@@ -126,7 +126,7 @@ def _check(
             f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum: "
             "use tune_prior('marglik')"
         )
-    posterior.check_exact_sum("iterate=True")
+    posterior.check_optimum("iterate=True")
     if fisher == "optimum":
         check_refit(posterior, "fisher='optimum'")
         if processes is not None and processes.size > 1:

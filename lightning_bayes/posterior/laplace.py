@@ -242,6 +242,22 @@ class LaplacePosterior(GaussianPosterior):
                 "structure='full' or 'diag'"
             )
 
+    @property
+    def knows_optimum(self) -> bool:
+        """Whether it has the linear model's optimum."""
+        is_whole = self.has_exact_sum and not self.curvature.structure.is_truncated
+        return is_whole and self.curvature.gradient is not None
+
+    def check_optimum(self, what: str) -> None:
+        """Of the linear model: in a direction that the curvature leaves out, the gradient would lead to infinity."""
+        if self.curvature.structure.is_truncated:
+            raise PosteriorError(
+                f"{what} needs the curvature in all directions of the gradient, but "
+                f"structure={self.curvature.structure.word!r} leaves some out: use tune_prior('marglik'), or 'auto' or "
+                "'grid' with validation data"
+            )
+        self.check_exact_sum(what)
+
     def prior_matrix(self, prior_precision: Tensor | None = None) -> Structure:
         """`Λ`."""
         return self.prior.matrix(self.prior_precision if prior_precision is None else prior_precision, self.subset)
@@ -276,7 +292,7 @@ class LaplacePosterior(GaussianPosterior):
                 "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
                 "posterior was made without: fit it with fit_laplace"
             )
-        self.check_exact_sum("the linear model's optimum")
+        self.check_optimum("the linear model's optimum")
         n = self.curvature.n_outputs
         least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
         least = least if self.likelihood.tunable_noise is None else least + n * ρ.log()

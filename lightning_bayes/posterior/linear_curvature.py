@@ -76,7 +76,7 @@ def check_refit(posterior: LaplacePosterior, who: str) -> None:
     if posterior.curvature.structure.word not in STRUCTURES:
         raise PosteriorError(
             f"{who} makes the curvature again in one pass, which structure={posterior.curvature.structure.word!r} does "
-            "not do: fit structure='kron', 'diag' or 'full'"
+            "not do: fit structure='kron', 'ekfac', 'diag' or 'full'"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
         raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")

@@ -233,7 +233,7 @@ def say_rank(posterior: LaplacePosterior) -> None:
     if γ > DETERMINED * H.rank:
         logger.warning(
             "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f), and may determine more, without "
-            "which variances are too large and the evidence too high: raise rank=",
+            "which variances are too large and the evidence too high: raise rank=, or tune on validation data",
             H.rank,
             γ,
         )

@@ -14,6 +14,9 @@ maximises the held-out likelihood at this ratio of prior to noise. The training 
 that the factor is at least one. Where the noise is the network's own, or no training error is known, the rule is that
 of classes, with a factor on the variance as the temperature.
 
+**A low rank.** The evidence lacks the curvature that is left out, and asks for too wide a prior: held-out data choose
+among all that are not wider. Of a regression they take the best, each with its own factor.
+
 `make practice` measures this against other rules.
 """
 
@@ -37,6 +40,7 @@ from lightning_bayes.posterior.tuning import linear, marglik
 from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import (
     LOG_TEMPERATURES,
+    Errors,
     Scoring,
     best_temperature,
     squared_errors,
@@ -88,12 +92,9 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The prior, and a regression's noise, that the training data alone choose."""
     if posterior.likelihood.tunable_noise is not None:
-        σ = torch.as_tensor(posterior.likelihood.tunable_noise).to(posterior.mean)
-        training_noise = σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ)
-        return marglik(posterior.with_noise(training_noise), per_layer=False, noise=False)
-    classes = posterior.likelihood.has_probs
-    knows_optimum = posterior.curvature.gradient is not None and posterior.has_exact_sum
-    return (linear if classes and knows_optimum else marglik)(posterior, per_layer=False)
+        return marglik(_with_training_noise(posterior), per_layer=False, noise=False)
+    at_optimum = posterior.likelihood.has_probs and posterior.knows_optimum
+    return (linear if at_optimum else marglik)(posterior, per_layer=False)
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
@@ -104,9 +105,10 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     classes = posterior.likelihood.has_probs
     used = UsedData(posterior.network, loader, "tuning" if tune else "calibration")
     if not classes and (not tune or _has_noise(posterior)):
-        posterior = by_evidence(posterior) if tune else posterior
-        errors = squared_errors(posterior, [posterior, None], used.watched, scoring)
-        return NoiseChoice(used.noted(posterior), scoring, errors.link, tune, calibrate, *errors.ratio)
+        candidates = _at_training_noise(posterior, scoring) if tune else [posterior]
+        errors = squared_errors(candidates[0], [*candidates, None], used.watched, scoring)
+        noted = tuple(used.noted(candidate) for candidate in candidates)
+        return NoiseChoice(noted[0], scoring, errors.link, tune, calibrate, noted, errors)
     priors = _priors(posterior, scoring) if tune else ()
     candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
     if classes:
@@ -192,26 +194,30 @@ class PriorChoice(Choice):
 
 @dataclass(frozen=True, eq=False)
 class NoiseChoice(Choice):
-    """The size of a regression's predictive variance."""
+    """The size of a regression's predictive variance, and which of several posteriors is the best at its own."""
 
-    ratio: Tensor  # (y − m)²/v [N]
-    plain: Tensor  # the same of the plain network [N]
+    candidates: tuple[LaplacePosterior, ...]
+    errors: Errors  # theirs, and those of the plain network
 
     @property
     def n_held_out(self) -> int:
-        return len(self.ratio)
+        return self.errors.ratio.shape[1]
 
     def on(self, examples: slice = EVERY) -> LaplacePosterior:
-        factor = float(self.ratio[examples].mean())
+        factors = self.errors.ratio[:-1, examples].mean(1)  # [D]
+        s = factors.clamp(min=1.0) if self.tune else factors
+        nll = self.errors.nll(s)[:-1, :, examples].mean(-1).diagonal()  # of each at its own factor [D]
+        row = int(nll.nan_to_num(torch.inf).argmin())
+        chosen, factor = self.candidates[row], float(s[row])
         if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
-            s, σ = max(factor, 1.0), torch.as_tensor(self.posterior.likelihood.tunable_noise)
-            return self.posterior.with_noise(σ * s**0.5).with_prior(self.posterior.prior_precision / s)
+            σ = torch.as_tensor(chosen.likelihood.tunable_noise)
+            return chosen.with_noise(σ * factor**0.5).with_prior(chosen.prior_precision / factor)
         if not self.calibrate:
-            return self.posterior
-        return self.posterior.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
+            return chosen
+        return chosen.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        return Calibration("map", self.link, variance_factor=float(self.plain[examples].mean()))
+        return Calibration("map", self.link, variance_factor=float(self.errors.ratio[-1, examples].mean()))
 
 
 def _has_noise(posterior: LaplacePosterior) -> bool:
@@ -220,13 +226,28 @@ def _has_noise(posterior: LaplacePosterior) -> bool:
     return scales and posterior.curvature.knows_likelihood
 
 
+def _with_training_noise(posterior: LaplacePosterior) -> LaplacePosterior:
+    σ = torch.as_tensor(posterior.likelihood.tunable_noise).to(posterior.mean)
+    return posterior.with_noise(σ * (posterior.squared_error / posterior.curvature.n_outputs).sqrt().to(σ))
+
+
+def _at_training_noise(posterior: LaplacePosterior, scoring: Scoring) -> list[LaplacePosterior]:
+    """With the prior of the evidence, or several where that is not to be trusted."""
+    if not posterior.curvature.structure.is_truncated:
+        return [by_evidence(posterior)]
+    posterior = _with_training_noise(posterior)
+    return [posterior.with_prior(δ) for δ in _priors(posterior, scoring)]
+
+
 def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
-    """From the one with the largest evidence up; where each costs a set of samples, a few of them."""
+    """From the one with the largest evidence up; where each costs a set of samples, a few of them. A curvature that
+    leaves directions out has `γ` of the others alone, and with `δ = γ/‖θ‖²` a prior that is too wide: its evidence is
+    good for a lower bound."""
     many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
     sampled = scoring.predictive == "bnn" or many
     if not posterior.curvature.knows_likelihood:
         return PRIORS[::6] if sampled else PRIORS
-    if sampled:
+    if sampled and not posterior.curvature.structure.is_truncated:
         return (float(by_evidence(posterior).prior_precision),)
     evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
-    return PRIORS[int(evidence.argmax()) :]
+    return PRIORS[int(evidence.argmax()) :: 6 if sampled else 1]

@@ -94,6 +94,7 @@ class Structure(ABC):
 
     name: ClassVar[str | None] = None  # under which files know it
     word: ClassVar[str | None] = None  # by which `structure=` means it, where it can be fitted again
+    is_truncated: ClassVar[bool] = False  # whether it is zero in directions where the curvature is not
     is_exact: ClassVar[bool] = True  # whether the form itself leaves nothing out of the block it stands for
 
     NAMES: ClassVar[dict[str, type[Structure]]] = {}

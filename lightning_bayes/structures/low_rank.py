@@ -31,6 +31,7 @@ class LowRank(Structure):
     name: ClassVar[str] = "LowRank"
     word: ClassVar[str] = "lowrank"
     is_exact: ClassVar[bool] = False
+    is_truncated: ClassVar[bool] = True
 
     vectors: Tensor  # U [P, k]
     values: Tensor  # λ [k], not negative

@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError
@@ -124,11 +123,10 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
             return None
 
 
-def check_memory(structure: str, size: int, dtype: torch.dtype, device: torch.device, rank: int | None = None) -> None:
+def check_memory(structure: str, n_vectors: int, size: int, like: Tensor) -> None:
     """Refuse a full matrix and its Cholesky factor, or the basis that a low rank is found in, that the device cannot
     hold."""
-    numbers = 2 * size**2 if structure == "full" else size * n_vectors(size, rank)
-    needed = numbers * torch.promote_types(dtype, torch.float32).itemsize
+    needed, device = n_vectors * size * torch.promote_types(like.dtype, torch.float32).itemsize, like.device
     available = _memory(device)
     if needed > available:
         smaller = "" if structure == "full" else "a smaller rank=, "

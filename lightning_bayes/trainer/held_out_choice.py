@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, word
+from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.posterior import LaplacePosterior
@@ -76,6 +77,7 @@ def check_tuning(
     methods: Sequence[str] = METHODS,
     prior_groups: Any = None,
     joined: str | None = None,
+    structure: str | None = None,
 ) -> None:
     """When a callback is made, not when training has ended. `joined` is its structure, if the prior is a posterior."""
     word("tune", tune, (None, *methods))
@@ -93,9 +95,20 @@ def check_tuning(
             f"tune={tune!r} belongs to the exact sum with the prior, but structure='kron' adds factors: use "
             "tune='marglik', or structure='full' or 'diag'"
         )
+    if tune == "linear":
+        check_optimum(structure, "tune='linear'", "tune='auto' or 'grid' with validation data, or tune='marglik'")
     if tune in ("mackay", "linear") and damping is not None:
         raise ValueError(
             f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
+        )
+
+
+def check_optimum(structure: str | None, asked: str, instead: str) -> None:
+    """Of the linear model: see `LaplacePosterior.check_optimum`."""
+    if structure == LOW_RANK:
+        raise ValueError(
+            f"{asked} needs the curvature in all directions of the gradient, but structure='lowrank' leaves some out: "
+            f"use {instead}"
         )
 
 

@@ -157,6 +157,7 @@ for _tune in ("mackay", "linear"):
 counts(laplace, "samples", "mc_samples", "max_batches", "rank")
 flags(laplace, "per_layer", "iterate", "progress", "updatable")
 laplace("rank", 5, "rank=5 belongs to structure='lowrank', got structure='kron'")
+laplace("tune", "linear", "structure='lowrank' leaves some out: use tune='auto'", structure="lowrank")
 words(laplace, "prior_groups")
 laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
 laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
@@ -223,6 +224,7 @@ for _bad in (-1.0, math.inf, "half"):
 online("threshold", -1, "must be between 0 and inf, got -1")
 
 common(marginal)
+marginal("evidence", "linear", "structure='lowrank' leaves some out: use evidence='marglik'", structure="lowrank")
 words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
 marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
 subsets(marginal)

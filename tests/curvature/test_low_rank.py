@@ -84,6 +84,17 @@ def test_a_low_rank_is_the_largest_part_and_no_more_than_the_whole(rank: int) ->
     assert torch.linalg.eigvalsh(dense(last) - dense(fitted)).min() > -1e-10 * values[0]
 
 
+@pytest.mark.parametrize(("outputs", "rank"), [(100, 100), (100, 70), (70, 140), (130, None)])
+def test_eigenvalues_that_many_outputs_repeat_are_all_there(outputs: int, rank: int | None) -> None:
+    x = real(50, 3).double() * torch.tensor([3.0, 1.0, 0.3]).double()
+    A = torch.cat([x, torch.ones(50, 1).double()], 1)
+    values = torch.linalg.eigvalsh(A.mT @ A).flip(0).repeat_interleave(outputs)
+    network = nn.Linear(3, outputs).double()
+    fitted = fit_curvature(network, [(x, real(50, outputs).double())], Gaussian(1.0), "lowrank", rank=rank)
+    assert isinstance(fitted.structure, LowRank)
+    torch.testing.assert_close(fitted.structure.values, values[: rank or 100], rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("subset", ["last_layer", ["0.bias", "2.weight"], "mask"])
 def test_a_subset_has_its_own_curvature(subset: Any) -> None:
     case = CASES["mlp"]()
@@ -175,6 +186,42 @@ def test_shuffled_data_have_the_same_curvature_but_not_the_same_draws() -> None:
     close(dense(fit_curvature(case.network, shuffled, case.likelihood, "lowrank")), dense(full))
     with pytest.raises(DataError, match=r"'fisher_mc' needs the same examples in the same order .* shuffle=False"):
         fit_curvature(case.network, shuffled, case.likelihood, "lowrank", curvature="fisher_mc")
+
+
+class Moved:
+    """Two examples change places in later passes."""
+
+    def __init__(self, case: Case, one: int, other: int) -> None:
+        self.case, self.order, self.swap, self.passes = case, torch.arange(len(case.y)), (one, other), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.passes == 1:
+            self.order[[*self.swap]] = self.order[[*reversed(self.swap)]]
+        self.passes += 1
+        return zip(self.case.x[self.order].split(8), self.case.y[self.order].split(8), strict=True)
+
+
+@pytest.mark.parametrize("swap", [(38, 39), (0, 20), (9, 30)])
+def test_two_examples_that_change_places_anywhere_have_other_labels(
+    swap: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Products of other matrices have no eigenpairs; eigenvalues of EKFAC that belong to other labels have a word."""
+    case = regression()
+    for dtype in (torch.float64, torch.float32):
+        moved = Case(case.network.to(dtype), case.x.to(dtype), case.y.to(dtype), case.likelihood)
+
+        def fit(structure: str, *places: int, kind: str = "fisher_mc", case: Case = moved) -> None:
+            fit_curvature(case.network, Moved(case, *places), case.likelihood, structure, curvature=kind)
+
+        for structure in ("lowrank", "ekfac"):
+            fit(structure, 5, 5)
+            fit(structure, *swap, kind="empirical_fisher")
+        with pytest.raises(DataError, match=r"'fisher_mc' needs the same examples in the same order .*: pass a loader"):
+            fit("lowrank", *swap)
+        assert "those of other labels" not in caplog.text
+        fit("ekfac", *swap)
+        assert "only with the same examples in the same order in each pass; the eigenvalues are now" in caplog.text
+        caplog.clear()
 
 
 def test_an_iterator_is_refused_before_the_first_pass() -> None:
