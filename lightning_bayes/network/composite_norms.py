@@ -1,9 +1,10 @@
 """Normalisations made of elementary operators, for graphs that are differentiated once more than usual.
 
 The backward pass of PyTorch's layer norm keeps the mean and the standard deviation as numbers. So does its forward
-mode. The derivative of either is right only where a formula was written for it: the second one is, the gradient of a
-Jacobian product and the third one are not (PyTorch 2.15), and there is no error. Batch norm by the statistics of the
-batch, of which instance norm is made, is the same. The elementary operators below have right derivatives of any order.
+mode. The derivative of either is right only where a formula was written for it: the second one is, unless `vmap` took
+the first; the gradient of a Jacobian product and the third one are not (PyTorch 2.15), and there is no error. Batch
+norm by the statistics of the batch, of which instance norm is made, is the same. The elementary operators below have
+right derivatives of any order.
 """
 
 from __future__ import annotations
