@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
+from lightning_bayes.network.errors import CurvatureError
+
 _ONCE = once_differentiable(lambda ctx: None).__code__  # of all functions that it decorates
 _LEAF = "torch::autograd::AccumulateGrad"
+_MISSING = "torch::autograd::NotImplemented"
 
 
 def _nodes(names: str) -> frozenset[str]:
@@ -27,6 +30,7 @@ _BY_ROW = _nodes("""
     MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveMaxPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D
 """)
+_WRONG = _nodes("NativeLayerNorm NativeBatchNorm CudnnBatchNorm MiopenBatchNorm")
 _ALONG = _nodes("Mean Sum Softmax LogSoftmax Cat Slice Select")  # the operations along dimensions that they name
 
 
@@ -66,6 +70,23 @@ def once_differentiable_functions(f: Tensor) -> list[str]:
     nodes: list[Any] = [type(node) for node in uses(f) if isinstance(node, BackwardCFunction)]
     functions = [node._forward_cls for node in nodes]
     return [function.__name__ for function in functions if getattr(function.backward, "__code__", None) is _ONCE]
+
+
+def has_missing_derivative(f: Tensor) -> bool:
+    """Whether a backward pass through the graph of `f` would end with an error, for want of a formula."""
+    return f.requires_grad and any(node.name() == _MISSING for node in uses(f))
+
+
+def check_norms(f: Tensor) -> None:
+    """An error where PyTorch would be wrong in a derivative of the Jacobian (see `network.composite_norms`)."""
+    nodes: list[Any] = list(uses(f)) if f.requires_grad else []
+    names = {node.name() for node in nodes if getattr(node, "_saved_training", True)} & _WRONG
+    if names:
+        raise CurvatureError(
+            f"PyTorch is wrong in the second derivatives of {min(names).partition('Backward')[0]}, so that there is no "
+            "gradient in x: call it by torch.nn.functional, and not in a scripted module, or use predictive='bnn' or "
+            "'map'"
+        )
 
 
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:

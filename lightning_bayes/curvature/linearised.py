@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
-from lightning_bayes.curvature.graph import describe_functions, once_differentiable_functions
+from lightning_bayes.curvature.graph import (
+    check_norms,
+    describe_functions,
+    has_missing_derivative,
+    once_differentiable_functions,
+)
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.checks import explained
@@ -56,7 +61,11 @@ class Linearised:
             try:
                 with _forward_mode(self._recurrent):
                     f, df = jvp(self._call, (self._parameters,), (directions,))  # type: ignore[misc]
-                return f, df
+                if self._differentiable:
+                    check_norms(f)
+                if not self._differentiable or not has_missing_derivative(df):
+                    return f, df
+                self._backward = self._double_backward("which cannot be differentiated in turn")
             except RuntimeError as error:
                 if not is_missing_rule(error):
                     raise
@@ -102,6 +111,8 @@ class Linearised:
         if reason is not None:
             lack = f"PyTorch has no forward mode for this network{describe_functions(f)} ({reason})"
             log_slow_path(lack, "it is linearised by two backward passes")
+        if self._differentiable:
+            check_norms(f)
         u = torch.zeros_like(f, requires_grad=True)
         neither = CurvatureError(
             "an operator of the network has neither forward mode nor a backward that can be differentiated, so that "

@@ -108,17 +108,33 @@ class _SymmetricRoot(torch.autograd.Function):
     def forward(ctx: Any, covariance: Tensor) -> Tensor:
         λ, Q = torch.linalg.eigh(covariance)
         roots = _without_rounding(λ).sqrt()
-        ctx.save_for_backward(roots, Q)
-        return (Q * roots.unsqueeze(-2)) @ Q.mT
+        S = (Q * roots.unsqueeze(-2)) @ Q.mT
+        ctx.save_for_backward(S, roots, Q)
+        return S
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        roots, Q = ctx.saved_tensors
+        solution: Tensor = _Lyapunov.apply(*ctx.saved_tensors, gradient)
+        return solution
+
+
+class _Lyapunov(torch.autograd.Function):
+    """`X` with `SX + XS = G`, where `S = Q diag(r) Qᵀ`. Its differential solves `S dX + dX S = dG − dS X − X dS`, an
+    equation of the same form, so that derivatives of any order are right."""
+
+    @staticmethod
+    def forward(ctx: Any, S: Tensor, roots: Tensor, Q: Tensor, G: Tensor) -> Tensor:
         sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
         least = torch.finfo(sums.dtype).eps ** 0.5 * sums.amax((-2, -1), keepdim=True)
-        inner = Q.mT @ gradient @ Q
-        return Q @ torch.where(sums > least, inner / sums, 0) @ Q.mT
+        X = Q @ torch.where(sums > least, Q.mT @ G @ Q / sums, 0) @ Q.mT
+        ctx.save_for_backward(S, roots, Q, X)
+        return X
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        S, roots, Q, X = ctx.saved_tensors
+        Y: Tensor = _Lyapunov.apply(S, roots, Q, gradient)
+        return -(Y @ X.mT + X.mT @ Y), None, None, Y
 
 
 def vector(name: str, value: Any, error: type[Exception]) -> Tensor:

@@ -9,7 +9,7 @@ copies alone. It is differentiable in turn, because that gradient, too, is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag
+from lightning_bayes.network.composite_norms import CompositeNorms
 from lightning_bayes.network.containers import map_tensors, tensors
 from lightning_bayes.network.errors import CurvatureError, DataError, no_second_derivative
 from lightning_bayes.network.recomputation import refuse_recomputation
@@ -80,9 +81,15 @@ def differentiable_again() -> Iterator[None]:
         raise no_second_derivative(first_line(error)) from error
 
 
-def kept_whole(differentiable: bool) -> AbstractContextManager[Any]:
-    """A forward pass whose graph must not run the network again: by then it may have other weights and be training."""
-    return refuse_recomputation(CurvatureError(_RECOMPUTED)) if differentiable else nullcontext()
+@contextmanager
+def kept_whole(differentiable: bool) -> Iterator[None]:
+    """A forward pass whose graph has derivatives of any order and must not run the network again: by then it may have
+    other weights and be training."""
+    if not differentiable:
+        yield
+        return
+    with refuse_recomputation(CurvatureError(_RECOMPUTED)), CompositeNorms():
+        yield
 
 
 @dataclass(frozen=True, eq=False)

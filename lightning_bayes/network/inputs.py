@@ -104,8 +104,8 @@ def call(network: nn.Module, x: Any) -> Tensor:
 
 
 def run(network: nn.Module, x: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """`f(x)`, at other weights if they are given."""
-    args, kwargs = arguments(network, x)
+    """`f(x)`, at other weights if they are given. The network may write into its input, which is therefore a copy."""
+    args, kwargs = arguments(network, map_tensors(x, Tensor.clone))
     returned = network(*args, **kwargs) if weights is None else call_with(network, weights, args, kwargs)
     f = returned if isinstance(returned, Tensor) else output_of(network)(returned)
     return x.rows(f) if isinstance(x, Container) else f

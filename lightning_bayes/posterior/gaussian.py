@@ -203,7 +203,15 @@ class GaussianPosterior:
     def sample_function(
         self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
     ) -> FunctionDraw:
-        """A function drawn from the posterior, `x ↦ f(x)`: see `FunctionDraw`."""
+        """A function drawn from the posterior, `x ↦ f(x)`: see `FunctionDraw`.
+
+        Args:
+            generator: of the weight sample, which moves on: its next function is another one. Without it the global
+                random state says which function it is, and stays as it was: two calls give the same function until
+                something else moves that state.
+            predictive: "glm" (the linearised network) or "bnn" (the network itself).
+            n: how many functions, as a first dimension of the outputs; by default one, without it.
+        """
         from lightning_bayes.predictive.function_draw import draw_function
 
         return draw_function(self, generator, predictive, n)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.gradients import MEMORY, LayerGradients, ParameterGradients
-from lightning_bayes.curvature.graph import once_differentiable_functions
+from lightning_bayes.curvature.graph import check_norms, once_differentiable_functions
 from lightning_bayes.curvature.jacobian_rows import JacobianRows
 from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.plan import Plan, Site
@@ -115,13 +115,15 @@ class ForwardPass:
     """The outputs at `x`, and what their gradients are taken from, which are `differentiable` or have no graph."""
 
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
-        self.plan, self._x = plan, x
+        self.plan, self._x, self._differentiable = plan, x, differentiable
         parameters = plan.subset.parameters(network)
-        with plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder, kept_whole(differentiable):
+        with kept_whole(differentiable), plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder:
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
-        if differentiable and (once := once_differentiable_functions(self.f)):
-            raise no_second_derivative(f"{once[0]} is once_differentiable")
+        if differentiable:
+            check_norms(self.f)
+            if once := once_differentiable_functions(self.f):
+                raise no_second_derivative(f"{once[0]} is once_differentiable")
         self.matched = plan.match(self.f, recorder.calls, parameters)
         self.n_outputs = self.f[0].numel()
         self.dtype = torch.promote_types(self.f.dtype, torch.float32)
@@ -144,7 +146,8 @@ class ForwardPass:
             jacobians[name].append(J)
 
         if jacobians:
-            self._of_parameters(self._x, columns, list(jacobians), keep)
+            with kept_whole(self._differentiable):
+                self._of_parameters(self._x, columns, list(jacobians), keep)
         return {name: torch.cat(parts, dim=1) for name, parts in jacobians.items()}
 
 

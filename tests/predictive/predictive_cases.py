@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,24 @@ class Shaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x).reshape(len(x), *self.shape)
+
+
+def _around(*layers: nn.Module, shape: tuple[int, int] = (2, 3), features: int = 6) -> nn.Sequential:
+    """Layers in the middle of a network."""
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.Unflatten(1, shape), *layers, nn.Flatten(), nn.Tanh(), nn.Linear(features, 3)
+    )
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {  # and gates: where PyTorch's derivatives of derivatives may be wrong
+    "layer": lambda: _around(nn.LayerNorm(3)),
+    "instance": lambda: _around(nn.InstanceNorm1d(2, affine=True)),
+    "group": lambda: _around(nn.GroupNorm(2, 2)),
+    "rms": lambda: _around(nn.RMSNorm(3)),
+    "batch": lambda: _around(nn.BatchNorm1d(2)),
+    "gated": lambda: _around(nn.GLU(1), features=3),
+    "transformer": lambda: _around(nn.TransformerEncoderLayer(3, 1, 4, activation="gelu", batch_first=True), nn.SiLU()),
+}
 
 
 def linearised_draws(posterior: Any, x: Tensor, n: int, generator: torch.Generator) -> Tensor:

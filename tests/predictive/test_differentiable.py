@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.autograd_functions import Cubed, Numpy
 from helpers.networks import Wired, made, mlp
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
+from predictive_cases import NORMS
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -142,6 +144,15 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         ),
         X,
     ),
+    "a norm, and a parameter without a rule": (
+        lambda: Wired(
+            lambda s, x: s.head(F.layer_norm(s.body(x).sin(), (4,), s.scale.exp().repeat(2))),
+            body=nn.Linear(3, 4),
+            scale=nn.Parameter(torch.rand(2)),
+            head=nn.Linear(4, 3),
+        ),
+        X,
+    ),
 }
 
 
@@ -234,6 +245,14 @@ def test_it_can_be_differentiated_twice() -> None:
     )
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_can_be_differentiated_twice(norm: str) -> None:
+    posterior = fit_laplace(made(NORMS[norm]), [(X, Y)])
+    assert gradgradcheck(
+        lambda x: posterior.functional(x, differentiable=True), X[:2].clone().requires_grad_(), fast_mode=True
+    )
+
+
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +261,17 @@ def test_it_can_be_differentiated_twice() -> None:
 def test_every_link(link: str, structure: str) -> None:
     """Of all that a prediction holds: probabilities, both uncertainties, entropy and mutual information."""
     assert prediction_is_right(classifier(structure), link=link)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_what_is_drawn_can_be_differentiated_twice(link: str) -> None:
+    posterior = classifier()
+
+    def drawn(x: Tensor) -> tuple[Tensor, ...]:
+        prediction = posterior.predict(x, link=link, samples=4, generator=seeded(), differentiable=True)
+        return prediction.probs, prediction.epistemic, prediction.aleatoric  # type: ignore[return-value]
+
+    assert gradgradcheck(drawn, X[:2].clone().requires_grad_(), fast_mode=True)
 
 
 @pytest.mark.parametrize("predictive", ["bnn", "map"])
@@ -295,6 +325,13 @@ def test_draws_have_a_gradient_where_variances_are_equal() -> None:
     still = torch.zeros(1, 3, 3, dtype=torch.float64, requires_grad=True)  # no variance: no gradient, rather than NaN
     (gradient,) = torch.autograd.grad(draw_gaussian(torch.zeros(1, 3).double(), still, 1, seeded()).sum(), still)
     assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_roots_of_covariances_can_be_differentiated_twice() -> None:
+    def draw(factor: Tensor) -> Tensor:
+        return draw_gaussian(real(2, 3), factor @ factor.mT, 2, seeded())
+
+    assert gradgradcheck(draw, real(2, 3, 3, seed=3).requires_grad_())
 
 
 def test_in_float32_it_is_the_same_gradient() -> None:
@@ -417,6 +454,18 @@ def test_layers_that_a_backward_pass_would_run_again(predictive: str, reentrant:
     with pytest.raises(CurvatureError, match=r"activation checkpointing .* switch it off for differentiable=True"):
         posterior.predict(X.clone().requires_grad_(), predictive, samples=2, differentiable=True)
     posterior.predict(X, predictive, samples=2)
+
+
+def test_a_norm_whose_second_derivative_is_wrong() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.head(torch.native_layer_norm(s.body(x), (4,), None, None, 1e-5)[0])
+
+    network = made(lambda: Wired(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3)))
+    posterior, x = fit_laplace(network, [(X, Y)]), X.clone().requires_grad_()
+    for call in (lambda x: posterior.predict(x, differentiable=True), posterior.sample_function()):
+        with pytest.raises(CurvatureError, match="wrong in the second derivatives of NativeLayerNorm, so"):
+            call(x)
+    assert prediction_is_right(posterior, predictive="map")
 
 
 @pytest.mark.parametrize("function", [Once, Numpy])

@@ -8,9 +8,9 @@ from helpers.autograd_functions import Cubed
 from helpers.networks import Wired, made, mlp
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
-from predictive_cases import linearised_draws, network_draws
-from torch import nn
-from torch.autograd import gradcheck
+from predictive_cases import NORMS, linearised_draws, network_draws
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_bayes import Gaussian, LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior import PosteriorError, ShardedPosterior
@@ -96,6 +96,42 @@ def test_a_network_without_forward_mode_has_a_gradient_too() -> None:
     f = posterior.sample_function(seeded())
     torch.testing.assert_close(f(NEW), sample_functions(posterior, NEW, 1, seeded())[0], **TIGHT)
     assert gradcheck(f, NEW.clone().requires_grad_(), fast_mode=True)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_gates_have_the_gradient_of_finite_differences(norm: str) -> None:
+    """Of a draw, and of the mean of a refined posterior, once and twice."""
+    posterior = fit_laplace(made(NORMS[norm]), [(X, real(N, 3, seed=4))], Gaussian(0.5))
+    refined = posterior.refine([(X, real(N, 3, seed=4))])
+    for f in (posterior.sample_function(seeded()), lambda x: refined.functional(x, differentiable=True)[0]):
+        x = NEW[:2].clone().requires_grad_()
+        assert gradcheck(f, x, fast_mode=True)
+        assert gradgradcheck(f, x, fast_mode=True)
+    torch.testing.assert_close(posterior.sample_function(seeded())(x), posterior.sample_function(seeded())(NEW[:2]))
+
+
+def test_a_network_that_writes_into_its_input() -> None:
+    """The same as one that does not, in all that is fitted and drawn."""
+
+    def network(write: bool) -> nn.Module:
+        def forward(s: Any, x: Tensor) -> Tensor:
+            return s.head(s.body(x.mul_(2).sin_() if write else (2 * x).sin()).tanh())
+
+        return made(lambda: Wired(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3)))
+
+    x, data = NEW.clone(), X.clone()
+    writes, does_not = (fit_laplace(network(write), [(data[:4], Y[:4]), (data[4:], Y[4:])]) for write in (True, False))
+    for predictive in ("glm", "bnn"):
+        torch.testing.assert_close(*(p.predict(x, predictive, samples=3).probs for p in (writes, does_not)))
+        draw, same = (p.sample_function(seeded(), predictive, n=3) for p in (writes, does_not))
+        torch.testing.assert_close(draw(x), same(x))
+        leaf = x.clone().requires_grad_()
+        assert gradcheck(draw, leaf, fast_mode=True)
+        predict = (p.predict(leaf, predictive, samples=3, differentiable=True).probs for p in (writes, does_not))
+        gradients = (torch.autograd.grad(probs[:, 0].sum(), leaf)[0] for probs in predict)  # type: ignore[index]
+        torch.testing.assert_close(*gradients)
+    assert torch.equal(x, NEW)
+    assert torch.equal(data, X)
 
 
 def test_no_random_state_is_moved_and_none_moves_the_function() -> None:
