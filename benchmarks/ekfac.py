@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.practice.datasets import bundled, uci_regression
 from benchmarks.report import table
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.laplace import from_curvature
+from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.structures import BlockDiagonal, Dense
 
 SEEDS = 5

@@ -34,7 +34,7 @@ from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
-from lightning_bayes.posterior.laplace import check_laplace
+from lightning_bayes.posterior.fit import check_laplace
 from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.subnetwork import structure_for
 from lightning_bayes.posterior.training_points import PointOptions

@@ -1,8 +1,9 @@
 """The Gaussian over a network's weights: fitted, tuned, sampled, stored."""
 
+from lightning_bayes.posterior.fit import fit_laplace, from_curvature
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.l2m import fit_l2m
-from lightning_bayes.posterior.laplace import LaplacePosterior, fit_laplace, from_curvature
+from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior_precision import PriorError
 from lightning_bayes.posterior.second_moment import OptimizerError
 from lightning_bayes.posterior.sharded import ShardedPosterior

@@ -37,8 +37,9 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.shards import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
+from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
+from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import Prior, Weights, check_prior
 from lightning_bayes.posterior.prior_precision import check_precision
 from lightning_bayes.posterior.second_moment import SecondMoment, second_moments

@@ -3,9 +3,9 @@
     Λ = diag(δ)      around `m`, zero or pretrained weights,
     Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that come one set after the other.
 
-With `H` the curvature of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. The sum of two
-Kronecker products is none: their factors are added, which is an approximation (Ritter et al. 2018, "Online structured
-Laplace approximations for overcoming catastrophic forgetting").
+With `H` the curvature of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. A sum of two
+Kronecker products is not one: their factors are added, an approximation (Ritter et al. 2018, "Online structured Laplace
+approximations for overcoming catastrophic forgetting").
 """
 
 from __future__ import annotations

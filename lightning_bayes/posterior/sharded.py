@@ -29,8 +29,9 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.shards import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
+from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import PosteriorError, check_parameters
-from lightning_bayes.posterior.laplace import LaplacePosterior, from_curvature
+from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
 from lightning_bayes.posterior.serialization import FORMAT, likelihood_from
 from lightning_bayes.structures import Diagonal
