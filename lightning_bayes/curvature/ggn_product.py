@@ -2,7 +2,7 @@
 
 `JV` in forward mode, `Λ(JV)` example by example, and `Jᵀ(ΛJV)` by a backward pass, for many vectors at a time. Where
 PyTorch has no rule for an operator, `JV` is the derivative of a backward pass, or vectors are taken one at a time. A
-rule may be wrong, and forward mode differs from backward mode at an embedding's padding, whose row has no gradient. So
+rule may be wrong, and forward mode knows nothing of the padding of a functional embedding, which has no gradient. So
 the two halves are held against each other: `Vᵀ(JᵀΛJV)` must be `(JV)ᵀ(ΛJV)`.
 """
 

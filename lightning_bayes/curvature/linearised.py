@@ -39,6 +39,7 @@ class Linearised:
         self._parameters = {name: p.detach() for name, p in parameters.items()}
         self._x = x
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
+        self._padding = _padding_rows(network)
         self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
 
     def at(self, moves: dict[str, Tensor]) -> Tensor:
@@ -47,6 +48,7 @@ class Linearised:
             parameters = dict(self._network.named_parameters())
             with at_weights(self._network, {parameters[name]: move for name, move in moves.items()}):
                 return inputs.call(self._network, self._x)
+        moves = self._along(moves)
         return self._call({name: p + moves[name] for name, p in self._parameters.items()})
 
     def __call__(self, moves: dict[str, Tensor]) -> Tensor:
@@ -56,7 +58,7 @@ class Linearised:
 
     def derivative(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """`f(x)`, and `J(x) d` by itself, which the sum would round."""
-        directions = {name: moves[name] for name in self._parameters}
+        directions = self._along(moves)
         if self._backward is None:
             try:
                 with _forward_mode(self._recurrent):
@@ -80,7 +82,7 @@ class Linearised:
     def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
         """`J(x) d` of many directions, in forward mode or by two backward passes, all at once or one after the other;
         an error where an operator has no rule for that.  # {name: [b, the parameter's shape]} -> [b, B, ...]"""
-        directions = {name: moves[name] for name in self._parameters}
+        directions = self._along(moves)
         if forward:
             with _forward_mode(self._recurrent):
                 return (vmap if batched else _looped)(self._pushed)(directions)
@@ -94,6 +96,14 @@ class Linearised:
             return df
 
         return push(directions) if batched else _looped(push)(directions)
+
+    def _along(self, moves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A padding's vector is fixed: backward mode gives it no gradient, and forward mode must not move it."""
+        directions = {name: moves[name] for name in self._parameters}
+        for name, row in self._padding.items():
+            if name in directions:
+                directions[name] = directions[name].index_fill(-2, row.to(directions[name].device), 0)
+        return directions
 
     def _pushed(self, directions: dict[str, Tensor]) -> Tensor:
         df: Tensor = jvp(self._call, (self._parameters,), (directions,))[1]
@@ -129,6 +139,14 @@ class Linearised:
             raise neither from error
         used = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
         return f if self._differentiable else f.detach(), u, list(used), list(used.values())
+
+
+def _padding_rows(network: nn.Module) -> dict[str, Tensor]:
+    """Of embeddings, by the names of their weights.  # [1] each"""
+    tables = [(name, m) for name, m in network.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    return {
+        f"{name}.weight".lstrip("."): torch.tensor([m.padding_idx]) for name, m in tables if m.padding_idx is not None
+    }
 
 
 def _looped(function: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:

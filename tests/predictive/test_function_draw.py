@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.autograd_functions import Cubed
 from helpers.networks import Wired, made, mlp
+from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
 from predictive_cases import NORMS, linearised_draws, network_draws
@@ -174,3 +175,21 @@ def test_it_says_what_it_is() -> None:
     posterior = fitted()
     assert repr(posterior.sample_function()) == "FunctionDraw(one sample of the linearised network)"
     assert repr(posterior.sample_function(predictive="bnn", n=3)) == "FunctionDraw(3 samples of the network)"
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
+def test_the_vector_of_a_padding_does_not_move(structure: str) -> None:
+    """It has no gradient, and so no part in the covariance of the outputs."""
+    network = made(
+        lambda: Wired(lambda s, t: s.head(s.table(t).sum(1)), table=nn.Embedding(5, 3, 0), head=nn.Linear(3, 2))
+    )
+    tokens = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 4, 1]])
+    posterior = fit_laplace(network, [(tokens, torch.tensor([0, 1, 1]))], structure=structure, prior_precision=0.1)
+    J = jacobian(network, tokens)
+    for predictive in ("glm", "bnn"):
+        draw = posterior.sample_function(seeded(3), predictive=predictive)
+        move = posterior.sample(1, seeded(3))[0] - posterior.mean
+        assert move[:3].abs().min() > 0  # of the padding, in the posterior itself
+        assert torch.equal(draw(torch.zeros(1, 2).long()) - draw(torch.zeros(1, 3).long()), torch.zeros(1, 2).double())
+        if predictive == "glm":
+            torch.testing.assert_close(draw(tokens), network(tokens).detach() + J @ move)
