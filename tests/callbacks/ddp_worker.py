@@ -29,7 +29,8 @@ X = draw(5, FEATURES, seed=9).double()
 CURVATURES = ("ggn", "empirical_fisher", "fisher_mc")
 STRUCTURES = ("diag", "full", "ekfac", "lowrank")
 SELECTIONS = ("random", "leverage")
-NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS)
+PRIORS = ("prior", "prior_mean")
+NAMES = (*CURVATURES, *STRUCTURES, *SELECTIONS, *PRIORS)
 BATCH = 4
 OTHERS = ("one_example", "iterated", "evaluation", "stream", "best")
 LOADERS = ("plain", "shuffled", "drop_last", "subset", "limited")
@@ -76,10 +77,15 @@ def alone(model: nn.Module, loader: Any) -> Tensor:
 
 
 def callbacks(**arguments: Any) -> list[Any]:
+    earlier = fit_laplace(
+        Still().double(), [(draw(7, FEATURES, seed=3).double(), torch.arange(7) % 3)], processes=Processes()
+    )
+    priors = {"prior": earlier, "prior_mean": 0.5 * earlier.mean}
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
         *(laplace(name=word, gp_points=4, gp_selection=word, predictive="gp", **arguments) for word in SELECTIONS),
+        *(laplace(name=word, tune=None, **{word: priors[word]}, **arguments) for word in PRIORS),
     ]
 
 
