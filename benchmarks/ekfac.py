@@ -12,7 +12,7 @@ over seeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -118,7 +118,8 @@ def rows(make: Callable[[int], Problem]) -> Iterator[dict[str, dict[str, float]]
         fits = {word: (fitted, seconds) for word, fitted, seconds in posteriors(network, x, y)}
         exact, H = fits["full"][0].tune_prior("marglik"), fits["blocks"][0].curvature.structure.to_dense()
         row = {}
-        for word, (fitted, seconds) in fits.items():
+        for word in STRUCTURES:
+            fitted, seconds = fits[word]
             tuned = exact if word == "full" else fitted.tune_prior("marglik")
             same = fitted.with_noise(exact.likelihood.noise_std) if y.is_floating_point() else fitted
             row[word] = {
@@ -134,16 +135,21 @@ def rows(make: Callable[[int], Problem]) -> Iterator[dict[str, dict[str, float]]
         yield row
 
 
+def print_medians(name: str, measured: Sequence[dict[str, dict[str, float]]]) -> None:
+    """Over the seeds, a line for each fit."""
+    lines = []
+    for fit, numbers in measured[0].items():
+        columns = [[row[fit][key] for row in measured] for key in numbers]
+        lines.append([fit, *(f"{median(values):.3g}" for values in columns)])
+    print(f"\n{name}\n\n{table(['structure', *measured[0]['kron']], lines)}", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for name, make in PROBLEMS.items():
         measured = list(rows(make))
-        lines = []
-        for word in STRUCTURES:
-            columns = {key: [row[word][key] for row in measured] for key in measured[0][word]}
-            lines.append([word, *(f"{median(values):.3g}" for values in columns.values())])
-        print(f"\n{name}\n\n{table(['structure', *measured[0]['kron']], lines)}", flush=True)
+        print_medians(name, measured)
         lower = sum(row["ekfac"]["test NLL"] < row["kron"]["test NLL"] for row in measured)
         print(f"\nekfac has the lower test NLL than kron for {lower} of {SEEDS} seeds", flush=True)
 

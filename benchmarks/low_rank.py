@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.ekfac import PROBLEMS, Problem, score, train
-from benchmarks.report import table
+from benchmarks.ekfac import PROBLEMS, Problem, print_medians, score, train
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 
 SEEDS = 3
@@ -63,12 +61,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     for name, make in PROBLEMS.items():
-        measured = list(rows(make))
-        lines = []
-        for fit in FITS:
-            columns = {key: [row[fit][key] for row in measured] for key in measured[0][fit]}
-            lines.append([fit, *(f"{median(values):.3g}" for values in columns.values())])
-        print(f"\n{name}\n\n{table(['structure', *measured[0]['kron']], lines)}", flush=True)
+        print_medians(name, list(rows(make)))
 
 
 if __name__ == "__main__":

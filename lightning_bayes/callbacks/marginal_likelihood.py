@@ -28,13 +28,13 @@ from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameter
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.callbacks.marginal_checks import check_companions, check_length, check_monitors, is_monitored
 from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
+from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
 from lightning_bayes.posterior.evidence_ascent import ascend
 from lightning_bayes.posterior.prior_groups import PriorGroups
 from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
-from lightning_bayes.trainer.held_out_choice import check_optimum
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import is_dev_run
@@ -57,7 +57,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
         class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
 
-        structure: "kron", "ekfac" (a second pass), "diag", "full" or "lowrank" (several passes).
+        structure: "kron", "ekfac" (a second pass), "diag" or "full".
         subset: "all", "last_layer", or a list of parameter or module names; other weights get no prior.
         prior_precision: to begin with: a number, or one per layer.
         prior_mean: the weights that the prior is around, by default zero; see `LaplaceCallback`.
@@ -143,6 +143,11 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             raise ValueError(
                 f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
             )
+        if structure == LOW_RANK:
+            raise ValueError(
+                "structure='lowrank' leaves curvature out, so that its evidence is too high to learn a prior from: use "
+                "'kron', 'ekfac', 'diag' or 'full'"
+            )
         super().__init__(
             likelihood, network=network, output=output, class_dim=class_dim,
             structure=structure, subset=subset, prior_precision=prior_precision, prior_mean=prior_mean,
@@ -158,8 +163,6 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         self.keep = word("keep", keep, ("best", "last"))
         if mode == "mackay" and evidence == "linear":
             raise ValueError("mode='mackay' is the fixed point of evidence='marglik': use mode='gradient' for 'linear'")
-        if evidence == "linear":
-            check_optimum(structure, "evidence='linear'", "evidence='marglik', or structure='kron'")
         self.loss_scale = None if loss_scale is None else positive("loss_scale", loss_scale)
         self.n_data = None if n_data is None else count("n_data", n_data)
         self._forget()

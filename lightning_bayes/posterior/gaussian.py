@@ -143,8 +143,8 @@ class GaussianPosterior:
     def functional_for(
         self, precisions: list[Structure], x: Any, form: str = "example", differentiable: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """`functional` for several precisions in the same eigenbasis (several priors), in one backward pass; the
-        covariances in one of the forms of `output_gaussian`."""
+        """`functional` for several precisions (several priors of one fit), in one backward pass; the covariances in one
+        of the forms of `output_gaussian`."""
 
         def gaussian(x: Any) -> list[Tensor]:
             with self.linearised(x) as (plan, x):
@@ -374,7 +374,9 @@ class GaussianPosterior:
     def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("prior to tune"))
 
-    def update(self, loader: Any, progress: bool = False, processes: Any = None) -> GaussianPosterior:
+    def update(
+        self, loader: Any, progress: bool = False, processes: Any = None, probe: Any = None
+    ) -> GaussianPosterior:
         raise PosteriorError(self._no_evidence("sums over data to add to"))
 
     def _no_evidence(self, what: str) -> str:

@@ -197,7 +197,7 @@ class LaplacePosterior(GaussianPosterior):
             return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
 
     def update(
-        self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None
+        self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None, probe: Any = None
     ) -> LaplacePosterior:
         """The posterior of more data at the same weights, with the same prior: as one fit to the old and the new data
         together, exactly for structure="full" and "diag"; "kron" must have been fitted with `updatable=True`.
@@ -206,10 +206,11 @@ class LaplacePosterior(GaussianPosterior):
             loader: the new data `(x, y)`.
             progress: show a progress bar.
             processes: those that share the new data.
+            probe: an input, for a process whose own share of them may be empty.
         """
         from lightning_bayes.posterior.update import update
 
-        return update(self, loader, progress, processes)
+        return update(self, loader, progress, processes, probe)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""

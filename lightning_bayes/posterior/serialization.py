@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import Structure
 
+Part = TypeVar("Part")
 FORMAT = 2
 READABLE = (1, 2)  # 1 has another fingerprint (see `same_weights`), and no squared error
 _COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerprint", "type")
@@ -109,8 +110,9 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     check_parameters(network, subset)
-    structure = _read_structure(state[matrix])
-    _check_numbers(state, subset, structure, matrix)
+    structure = _read(Structure.from_state, state[matrix], "matrix")
+    prior = _read(Prior.from_state, state["prior"], "prior")
+    _check_numbers(state, subset, structure, matrix, prior)
     device = next(iter(subset.parameters(network).values())).device
     mean, structure = state["mean"].to(device), structure.to(device)
     likelihood = likelihood or likelihood_from(state["likelihood"], device)
@@ -140,40 +142,38 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         output=output_of(network),
     )
     prior_precision, temperature, damping = state["prior_precision"].to(device), state["temperature"], state["damping"]
-    around = network, mean, fingerprint, curvature, prior_precision, temperature, damping, _read_prior(state["prior"])
-    posterior = LaplacePosterior.around(*around)
+    posterior = LaplacePosterior.around(
+        network, mean, fingerprint, curvature, prior_precision, temperature, damping, prior
+    )
     shift = None if state["shift"] is None else state["shift"].to(device)
     points = TrainingPoints.from_state(state["points"])
     used_data = state["used_data"]
     return replace(posterior, calibrations=calibrations, shift=shift, points=points, used_data=used_data)
 
 
-def _read_structure(state: Any) -> Structure:
+def _read(from_state: Callable[[Any], Part], state: Any, what: str) -> Part:
     try:
-        return Structure.from_state(state)
+        return from_state(state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PosteriorError(
-            f"the state of the posterior is not complete: its matrix cannot be read ({error!r}); save it again"
+            f"the state of the posterior is not complete: its {what} cannot be read ({error!r}); save it again"
         ) from None
 
 
-def _read_prior(state: Any) -> Prior:
-    try:
-        return Prior.from_state(state)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PosteriorError(
-            f"the state of the posterior is not complete: its prior cannot be read ({error!r}); save it again"
-        ) from None
-
-
-def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str) -> None:
-    for what, size in (("mean", state["mean"].numel()), (matrix, structure.size)):
-        if size != subset.size:
+def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str, prior: Prior) -> None:
+    sizes = {
+        "mean": state["mean"].numel(),
+        matrix: structure.size,
+        "prior's mean": None if prior.mean is None else prior.mean.numel(),
+        "prior": None if prior.precision is None else prior.precision.size,
+    }
+    for what, size in sizes.items():
+        if size not in (None, subset.size):
             raise PosteriorError(
                 f"the state of the posterior does not fit itself: its {what} is of {size} weights, but the parameters "
                 f"it names have {subset.size}; save it again"
             )
-    for what in ("mean", matrix, "prior_precision"):
+    for what in ("mean", matrix, "prior_precision", "prior"):
         if inputs.has_nonfinite(state.get(what)):
             raise PosteriorError(
                 f"the {what.replace('_', ' ')} of the posterior holds NaN or infinity: fit the posterior again, to "

@@ -24,7 +24,7 @@ FITTED = ("ggn", "fisher_mc", "empirical_fisher")
 
 
 def update(
-    posterior: LaplacePosterior, loader: Iterable[Any], progress: bool, processes: Processes | None
+    posterior: LaplacePosterior, loader: Iterable[Any], progress: bool, processes: Processes | None, probe: Any
 ) -> LaplacePosterior:
     """See `LaplacePosterior.update`."""
     flag("progress", progress)
@@ -45,6 +45,7 @@ def update(
         hessian=old.hessian,
         progress=progress,
         processes=processes,
+        probe=probe,
         updatable=True,
         first_example=old.n_data,
     )

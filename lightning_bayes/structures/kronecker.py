@@ -56,14 +56,18 @@ class Factor:
 
     def scale(self, factor: float | Tensor) -> Factor:
         """By a number, or one for each group `[g, 1]`."""
-        each = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.ndim else factor
-        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * each)
+        of_matrix = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.ndim else factor
+        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * of_matrix)
 
-    def plus(self, other: Factor) -> Factor:
+    def plus(self, other: Factor, keep: bool = False) -> Factor:
         """The sum, decomposed again."""
         if self.vectors is None and other.vectors is None:
             return Factor(None, self.values + other.values)
-        return Factor.from_matrix(self.matrix + other.matrix, keep=self.can_grow and other.can_grow)
+        return Factor.from_matrix(self.matrix + other.matrix, keep)
+
+    def decomposed(self) -> Factor:
+        """Without the matrix itself."""
+        return Factor(self.vectors, self.values)
 
     def diagonal_in(self, vectors: Tensor | None) -> Tensor:
         """`diag(QᵀMQ)`.  # [g, d]"""
@@ -170,7 +174,7 @@ class Kronecker(Structure):
         assert isinstance(other, Kronecker)
         own, others = (block.left.values.sum(-1, keepdim=True) for block in (self, other))  # [g, 1]
         share = own / (own + others).clamp(min=torch.finfo(self.dtype).tiny)
-        return self._summed(other, share, 1 - share)
+        return self._summed(other, share, 1 - share, keep=False)
 
     def grown(self, other: Structure) -> Kronecker:
         """`(G + G') ⊗ (rA + r'A')/(r + r')` with the `r` inputs of which `A` is the mean."""
@@ -180,11 +184,11 @@ class Kronecker(Structure):
             raise StructureError("its factors do not say of how many inputs they are the mean: fit the posterior again")
         total = self.rows + other.rows
         share = self.rows / total if total else 0.0  # a layer that no example has used has none
-        return replace(self._summed(other, share, 1 - share), rows=total)
+        return replace(self._summed(other, share, 1 - share, keep=True), rows=total)
 
-    def _summed(self, other: Kronecker, share: float | Tensor, rest: float | Tensor) -> Kronecker:
-        right = self.right.scale(share).plus(other.right.scale(rest))
-        return Kronecker(self.left.plus(other.left), right, self.shift + other.shift)
+    def _summed(self, other: Kronecker, share: float | Tensor, rest: float | Tensor, keep: bool) -> Kronecker:
+        right = self.right.scale(share).plus(other.right.scale(rest), keep)
+        return Kronecker(self.left.plus(other.left, keep), right, self.shift + other.shift)
 
     def scale(self, factor: float | Tensor) -> Kronecker:
         return replace(self, left=self.left.scale(factor), shift=self.shift * factor)
@@ -196,7 +200,8 @@ class Kronecker(Structure):
                 "a Kronecker block takes one prior precision for the whole layer (adding a different one per parameter "
                 "is not a Kronecker product): use a scalar or per-layer prior, or structure='diag' or 'full'"
             )
-        return replace(self, shift=self.shift + precision.flatten()[0])
+        left, right = self.left.decomposed(), self.right.decomposed()  # data are added to a curvature, not to a sum
+        return replace(self, left=left, right=right, shift=self.shift + precision.flatten()[0])
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
         """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""

@@ -95,20 +95,14 @@ def check_tuning(
             f"tune={tune!r} belongs to the exact sum with the prior, but structure='kron' adds factors: use "
             "tune='marglik', or structure='full' or 'diag'"
         )
-    if tune == "linear":
-        check_optimum(structure, "tune='linear'", "tune='auto' or 'grid' with validation data, or tune='marglik'")
+    if tune == "linear" and structure == LOW_RANK:
+        raise ValueError(
+            "tune='linear' needs the curvature in all directions of the gradient, but structure='lowrank' leaves some "
+            "out: use tune='auto' or 'grid' with validation data, or tune='marglik'"
+        )
     if tune in ("mackay", "linear") and damping is not None:
         raise ValueError(
             f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
-        )
-
-
-def check_optimum(structure: str | None, asked: str, instead: str) -> None:
-    """Of the linear model: see `LaplacePosterior.check_optimum`."""
-    if structure == LOW_RANK:
-        raise ValueError(
-            f"{asked} needs the curvature in all directions of the gradient, but structure='lowrank' leaves some out: "
-            f"use {instead}"
         )
 
 

@@ -224,7 +224,7 @@ for _bad in (-1.0, math.inf, "half"):
 online("threshold", -1, "must be between 0 and inf, got -1")
 
 common(marginal)
-marginal("evidence", "linear", "structure='lowrank' leaves some out: use evidence='marglik'", structure="lowrank")
+marginal("structure", "lowrank", "leaves curvature out", "use 'kron', 'ekfac', 'diag' or 'full'")
 words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
 marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
 subsets(marginal)

@@ -133,13 +133,33 @@ def test_active_learning() -> None:
     assert set(information.argsort()[-10:].tolist()) == set(chosen.tolist())
 
 
-def test_continual() -> None:
-    network = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+class Continual(L.LightningModule):
+    """A training step with one more term."""
+
+    penalty: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.penalties = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.penalties.append(torch.zeros(()) if self.penalty is None else self.penalty())
+        return nn.functional.cross_entropy(self.net(x), y) + self.penalties[-1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_continual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     data = [TensorDataset(torch.randn(20, 4) + task, torch.arange(20) % 3) for task in range(2)]
-    optimizer = torch.optim.SGD(network.parameters(), 0.1)
-    own = {"network": network, "nn": nn, "optimizer": optimizer, "tasks": [DataLoader(task, 8) for task in data]}
-    posterior = run_page(DOCS / "continual.md", **own)["posterior"]
-    assert float(posterior.penalty(network).detach()) == 0
+    model = Continual()
+    posterior = run_page(DOCS / "continual.md", model=model, tasks=[DataLoader(task, 8) for task in data])["posterior"]
+    assert float(posterior.penalty(model.net).detach()) == 0
+    of_first, of_second = (torch.stack(part).detach() for part in (model.penalties[:15], model.penalties[15:]))
+    assert (of_first == 0).all()
+    assert of_second[0] == 0 < of_second[1:].min()  # it starts at the mean
     alone = posterior.curvature.structure.diagonal().sum() + posterior.mean.numel()
     assert posterior.precision.diagonal().sum() > 1.2 * alone  # what the first task has added
 

@@ -26,6 +26,8 @@ def main(folder: Path, world: int, rank: int) -> None:
             posterior = posterior.update(second, processes=Processes.current())
             answers[f"{structure} {curvature}"] = posterior.precision.to_dense()
             answers[f"evidence {structure} {curvature}"] = posterior.log_marginal_likelihood()
+    one = posterior.update([(x[:1], y[:1])] if rank == 0 else [], processes=Processes.current(), probe=x[:1])
+    answers["n_data"] = torch.tensor(one.n_data)  # an example for one of them alone
     torch.save(answers, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -238,6 +238,18 @@ def test_priors_are_saved(structure: str, tmp_path: Any) -> None:
     assert torch.equal(loaded.with_prior(3.0).precision.to_dense(), after.with_prior(3.0).precision.to_dense())
 
 
+def test_a_damaged_prior_is_told_when_it_is_loaded() -> None:
+    _, after = two_fits("mlp", "full")
+    state = after.state_dict()
+    for prior, says in (
+        ({**state["prior"], "mean": torch.zeros(3)}, "its prior's mean is of 3 weights"),
+        ({**state["prior"], "mean": torch.full((31,), torch.nan)}, "the prior of the posterior holds NaN"),
+        ({**state["prior"], "precision": {"type": "Dense"}}, "its prior cannot be read"),
+    ):
+        with pytest.raises(PosteriorError, match=says):
+            GaussianPosterior.from_state_dict(after.network, {**state, "prior": prior})
+
+
 def test_a_state_dict_is_a_mean_in_the_order_of_the_weights() -> None:
     data, pretrained = case("mlp"), near(case("mlp").network)
     by_name = fit_laplace(data.network, data.loader(), prior_mean=pretrained.state_dict())

@@ -131,11 +131,15 @@ def test_the_factors_are_kept_only_where_asked() -> None:
         posterior = fit_laplace(data.network, data.loader(), updatable=updatable)
         kept = [block.left.kept is not None for block in posterior.curvature.structure.blocks]
         assert kept == [updatable, updatable]
+        after = fit_laplace(data.network, data.loader(), prior=posterior, updatable=updatable)
+        for P in (posterior.precision, after.precision, after.prior.precision):  # nothing is added to a sum
+            assert [block.left.kept for block in P.blocks] == [None, None]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_two_processes_add_what_one_adds(structure: str, growing: list[dict[str, Any]]) -> None:
     network, x, y = made(mlp), real(11, 3), torch.arange(11) % 3
+    assert [int(of_process["n_data"]) for of_process in growing] == [12, 12]
     for curvature in ("ggn", "fisher_mc"):
         whole = fit_laplace(network, [(x, y)], Categorical(), structure, curvature=curvature)
         for of_process in growing:
