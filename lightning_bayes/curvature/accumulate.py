@@ -125,13 +125,8 @@ class FullAccumulator(JacobianAccumulator):
         return self._block.sums
 
     def overflowing(self) -> str | None:
-        subset = self._plan.subset
         bad = (~self._block.sums[0][0].diagonal().isfinite()).nonzero()
-        if not len(bad):
-            return None
-        place = int(bad[0])
-        place = place if subset.mask is None else int(subset.mask[place])
-        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+        return self._plan.subset.name_at(int(bad[0])) if len(bad) else None
 
     def finish(self, processes: Processes) -> Dense:
         return self._block.structure([])

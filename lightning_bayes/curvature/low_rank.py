@@ -85,19 +85,20 @@ class LowRankSum:
         self._processes.sum_([self._gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        lanczos, n_data, n_passes = self._lanczos, self._n_data, 1
+        lanczos, n_data, n_passes = self._lanczos, int(self._totals[0]), 1
         lanczos.add(self._summed())
-        while not self._is_finished():
+        while not self._over_all(lanczos.finished):
             self._sum = torch.zeros_like(lanczos.block)
             self._n_batches = self._n_data = 0
             n_passes += 1
             self._order.begin()
             for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
                 self._add(x, y)
-            if self._n_data != n_data:
+            seen = self._over_all(self._n_data)
+            if seen != n_data:
                 raise DataError(
                     f"structure='lowrank' passes over the same data several times, but the loader gave {n_data} "
-                    f"examples in the first pass and {self._n_data} in pass {n_passes}: pass a list or a DataLoader"
+                    f"examples in the first pass and {seen} in pass {n_passes}: pass a list or a DataLoader"
                 )
             if not self._order.is_same(self._processes, self._sum.device):
                 raise DataError(f"structure='lowrank' with curvature='fisher_mc' needs {WANTED}: {REMEDY}")
@@ -156,17 +157,14 @@ class LowRankSum:
             raise not_finite(self._overflowing(self._sum))
         return self._sum
 
-    def _is_finished(self) -> bool:
-        """On any process, and so on all."""
-        finished = torch.tensor([float(self._lanczos.finished)], device=self._sum.device)
-        self._processes.sum_([finished])
-        return bool(finished > 0)
+    def _over_all(self, number: int) -> int:
+        """The sum over processes, which raise and stop together: where only one did, the others would wait."""
+        total = torch.tensor([int(number)], device=self._sum.device)
+        self._processes.sum_([total])
+        return int(total)
 
     def _overflowing(self, product: Tensor) -> str:
-        subset = self._plan.subset
-        place = int((~product.isfinite()).any(0).nonzero()[0])
-        place = place if subset.mask is None else int(subset.mask[place])
-        return next(name for name in reversed(subset.names) if subset.starts[name] <= place)
+        return self._plan.subset.name_at(int((~product.isfinite()).any(0).nonzero()[0]))
 
 
 def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:

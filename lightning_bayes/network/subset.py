@@ -63,6 +63,11 @@ class Subset:
         """The subset's weights as one vector, detached.  # [P]"""
         return self.narrow(torch.cat([p.detach().reshape(-1) for p in self.parameters(network).values()]))
 
+    def name_at(self, place: int) -> str:
+        """The parameter of an entry of the flat vector."""
+        place = place if self.mask is None else int(self.mask[place])
+        return next(name for name in reversed(self.names) if self.starts[name] <= place)
+
     def narrow(self, flat: Tensor) -> Tensor:
         """The subnetwork's entries of a vector over the whole parameters.  # [..., full] -> [..., P]"""
         return flat if self.mask is None else flat[..., self.mask.to(flat.device)]
