@@ -181,9 +181,7 @@ def test_root_solve_is_by_a_root_of_the_inverse_that_the_matrix_determines(M: St
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_draws_of_a_full_matrix_take_no_eigendecomposition(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_of_a_full_matrix_take_no_eigendecomposition(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     used, original = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix) or original(matrix))
     rows = random(5, 12, seed=47).to(dtype)  # rank 5
