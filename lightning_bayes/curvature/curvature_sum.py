@@ -22,6 +22,7 @@ from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
+from lightning_bayes.structures.factor import Rank
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -73,6 +74,7 @@ class CurvatureSum:
         root_at: RootAt | None = None,
         updatable: bool = False,
         first_example: int = 0,
+        rank: Rank = None,
     ) -> None:
         self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
@@ -87,7 +89,7 @@ class CurvatureSum:
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
-        self._accumulator.keeps_factors = updatable
+        self._accumulator.keeps_factors, self._accumulator.rank = updatable, rank
         self._gradient = torch.zeros(plan.subset.size, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
 
@@ -166,6 +168,7 @@ class CurvatureSum:
         check_examples_apart(self._network, torch.cat(alone), outputs)
 
     def finish(self) -> Curvature:
+        self._accumulator.gather(self._processes)
         self._processes.sum_([*self._accumulator.sums, self._gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count
+from lightning_bayes.arguments import count, shown
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
 from lightning_bayes.curvature.ggn_product import GGNProduct, output_fisher
@@ -185,6 +185,9 @@ def check_rank(rank: Any, structure: str) -> None:
     """How many eigenpairs; None is the default."""
     if rank is None:
         return
-    count("rank", rank)
-    if structure != WORD:
-        raise ValueError(f"rank={rank} belongs to structure='lowrank', got structure={structure!r}")
+    if structure not in (WORD, "kron"):
+        raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
+    if rank == "auto" and structure == WORD:
+        raise ValueError("rank='auto' is for the factors of structure='kron': give structure='lowrank' a whole number")
+    if rank != "auto":
+        count("rank", rank)
