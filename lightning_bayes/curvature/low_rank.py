@@ -187,7 +187,5 @@ def check_rank(rank: Any, structure: str) -> None:
         return
     if structure not in (WORD, "kron"):
         raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
-    if rank == "auto" and structure == WORD:
-        raise ValueError("rank='auto' is for the factors of structure='kron': give structure='lowrank' a whole number")
-    if rank != "auto":
+    if structure == WORD or rank != "auto":
         count("rank", rank)

@@ -110,6 +110,11 @@ class Factor:
         return self.values if self.remainder is None else torch.cat([self.values, self.remainder], -1)
 
     @property
+    def trace(self) -> Tensor:
+        """# [g, 1]"""
+        return self.count(self.spectrum, -1).sum(-1, keepdim=True)
+
+    @property
     def squares(self) -> Tensor:
         """By which `diag f(M)` is a product with `f(spectrum)`.  # [g, d, k] or [g, d, k + 1]"""
         assert self.vectors is not None
@@ -204,14 +209,13 @@ class Factor:
         """`diag(EᵀME)` of another factor's `E`, as its spectrum.  # [g, k] or [g, k + 1]"""
         if self.vectors is basis.vectors:
             return self.spectrum
-        own = self.values if self.vectors is None else (self.squares @ self.spectrum.unsqueeze(-1)).squeeze(-1)
         if basis.vectors is None:
-            return own if self.kept is None else self.kept.diagonal(dim1=-2, dim2=-1)
+            return self.matrix.diagonal(dim1=-2, dim2=-1)
         inside = (basis.vectors * self.matmul(basis.vectors)).sum(-2)
         if basis.remainder is None:
             return inside
         d, k = basis.vectors.shape[-2:]
-        rest = (own.sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)).clamp(min=0) / (d - k)
+        rest = (self.trace - inside.sum(-1, keepdim=True)).clamp(min=0) / (d - k)
         return torch.cat([inside, rest], -1)
 
     def matmul(self, V: Tensor) -> Tensor:

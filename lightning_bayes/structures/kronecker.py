@@ -108,7 +108,7 @@ class Kronecker(Structure):
         2018) with the trace of the sum, which is `M'` where `M` vanishes."""
         self._check_same_form(other)
         assert isinstance(other, Kronecker)
-        own, others = (block.left.values.sum(-1, keepdim=True) for block in (self, other))  # [g, 1]
+        own, others = (block.left.trace for block in (self, other))  # [g, 1]
         share = own / (own + others).clamp(min=torch.finfo(self.dtype).tiny)
         return self._summed(other, share, 1 - share, keep=False)
 
