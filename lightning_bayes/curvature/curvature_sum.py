@@ -23,6 +23,7 @@ from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
+from lightning_bayes.structures.factor import Rank
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -74,6 +75,7 @@ class CurvatureSum:
         root_at: RootAt | None = None,
         updatable: bool = False,
         first_example: int = 0,
+        rank: Rank = None,
     ) -> None:
         self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
@@ -88,7 +90,7 @@ class CurvatureSum:
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
-        self._accumulator.keeps_factors = updatable
+        self._accumulator.keeps_factors, self._accumulator.rank = updatable, rank
         self._gradients = [torch.zeros_like(p, dtype=dtype) for p in self._parameters.values()]  # of the loss
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
         self._checks = BatchChecks(likelihood, self._overflowing)
@@ -162,8 +164,10 @@ class CurvatureSum:
         alone = [self._add(inputs.take(self._network, x, one), y[one], examples[one])[0] for one in ones]
         check_examples_apart(self._network, torch.cat(alone), outputs)
 
-    def finish(self) -> Curvature:
+    def finish(self, progress: bool = False) -> Curvature:
         self._checks.look()
+        self._accumulator.shows_progress = progress
+        self._accumulator.gather(self._processes)
         gradient = self._plan.subset.narrow(torch.cat([g.flatten() for g in self._gradients]))
         self._processes.sum_([*self._accumulator.sums, gradient, self._totals])
         if self._totals[0] == 0:

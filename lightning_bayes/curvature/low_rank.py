@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count
+from lightning_bayes.arguments import count, shown
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
@@ -81,7 +81,7 @@ class LowRankSum:
         gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
         self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
 
-    def finish(self) -> Curvature:
+    def finish(self, progress: bool = False) -> Curvature:
         """All further passes."""
         self._checks.look()
         self._processes.sum_([self._gradient, self._totals])
@@ -182,6 +182,7 @@ def check_rank(rank: Any, structure: str) -> None:
     """How many eigenpairs; None is the default."""
     if rank is None:
         return
-    count("rank", rank)
-    if structure != WORD:
-        raise ValueError(f"rank={rank} belongs to structure='lowrank', got structure={structure!r}")
+    if structure not in (WORD, "kron"):
+        raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
+    if structure == WORD or rank != "auto":
+        count("rank", rank)
