@@ -39,7 +39,7 @@ class InputSum:
 
     def add(self, a: Tensor) -> None:
         """# [G, rows, I], without the one"""
-        self._pending.append(a.to(self._dtype))
+        self._pending.append(a.to(self._dtype, copy=self._most > 0))  # kept beyond the batch, rows are our own
         if self._n_pending >= max(FULL, self._most + 1):
             self._add_pending()
 
