@@ -24,12 +24,20 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.callbacks.given_prior import GivenPrior
-from lightning_bayes.callbacks.sharded_fit import FirstStep, InStep, check_sharded, check_sharded_data
+from lightning_bayes.callbacks.sharded_fit import (
+    FirstStep,
+    InStep,
+    check_sharded,
+    check_sharded_data,
+    fit_diagonal,
+    is_diagonal,
+)
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options, check_passes, check_updatable
 from lightning_bayes.curvature.low_rank import n_vectors
+from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
@@ -252,6 +260,8 @@ class LaplaceCallback(PosteriorCallback):
         self._check_module(module)
         self._module = module
         posterior = self._pass(trainer, module, loader)
+        if posterior.is_sharded:
+            return posterior
         with preserved_rng(), forward_context(trainer):
             if self.tune not in (None, "auto", "grid"):
                 options: dict[str, Any] = {"per_layer": self.per_layer, "prior_groups": self.prior_groups}
@@ -273,6 +283,8 @@ class LaplaceCallback(PosteriorCallback):
             x = None if probe is None else self.read_by_targets(module, *probe)
             network, processes = self.network_in(module), data_processes(trainer)
             batches: ExactPass | InStep = data
+            if is_sharded(network) and is_diagonal(self):
+                return fit_diagonal(self, network, data, (x, probe[1]), processes)
             if is_sharded(network):
                 network = layer = gathered(network, x)
                 batches, x = InStep(layer, data, x, processes), layer.container(x)
@@ -302,6 +314,10 @@ class LaplaceCallback(PosteriorCallback):
     def has_prior(self) -> bool:
         """Whether the prior is another posterior."""
         return self._given.is_posterior
+
+    @property
+    def has_prior_mean(self) -> bool:
+        return self._given.has_mean
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
@@ -361,6 +377,9 @@ class LaplaceCallback(PosteriorCallback):
         network = self.network_in(pl_module)
         if is_sharded(network):
             self._data.check_training_data(trainer, check_sharded_data)
+        if is_sharded(network) and is_diagonal(self):
+            check_layers(network)
+        elif is_sharded(network):
             self._first_step = FirstStep(network)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

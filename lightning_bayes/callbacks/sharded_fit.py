@@ -2,7 +2,9 @@
 
 | words                                                                    | what each process holds                |
 |--------------------------------------------------------------------------|----------------------------------------|
-| `subset="last_layer"`                                                    | the last layer and its posterior, whole |
+| `subset="last_layer"`, `structure="full"`, "kron" or "diag"              | the last layer and its posterior, whole |
+| `structure="diag"` of all weights, `curvature="fisher_mc"` or             | the posterior of its own weights       |
+| "empirical_fisher"                                                       |                                        |
 
 What else there is needs the whole network on every process. It is refused by name, before training.
 
@@ -20,9 +22,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from lightning_bayes.curvature.sharded_diagonal import CURVATURES, ShardedDiagonalSum
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.gathered_layer import GatheredLayer, LayerWatch, watching
 from lightning_bayes.network.output import output_of, unviewed
+from lightning_bayes.posterior import ShardedPosterior
 from lightning_bayes.trainer.data import ExactPass, is_countable
 from lightning_bayes.trainer.private import class_name
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -32,7 +36,10 @@ if TYPE_CHECKING:
 
 STRUCTURES = ("full", "kron", "diag")
 _SHARDED = "ModelParallelStrategy"
-_WAY_OUT = "use strategy='ddp' or a single device, or subset='last_layer'"
+_WAY_OUT = (
+    "use strategy='ddp' or a single device, or subset='last_layer', or structure='diag' with curvature='fisher_mc' or "
+    "'empirical_fisher'"
+)
 
 
 def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
@@ -41,7 +48,7 @@ def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
     if class_name(trainer.strategy, {_SHARDED}) is None:
         refuse_sharded(trainer, who)
         return
-    if callback.subset != "last_layer":
+    if callback.subset != "last_layer" and not is_diagonal(callback):
         refuse_sharded(trainer, who, _WAY_OUT)
     refused = {
         f"structure={callback.structure!r}": callback.structure not in STRUCTURES,
@@ -50,11 +57,34 @@ def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
         "weights='best'": callback.weights == "best",
         "prior=": callback.has_prior,
     }
+    if is_diagonal(callback):
+        refused |= {
+            "predictive='glm' (not 'bnn' or 'map')": callback.predictive not in ("bnn", "map"),
+            f"tune={callback.tune!r}": callback.tune not in (None, "auto"),
+            "temperature=": callback.temperature != 1,
+            "prior_mean=": callback.has_prior_mean,
+        }
     for words in [words for words, is_refused in refused.items() if is_refused]:
         raise RuntimeError(
             f"{who} with {words} needs every process to hold the whole network, which {_SHARDED} does not: leave it "
             "out, or use strategy='ddp' or a single device"
         )
+
+
+def is_diagonal(callback: LaplaceCallback) -> bool:
+    """Whether it fits a diagonal over all weights that can stay in shards."""
+    return (callback.subset, callback.structure) == ("all", "diag") and callback.curvature in CURVATURES
+
+
+def fit_diagonal(
+    callback: LaplaceCallback, network: nn.Module, data: ExactPass, spare: tuple[Any, Tensor], processes: Processes
+) -> ShardedPosterior:
+    """The diagonal posterior over all weights, in shards; on all processes."""
+    words = (callback.curvature, callback.mc_samples, callback.seed, processes)
+    total = ShardedDiagonalSum(network, callback.likelihood, *words)
+    for batch in in_step(data, processes, inputs.device_of(network)):
+        total.add(*(spare if batch is None else batch), counts=batch is not None)
+    return ShardedPosterior.from_curvature(network, total.finish(), callback.prior_precision)
 
 
 def check_sharded_data(loader: Any) -> None:
@@ -65,6 +95,18 @@ def check_sharded_data(loader: Any) -> None:
         )
 
 
+def in_step(data: ExactPass, processes: Processes, device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
+    """The batches of a process's share, and None while others have some left."""
+    batches = iter(data)
+    while True:
+        batch = next(batches, None)
+        running = torch.tensor(float(batch is not None), device=device)
+        processes.sum_([running])
+        if not running:
+            return
+        yield batch
+
+
 class InStep:
     """The batches of a process's share as features of a last layer; all processes take as many steps."""
 
@@ -72,13 +114,7 @@ class InStep:
         self._network, self._data, self._spare, self._processes = network, data, spare, processes
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        batches = iter(self._data)
-        while True:
-            batch = next(batches, None)
-            running = torch.tensor(float(batch is not None), device=inputs.device_of(self._network))
-            self._processes.sum_([running])
-            if not running:
-                return
+        for batch in in_step(self._data, self._processes, inputs.device_of(self._network)):
             features = self._network.container(self._spare if batch is None else batch[0])
             if batch is not None:
                 yield features, batch[1]

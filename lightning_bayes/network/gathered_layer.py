@@ -44,7 +44,7 @@ class GatheredLayer(OwnContainer):
         for name in parents:
             owner.add_module(name, nn.Module())
             owner = owner.get_submodule(name)
-        owner.add_module(last, _plain_copy(network.get_submodule(layer)))
+        owner.add_module(last, plain_copy(network.get_submodule(layer)))
 
     def forward(self, a: Tensor) -> Tensor:
         return self.get_submodule(self._layer)(a)
@@ -179,15 +179,18 @@ def _watched_run(network: nn.Module, x: Any) -> LayerWatch:
     return watch
 
 
-def _plain_copy(layer: nn.Module) -> nn.Module:
-    """Of the class that its author gave it, with whole weights, and without the hooks that shard it."""
+def plain_copy(layer: nn.Module, zeros: bool = False) -> nn.Module:
+    """Of the class that its author gave it, with whole weights, or `zeros` in their place, and without the hooks that
+    shard it."""
     kind = next(kind for kind in type(layer).__mro__ if issubclass(kind, nn.Module) and not _is_of_fsdp(kind))
     copy: nn.Module = object.__new__(kind)
     nn.Module.__init__(copy)
     own = {name: value for name, value in layer.__dict__.items() if name not in copy.__dict__}
     copy.__dict__.update(own, training=layer.training)
     for name, p in layer.named_parameters(recurse=False):
-        copy.register_parameter(name, nn.Parameter(whole(p.detach()).clone(), p.requires_grad))
+        zero = torch.zeros((), dtype=p.dtype, device=p.device)  # of all entries, which takes no memory
+        value = zero.expand(p.shape) if zeros else whole(p.detach()).clone()
+        copy.register_parameter(name, nn.Parameter(value, p.requires_grad))
     for name in layer._parameters.keys() - copy._parameters.keys():  # a bias that there is not
         copy.register_parameter(name, None)
     for name, buffer in layer.named_buffers(recurse=False):

@@ -24,12 +24,17 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import GaussianPosterior
+from lightning_bayes.posterior import ShardedPosterior
 
 GLOBAL, EXAMPLES = 12, 37  # of which the first of two processes has four batches, and the second three
 LAST = {
     "kron": {},
     "full": {"structure": "full", "prior_precision": 2.0},
     "diag": {"structure": "diag", "curvature": "fisher_mc", "mc_samples": 2},
+}
+ALL = {
+    "empirical": {"curvature": "empirical_fisher", "prior_precision": 2.0},
+    "sampled": {"curvature": "fisher_mc", "mc_samples": 2},
 }
 
 
@@ -142,6 +147,31 @@ class Scenarios:
             model.net[0].weight.mul_(1.001)
         self.results["stale"] = error(lambda: callbacks["kron"].predict(own))
 
+    def all_weights(self) -> None:
+        exact = DataLoader(wide(labelled(EXAMPLES)), GLOBAL // 2)
+        same: dict[str, Any] = {"structure": "diag", "predictive": "bnn", "samples": 4, "tune": None, "calibrate": None}
+        callbacks = {key: laplace(name=key, weights="last", data=exact, **same, **words) for key, words in ALL.items()}
+        model, fit = Module(self.world), self.trainer(*callbacks.values())
+        fit.fit(model, self.loader(36), self.loader(24))
+        for key, callback in callbacks.items():
+            posterior: Any = callback.posterior
+            if self.world == 1:
+                posterior = ShardedPosterior.from_curvature(
+                    posterior.network, posterior.curvature, posterior.prior_precision
+                )
+            assert isinstance(posterior, ShardedPosterior)
+            vectors = {"mean": posterior.mean, "precision": posterior.precision.diagonal()}
+            self.results[key] = {what: posterior.gathered(vector) for what, vector in vectors.items()}
+            self.results[key]["n_data"] = torch.tensor(posterior.n_data)
+        self.results["shard"] = posterior.mean.numel()
+        self.results["no gradients"] = all(p.grad is None for p in model.parameters())
+        if self.world > 1:
+            held_out = self.loader(12)
+            numbers = fit.test(model, held_out, verbose=False)[0]
+            self.results["test all"] = {key: torch.tensor(v) for key, v in numbers.items()}
+            again = GaussianPosterior.load(callbacks["sampled"].posterior_path, posterior.network)
+            self.results["loaded shards"] = torch.equal(again.precision.diagonal(), posterior.precision.diagonal())
+
     def refusals(self) -> None:
         """What cannot work, before the first step of the optimizer."""
         for key, words in {
@@ -149,6 +179,8 @@ class Scenarios:
             "ekfac": {"subset": "last_layer", "structure": "ekfac"},
             "best": {"subset": "last_layer", "weights": "best"},
             "names": {"subset": ["net.5"]},
+            "glm": {"structure": "diag", "curvature": "fisher_mc"},
+            "tune": {"structure": "diag", "curvature": "fisher_mc", "predictive": "bnn", "tune": "marglik"},
         }.items():
             self.refused(key, Module(self.world), words)
         self.refused("twice", TwoRuns(self.world), {"subset": "last_layer"})
@@ -175,6 +207,7 @@ def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:
     """The results of this process."""
     scenarios = Scenarios(folder, world, tensor)
     scenarios.last_layer()
+    scenarios.all_weights()
     if world == 2 and tensor == 1:
         scenarios.refusals()
     return scenarios.results

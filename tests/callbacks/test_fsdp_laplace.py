@@ -7,7 +7,7 @@ import fsdp_laplace_worker
 import pytest
 import torch
 from callback_cases import FEATURES, draw
-from fsdp_laplace_worker import EXAMPLES, LAST, Module
+from fsdp_laplace_worker import ALL, EXAMPLES, LAST, Module
 from helpers.processes import launched, results
 
 from lightning_bayes import GaussianPosterior
@@ -64,6 +64,20 @@ def test_a_last_layer_has_the_posterior_of_one_process(world: Any, case: str) ->
                 close(result[case][key], value, key)
 
 
+@pytest.mark.parametrize("case", ALL)
+def test_a_diagonal_over_all_weights_is_that_of_one_process(world: Any, case: str) -> None:
+    alone, several, _, _ = world
+    assert alone[case]["n_data"] == EXAMPLES
+    for result in several:
+        for key, value in alone[case].items():
+            close(result[case][key], value, key)
+        assert result["no gradients"] == alone["no gradients"]
+        assert result["loaded shards"]
+        assert result["test all"]["test_nll_sampled"].isfinite()
+    if len(several) > 1:
+        assert sum(result["shard"] for result in several) < 1.7 * alone["shard"]  # some layers are whole
+
+
 def test_a_trainer_scores_and_predicts_as_on_one_process(world: Any) -> None:
     alone, several, _, n_data = world
     assert {"test_nll_map", "test_nll_kron", "test_nll_full", "test_nll_diag"} <= alone["test"].keys()
@@ -97,9 +111,15 @@ def test_what_cannot_run_is_refused_before_training(world: Any) -> None:
         pytest.skip("refusals are tried on two processes")
     whole = "needs every process to hold the whole network, which ModelParallelStrategy does not"
     for result in several:
-        assert f"LaplaceCallback {whole}: use strategy='ddp' or a single device, or subset='last_layer'" in result["all"]
-        assert f"LaplaceCallback {whole}: use strategy='ddp' or a single device, or subset='last_layer'" in result["names"]
+        assert (
+            f"LaplaceCallback {whole}: use strategy='ddp' or a single device, or subset='last_layer'" in result["all"]
+        )
+        assert (
+            f"LaplaceCallback {whole}: use strategy='ddp' or a single device, or subset='last_layer'" in result["names"]
+        )
         assert f"LaplaceCallback with structure='ekfac' {whole}: leave it out" in result["ekfac"]
         assert f"LaplaceCallback with weights='best' {whole}: leave it out" in result["best"]
         assert "the last layer net.5 runs 2 times for one input" in result["twice"]
+        assert "LaplaceCallback with predictive='glm' (not 'bnn' or 'map')" in result["glm"]
+        assert "LaplaceCallback with tune='marglik'" in result["tune"]
         assert [result[f"{key} steps"] for key in ("all", "names", "ekfac", "best", "twice")] == [0] * 5
