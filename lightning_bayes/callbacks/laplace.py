@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -141,6 +141,8 @@ class LaplaceCallback(PosteriorCallback):
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
     """
+
+    fits_shards: ClassVar[bool] = True  # some of its words, where weights are sharded over processes
 
     def __init__(
         self,

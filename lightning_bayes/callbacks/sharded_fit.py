@@ -45,7 +45,7 @@ _WAY_OUT = (
 def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
     """Refuse what cannot run under the Trainer's strategy."""
     who = type(callback).__name__
-    if class_name(trainer.strategy, {_SHARDED}) is None:
+    if class_name(trainer.strategy, {_SHARDED}) is None or not callback.fits_shards:
         refuse_sharded(trainer, who)
         return
     if callback.subset != "last_layer" and not is_diagonal(callback):

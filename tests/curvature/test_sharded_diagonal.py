@@ -141,9 +141,13 @@ def tied() -> nn.Module:
 )
 def test_what_has_no_rule_is_refused_by_name(make: Any, shape: tuple[int, ...], message: str) -> None:
     net = make()
-    with pytest.raises(CurvatureError, match=f"{message}.*L2MCallback"):
+
+    def fit() -> None:
         total = ShardedDiagonalSum(net, Categorical(), "empirical_fisher", 1, 0, Processes())
         total.add(torch.randn(shape), torch.randint(3, (4,)))
+
+    with pytest.raises(CurvatureError, match=f"{message}.*L2MCallback"):
+        fit()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
