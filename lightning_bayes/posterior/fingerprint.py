@@ -5,21 +5,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.network import Processes
+from lightning_bayes.network.gathered_layer import ungathered
+from lightning_bayes.network.shards import distributed, local, reshard
+from lightning_bayes.structures.sharded import ParameterShard
+
 _CACHED = 2**16  # numbers in float64, half a megabyte
 
 
 def fingerprint(network: nn.Module) -> Tensor:
     """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
     because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
+    network = ungathered(network)
+    reshard(network)
     state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
-    state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
-    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
-    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
+    shapes = [(len(t) if t.ndim else 1, t.shape[1:].numel()) for t in state]
+    device = state[0].device
+    r = _scattered(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
+    c = _scattered(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
     sums = []
-    for t in state:
-        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
-        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
-    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
+    for t, (n_rows, n_columns) in zip(state, shapes, strict=True):
+        if distributed(t) is not None:
+            sums.append(_of_shard(t, r.to(t.device), c.to(t.device)))
+            continue
+        rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns].to(t.device))
+        sums.append(torch.stack((r[:n_rows].to(t.device) @ rows, square)))
+    pairs = torch.stack([pair.to(device) for pair in sums])
+    sharded = torch.tensor([distributed(t) is not None for t in state], device=device)
+    if sharded.any():  # on all processes
+        parts = pairs[sharded]
+        Processes.current().sum_([parts])
+        pairs[sharded] = parts
+    return pairs.cpu()
+
+
+def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
+    """This process's part of the two sums over a tensor that is sharded over processes.  # [2]"""
+    shard, own = ParameterShard.of(t, 0), local(t)
+    columns = torch.zeros(1, dtype=torch.long)
+    for dim, indices in enumerate(shard.indices[1:], start=1):
+        columns = (columns.unsqueeze(-1) + indices * shard.shape[dim + 1 :].numel()).flatten()
+    rows = shard.indices[0]
+    if not own.numel():
+        return torch.zeros(2, dtype=torch.float64, device=t.device)
+    sums, square = _row_sums(own.reshape(len(rows), -1), c[columns.to(c.device)])
+    return torch.stack((r[rows.to(r.device)] @ sums, square)) / shard.copies
 
 
 def same_weights(now: Tensor, then: Tensor) -> bool:
