@@ -105,7 +105,7 @@ class GaussianPosterior:
         }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""
+        """`n` weight vectors, drawn with the root of the covariance that the structure has.  # [n, P]"""
         count("n", n)
         check_generator(generator)
         return self.mean + self.precision.sample(n, generator)
