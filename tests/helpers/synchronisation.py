@@ -18,7 +18,7 @@ class HostSynchronised(AssertionError):
 
 
 class NoSynchronisation(TorchDispatchMode):
-    """Refuse such a look: from anywhere, or from the package's own code alone, as a user's step may do what it likes."""
+    """Refuse such a look: from anywhere, or from the package's own code alone, not a user's step."""
 
     def __init__(self, only_package: bool = False) -> None:
         super().__init__()
