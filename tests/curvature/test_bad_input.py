@@ -190,19 +190,3 @@ def test_a_wrong_target_of_a_late_batch_is_told(likelihood: str, wrong: float, s
     with pytest.raises(LikelihoodError, match=said):
         fit_curvature(nn.Linear(4, 3), batches(), likelihood, "diag")
     assert bad < len(seen) <= bad + 66
-
-
-def test_a_wrong_target_of_examples_that_are_taken_one_by_one_is_told() -> None:
-    class Mixing(nn.Module):
-        """Rows that no axis assigns to an example."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.flip(0)).flip(0)
-
-    y = torch.tensor([0, 9, 1])
-    with pytest.raises(LikelihoodError, match="got the target 9"):
-        fit_curvature(Mixing(), [(torch.randn(3, 4), y.clamp(max=2)), (torch.randn(3, 4), y)], structure="kron")
