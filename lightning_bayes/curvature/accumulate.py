@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
@@ -26,6 +27,7 @@ from lightning_bayes.structures.factor import Rank
 
 SHARINGS = ("expand", "reduce")
 SMALL = 1024  # an exact block of at most this size is kept whole
+DECOMPOSING = "decomposing {n_fmt} of {total_fmt} factors |{bar}| {elapsed}, {remaining} left"
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
 
 
@@ -42,6 +44,7 @@ class Accumulator(ABC):
     needs_axes = False  # whether an example's rows must lie along an axis
     keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
     rank: Rank = None  # eigenpairs that a decomposed factor keeps
+    shows_progress = False  # of decompositions
     _plan: Plan
 
     def __init_subclass__(cls) -> None:
@@ -187,14 +190,14 @@ class BlockAccumulator(Accumulator):
         names, layouts, blocks = map(list, zip(*self._all(), strict=True))
         self._sites, self._leftovers = [], {}
         structures: list[Structure] = []
-        while blocks:  # alone, block by block, so that eigenvectors take the place of sums; with others, all at once
-            few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
-            matrices = [block.factors() for block in few]
-            flat = [matrix for of_block in matrices for matrix in of_block]
-            factors = iter(_decompose(flat, processes, self.keeps_factors, self.rank))
-            counted = zip(few, map(len, matrices), strict=True)
-            structures += [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
-            del few, matrices, flat, counted
+        total = sum(block.n_factors for block in blocks)
+        with tqdm(total=total, bar_format=DECOMPOSING, disable=not (self.shows_progress and total)) as bar:
+            while blocks:  # alone, block by block: eigenvectors take the place of sums; with others, all at once
+                few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
+                grams = [gram for block in few for gram in block.factors()]
+                factors = iter(_decompose(grams, processes, self.keeps_factors, self.rank, bar))
+                structures += [block.structure([next(factors) for _ in range(block.n_factors)]) for block in few]
+                del few, grams
         return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -251,12 +254,15 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
-def _decompose(grams: list[Gram], processes: Processes, keep: bool, rank: Rank) -> list[Factor]:
+def _decompose(grams: list[Gram], processes: Processes, keep: bool, rank: Rank, bar: tqdm[Any]) -> list[Factor]:
     """Each process does its part, by cost, and all end with all of them."""
     if isinstance(processes, Undecomposed):
         return [Factor(None, gram.diagonal.clone()) for gram in grams]
     owner = _owners(grams, processes.size)
-    factors = [Factor.of(gram, keep, rank) if owner[i] == processes.rank else None for i, gram in enumerate(grams)]
+    factors = []
+    for i, gram in enumerate(grams):
+        factors.append(Factor.of(gram, keep, rank) if owner[i] == processes.rank else None)
+        bar.update()
     if grams and processes.size > 1:
         shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
         return [_shared(gram, factor, k, processes, keep, rank) for gram, factor, k in shares]

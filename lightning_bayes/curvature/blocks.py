@@ -33,6 +33,7 @@ class Block(ABC):
 
     label: str
     needs_examples = True  # whether it matters which example a row belongs to
+    n_factors = 0  # to decompose
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -121,6 +122,7 @@ class KroneckerBlock(Block):
             self._A = InputSum((G, I), site.bias is not None, dtype, device, keeps_rows)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
         self._reduce = self.needs_examples = sharing == "reduce"
+        self.n_factors = 1 if self._A is None else 2
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:
         if self._A is None:
