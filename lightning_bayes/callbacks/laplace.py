@@ -131,7 +131,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
         weight_sharing: "expand" or "reduce"; see `fit_laplace`.
-        rank: how many eigenpairs `structure="lowrank"` keeps; see `fit_laplace`.
+        rank: how many eigenpairs `structure="lowrank"`, or each factor of "kron", keeps; see `fit_laplace`.
         temperature: of the likelihood.
         damping: None, "glm" or "ritter"; see `fit_laplace`.
         gp_points: training points to keep for predictive="gp", in checkpoints, too: a number, or None for all.
@@ -178,7 +178,7 @@ class LaplaceCallback(PosteriorCallback):
         mc_samples: int = 1,
         hessian: str = "exact",
         weight_sharing: str = "expand",
-        rank: int | None = None,
+        rank: int | str | None = None,
         temperature: float = 1.0,
         damping: str | None = None,
         gp_points: int | None = 0,
@@ -406,9 +406,9 @@ class LaplaceCallback(PosteriorCallback):
         if self.structure == "full":
             check_memory("full", 2 * weights.size, weights.size, first)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
-            words.update(structure="diag", damping=None)
+            words.update(structure="diag", damping=None, rank=None)
         tried = fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
-        if self.structure == "lowrank":  # of whose memory the outputs decide
+        if self.structure == "lowrank" and not isinstance(self.rank, str):  # of whose memory the outputs decide
             n = n_vectors(weights.size, self.rank, tried.curvature.n_outputs // tried.n_data)
             check_memory("lowrank", n, weights.size, first)
 
