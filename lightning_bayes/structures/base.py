@@ -167,8 +167,8 @@ class Structure(ABC):
 
     @abstractmethod
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`M^(-1/2) v` with the symmetric root, which, unlike a Cholesky factor, is the same in every basis in which
-        the matrix may have been diagonalised.  # [..., P] -> [..., P]"""
+        """`v R` for each row, with a root `RᵀR = M⁻¹` that the matrix alone determines: the symmetric one, which is the
+        same in every basis in which it may have been diagonalised, or a triangular one.  # [..., P] -> [..., P]"""
 
     @abstractmethod
     def logdet(self) -> Tensor:
