@@ -22,7 +22,7 @@ test: $(VENV)/.test $(VENV)/.real
 test-real: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/real_modules
 
-test-slow: $(VENV)/.test $(VENV)/.peers
+test-slow: $(VENV)/.test $(VENV)/.peers $(VENV)/.real
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.test $(VENV)/.dev

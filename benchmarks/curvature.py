@@ -49,10 +49,11 @@ def jobs(quick: bool) -> list[Job]:
         for fit in FITS:
             name, arguments = f"curvature/{network}/{fit}", {**size, "fit": fit, "repeats": 1 if quick else 8}
             own = Job(f"{name}/{OURS}", measure_fit, {**arguments, "contender": OURS}, unit="epochs")
-            queue.append(replace(own, most=MOST[network].get(fit), default=small, seconds=30 if small else 120))
+            queue.append(replace(own, most=MOST[network].get(fit), default=small, seconds=25 if small else 120))
             for backend in peers.BACKENDS:
-                peer = {**arguments, "contender": backend}
-                queue.append(Job(f"{name}/{backend}", measure_fit, peer, "refused", "epochs", default=small))
+                peer = replace(own, name=f"{name}/{backend}", arguments={**arguments, "contender": backend})
+                default = small and backend == peers.DEFAULT
+                queue.append(replace(peer, verb="refused", seconds=25 if small else 120, default=default))
     return queue
 
 

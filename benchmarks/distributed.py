@@ -21,7 +21,7 @@ from benchmarks.rows import OURS
 
 TITLE = "Curvature fit on two processes"
 LEAST = {"MLP": 1.7, "CNN": 1.85}
-SECONDS = 60.0  # of a case
+SECONDS = 45.0  # of a case
 
 
 def jobs(quick: bool) -> list[Job]:

@@ -23,7 +23,7 @@ WEIGHTS, QUICK_WEIGHTS = 3356, 420
 def jobs(quick: bool) -> list[Job]:
     size = {"weights": QUICK_WEIGHTS if quick else WEIGHTS, "repeats": 1 if quick else 5}
     name = f"first_draw/{WEIGHTS:,} weights/{OURS}"
-    return [Job(name, measure, size, unit="s", value="seconds", most=0.5, seconds=60)]
+    return [Job(name, measure, size, unit="s", value="seconds", most=0.5, seconds=30)]
 
 
 def measure(weights: int, repeats: int) -> Result:

@@ -157,6 +157,3 @@ def _watched_eigh() -> Iterator[list[float]]:
         yield spent
     finally:
         torch.linalg.eigh = original
-
-
-BUDGET = 15.0  # seconds after which a measurement is not repeated any more

@@ -63,11 +63,3 @@ def number(value: float) -> str:
 def memory(row: Row) -> str:
     """What the work added to the process, and the peak; nothing where it was not watched."""
     return f"+ {row.added / 1e6:,.0f} MB, {row.peak / 1e9:.2f} GB" if row.peak > 0 else ""
-
-
-def cell(*_: object) -> str:
-    return ""
-
-
-def failures(*_: object) -> str:
-    return ""

@@ -129,12 +129,12 @@ def _held(thing: Any) -> int:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, Structure):
-            visit([part for name, part in vars(value).items() if name != "shards"])
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
                 if field.name not in ("network", "plans", "subset", "used_data", "shards"):
                     visit(getattr(value, field.name))
+        elif isinstance(value, Structure):
+            visit([part for name, part in vars(value).items() if name != "shards"])
         elif isinstance(value, (tuple, list)):
             for part in value:
                 visit(part)

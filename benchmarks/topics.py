@@ -22,6 +22,7 @@ from benchmarks import (
     lora,
     online_step,
     predictive,
+    resnet18,
     subnetwork,
     variational,
 )
@@ -30,7 +31,7 @@ from benchmarks.rows import Row
 TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
-        *(curvature, predictive, distributed, variational, online_step, diagonal, l2m, first_draw, growth),
+        *(curvature, resnet18, predictive, distributed, variational, online_step, diagonal, l2m, first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
     )
 }

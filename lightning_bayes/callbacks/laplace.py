@@ -78,7 +78,9 @@ _TRIED = {
 class LaplaceCallback(PosteriorCallback):
     """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
 
-    Training itself is not touched. All arguments are plain words and numbers.
+    Training itself is not touched. All arguments are plain words and numbers. Where the weights are sharded over
+    processes (`ModelParallelStrategy`), it fits `subset="last_layer"`, and `structure="diag"` with
+    `curvature="fisher_mc"` or "empirical_fisher"; what else there is, is refused before training.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).

@@ -136,7 +136,7 @@ class Linearised:
     def _together(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """`f(x)`, and the derivatives along all directions."""
         with _forward_mode(self._recurrent), quiet():
-            return vmap(self._with_value, out_dims=(None, 0))(self._along(moves))  # type: ignore[arg-type, no-any-return]
+            return vmap(self._with_value, out_dims=(None, 0))(self._along(moves))  # type: ignore[arg-type]
 
     def _with_value(self, directions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return jvp(self._call, (self._parameters,), (directions,))  # type: ignore[return-value]

@@ -24,9 +24,10 @@ def refuse_sharded(trainer: Trainer, who: str, way_out: str = "use strategy='ddp
 
 def data_processes(trainer: Trainer | None) -> Processes:
     """Those with data of their own: of processes that share out a layer among them, one."""
-    if trainer is None or class_name(trainer.strategy, {"ModelParallelStrategy"}) is None:
+    strategy: Any = None if trainer is None else trainer.strategy
+    if class_name(strategy, {"ModelParallelStrategy"}) is None:
         return Processes.current()
-    mesh = trainer.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
+    mesh = strategy.device_mesh["data_parallel"]
     return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import isolate, keep, measure, readme
-from benchmarks.__main__ import chosen
+from benchmarks.__main__ import chosen, is_peer
 from benchmarks.isolate import GB, Failure, Job, Limits, run
 from benchmarks.measure import Result, exponent, noise, rounds, side_by_side
 from benchmarks.report import markdown
@@ -127,11 +127,26 @@ def all_jobs(quick: bool = False) -> list[Job]:
     return [job for topic in TOPICS.values() for job in topic.jobs(quick)]
 
 
+def test_a_default_run_takes_half_an_hour_at_most() -> None:
+    assert sum(job.seconds for job in chosen(all_jobs(), "")) <= 30 * 60
+
+
 def test_cases_by_pattern() -> None:
     names = [job.name for job in chosen(all_jobs(), "curvature/mlp/*diagonal/OURS")]
     assert names == ["curvature/MLP/exact diagonal/ours"]
     assert {job.name.split("/")[0] for job in chosen(all_jobs(), "lora")} == {"lora"}  # not of the default run
     assert chosen(all_jobs(), "no such case") == []
+
+
+def test_names_of_cases() -> None:
+    jobs = all_jobs()
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    assert {name.split("/")[0] for name in names} <= set(TOPICS)
+    assert {job.name for job in all_jobs(quick=True)} <= set(names)
+    default = {job.name.removesuffix("/ours") for job in jobs if job.default and not is_peer(job)}
+    made = {name for name in readme.SHOWN if name not in default}
+    assert all(name.endswith("/faster") for name in made), made  # those that a topic derives
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

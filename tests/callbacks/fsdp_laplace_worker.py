@@ -133,16 +133,21 @@ class Scenarios:
             }
         held_out = self.loader(12)
         self.results["test"] = {key: torch.tensor(v) for key, v in fit.test(model, held_out, verbose=False)[0].items()}
+        path = self.folder / "checkpoint"
+        fit.save_checkpoint(path)
+        again = {key: laplace(subset="last_layer", name=key, **words) for key, words in LAST.items()}
+        numbers = self.trainer(*again.values()).test(Module(self.world), held_out, str(path), verbose=False)[0]
+        self.results["restored"] = {key: torch.tensor(v) for key, v in numbers.items()}
         predictions = fit.predict(model, held_out)
         self.results["predict"] = torch.cat([by_name["kron"].probs for by_name in predictions])
         state = {name: whole(p) for name, p in model.state_dict().items()}
         if self.rank == 0:
             torch.save(state, self.folder / "weights.pt")
             self.results["path"] = str(callbacks["kron"].posterior_path)
-        again = GaussianPosterior.load(callbacks["kron"].posterior_path, callbacks["kron"].posterior.network)
-        self.results["loaded"] = again.predict(own).probs
-        again = GaussianPosterior.from_state_dict(model, callbacks["full"].posterior.state_dict())
-        self.results["from state"] = again.predict(own).probs
+        loaded = GaussianPosterior.load(callbacks["kron"].posterior_path, callbacks["kron"].posterior.network)
+        self.results["loaded"] = loaded.predict(own).probs
+        loaded = GaussianPosterior.from_state_dict(model, callbacks["full"].posterior.state_dict())
+        self.results["from state"] = loaded.predict(own).probs
         with torch.no_grad():
             model.net[0].weight.mul_(1.001)
         self.results["stale"] = error(lambda: callbacks["kron"].predict(own))

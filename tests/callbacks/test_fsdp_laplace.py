@@ -84,6 +84,7 @@ def test_a_trainer_scores_and_predicts_as_on_one_process(world: Any) -> None:
     for result in several:
         for key in ("test_nll_map", "test_nll_kron", "test_nll_full", "test_nll_diag"):
             torch.testing.assert_close(result["test"][key], alone["test"][key], rtol=1e-5, atol=1e-6)
+            assert torch.equal(result["restored"][key], result["test"][key])  # from a checkpoint, by a new Trainer
     shares = [result["predict"] for result in several[:: len(several) // n_data]]
     together = torch.stack(shares, 1).flatten(0, 1) if n_data > 1 else shares[0]
     close(together, alone["predict"])
