@@ -23,7 +23,7 @@ from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
 Self = TypeVar("Self", bound="Structure")
-_WIDE = 1200  # columns up to which a decomposition in float64 costs little
+_WIDE = 700  # columns up to which a decomposition in float64 costs little
 
 
 class StructureError(ValueError):
