@@ -235,11 +235,18 @@ class Structure(ABC):
         return None
 
     @classmethod
+    def input_basis(cls: type[Self], blocks: Sequence[Self], g: Tensor) -> Tensor | None:
+        """What `output_covariances` for these gradients would multiply the inputs with first, for a layer that has its
+        own way to do so.  # [G, I, I]"""
+        return None
+
+    @classmethod
     def output_covariances(
-        cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm
+        cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
         """`J M⁻¹ Jᵀ` of one layer for several blocks `M` in one eigenbasis (several priors), from its inputs `a`
-        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`."""
+        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`. The
+        inputs may be in their `input_basis` already."""
         rows = form.arrange(layer_jacobian(a, g))
         return [form.quadratic(block, rows) for block in blocks]
 
