@@ -106,7 +106,7 @@ def derived(rows: Sequence[Row]) -> list[Row]:
     values = []
     for name, axis in AXES.items():
         for fit in axis.fits:
-            points = measured(rows, f"growth/{name}/*/{fit}")
+            points = _points(rows, name, fit)
             if len(points) < 2:
                 continue
             sizes = [size for size, _ in points]
@@ -123,24 +123,29 @@ def derived(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Seconds over each size, ours and the plain epoch's, and memory over the number of examples."""
+    """Seconds over each size, ours and the plain epoch's; memory over the examples; the fast diagonal over pixels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.2), layout="constrained", dpi=80)
-    axes = figure.subplots(2, 3).flatten()
-    curves = [(name, fit, "seconds") for name, axis in AXES.items() for fit in axis.fits]
-    curves += [("examples", fit, "added") for fit in AXES["examples"].fits]
-    places = dict(zip(dict.fromkeys((name, of) for name, _, of in curves), axes, strict=False))
-    for name, fit, of in curves:
-        ax, points = places[name, of], measured(rows, f"growth/{name}/*/{fit}")
-        sizes = [size for size, _ in points]
-        scale = 1e-6 if of == "added" else 1.0
-        ax.loglog(sizes, [scale * getattr(row, of) for _, row in points], marker="o", label=fit)
-        if of == "seconds" and fit == AXES[name].fits[0]:
-            ax.loglog(sizes, [row.reference for _, row in points], "--", color="gray", label="plain epoch")
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=72)
+    panels = [(name, "seconds", axis.fits) for name, axis in AXES.items()]
+    panels += [("examples", "added", AXES["examples"].fits), ("pixels", "seconds", ("approx",))]
+    for ax, (name, of, fits) in zip(figure.subplots(2, 3).flatten(), panels, strict=True):
+        points: list[tuple[float, Row]] = []
+        for fit in fits:
+            points = _points(rows, name, fit)
+            scale = 1e-6 if of == "added" else 1.0
+            ax.loglog([x for x, _ in points], [scale * getattr(row, of) for _, row in points], marker="o", label=fit)
+        if of == "seconds":
+            ax.loglog([x for x, _ in points], [row.reference for _, row in points], "--", color="gray", label="plain")
         ax.set(xlabel=name, ylabel="MB added" if of == "added" else "seconds")
+        ax.set_xticks([x for x, _ in points], [f"{x:,.0f}" for x, _ in points], fontsize=7)
+        ax.minorticks_off()
         ax.legend(fontsize=7)
-    for ax in axes[len(places) :]:
-        ax.set_axis_off()
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / PICTURE)
+
+
+def _points(rows: Sequence[Row], name: str, fit: str) -> list[tuple[float, Row]]:
+    if name == "pixels":
+        return [(side**2, row) for side, row in measured(rows, f"diagonal/*²/{fit}")]
+    return measured(rows, f"growth/{name}/*/{fit}")

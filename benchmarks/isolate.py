@@ -84,7 +84,7 @@ def run(job: Job, limits: Limits) -> Outcome:
             outcome = receiver.recv()
             process.join(10)  # in peace, so that it cleans up after itself
             return outcome
-        return Failure(f"gave up after {seconds:g} s", f"no result after {seconds:g} s")
+        return Failure(f"gave up after {seconds:.3g} s", f"no result after {seconds:.3g} s")
     except EOFError:
         process.join()
         return Failure("died", f"the process ended with exit code {process.exitcode}")

@@ -1,7 +1,8 @@
 """How long the linearised (GLM) predictive of one batch takes, against laplace-torch's default backend.
 
-Ours is `posterior.functional(x)`, the peer's is `la(x)`, which is the same and a probit link. The fit before it is not
-measured and sees only a few examples: the cost of the predictive does not depend on the values of the posterior.
+Ours is `posterior.predict(x)`, with the split into epistemic and aleatoric, and without it (`split=False`); the peer's
+is `la(x)`, which has no such split. Both have a probit link. The fit before it is not measured and sees only a few
+examples: the cost of the predictive does not depend on the values of the posterior.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.networks import NETWORKS, Network, plain_epoch
 from benchmarks.rows import OURS, Row
 
 TITLE = "GLM predictive of one batch"
+NO_SPLIT = "split=False"
 BATCH = 64
 FIT_EXAMPLES, FIT_BATCH = 16, 8  # small batches, so that the peer's fit does not need more than its predictive
 
@@ -35,6 +37,7 @@ def jobs(quick: bool) -> list[Job]:
         name, small = f"predictive/{network}/{structure}", (network, structure) in LEAST
         own = Job(f"{name}/{OURS}", measure_predictive, {**size, "contender": OURS}, unit="s", value="seconds")
         queue.append(replace(own, default=small, seconds=20 if small else 120))
+        queue.append(replace(queue[-1], name=f"{name}/{NO_SPLIT}", arguments={**size, "contender": NO_SPLIT}))
         peer = replace(own, name=f"{name}/{peers.DEFAULT}", arguments={**size, "contender": peers.DEFAULT})
         queue.append(replace(peer, verb="refused", default=small, seconds={"MLP": 40}.get(network, 110)))
     return queue
@@ -45,16 +48,18 @@ def measure_predictive(network: str, structure: str, contender: str, repeats: in
     case = NETWORKS[network]
     data = case.data(BATCH, BATCH)
     x, _ = next(iter(data))
-    fit = _fit_ours if contender == OURS else partial(_fit_peer, backend=contender)
-    predict = partial(fit(case, structure), x)
+    if contender == peers.DEFAULT:
+        predict = partial(_fit_peer(case, structure, contender), x)
+    else:
+        predict = partial(_fit_ours(case, structure, split=contender == OURS), x)
     return side_by_side(lambda: predict, partial(plain_epoch, case.fresh(), data), repeats)
 
 
-def _fit_ours(case: Network, structure: str) -> Callable[[Tensor], Any]:
+def _fit_ours(case: Network, structure: str, split: bool) -> Callable[[Tensor], Any]:
     from lightning_bayes import fit_laplace
 
     posterior = fit_laplace(case.fresh(), case.data(FIT_EXAMPLES, FIT_BATCH), "classification", structure)
-    return posterior.functional
+    return partial(posterior.predict, split=split)
 
 
 def _fit_peer(case: Network, structure: str, backend: str) -> Callable[[Tensor], Any]:

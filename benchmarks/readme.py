@@ -27,7 +27,7 @@ SHOWN = {  # rows, and what they are called
     "resnet18/low rank": '– `rank="auto"`',
     "distributed/MLP": "fit on two processes instead of one: MLP",
     "distributed/CNN": "– CNN",
-    "variational/narrow PreActResNet-18/VL, finite difference": "step of Variational Laplace, narrow PreActResNet-18",
+    "variational/narrow PreActResNet-18/VL": "step of Variational Laplace, narrow PreActResNet-18",
     "variational/narrow PreActResNet-18/VI": "step of variational inference",
     "online_step/autoencoder 28×28/approx": "step of online Laplace, convolutional autoencoder, 28×28",
     "online_step/autoencoder 64×64/approx": "– 64×64",

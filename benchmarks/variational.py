@@ -31,7 +31,8 @@ class Variational(Contender):
 
 LAPLACE, INFERENCE = "VariationalLaplaceMixin", "VariationalInferenceMixin"
 CONTENDERS = {
-    "VL, finite difference": Variational(2.4, 2, LAPLACE, {"method": "finite_difference"}),
+    "VL": Variational(2.4, 2, LAPLACE),
+    "VL, finite difference": Variational(mixin=LAPLACE, options={"method": "finite_difference"}),
     "VL, exact": Variational(mixin=LAPLACE, options={"method": "exact"}),
     "VI": Variational(1.1, 2, INFERENCE),
     "VI, local reparameterisation": Variational(mixin=INFERENCE, options={"local_reparameterization": True}),
