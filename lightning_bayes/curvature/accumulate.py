@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
@@ -21,10 +22,12 @@ from lightning_bayes.curvature.layers import RowIndex
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import Processes, SubsetError
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Layout, Structure
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Gram, Layout, Structure
+from lightning_bayes.structures.factor import Rank
 
 SHARINGS = ("expand", "reduce")
 SMALL = 1024  # an exact block of at most this size is kept whole
+DECOMPOSING = "decomposing {n_fmt} of {total_fmt} factors |{bar}| {elapsed}, {remaining} left"
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
 
 
@@ -40,6 +43,8 @@ class Accumulator(ABC):
     passes: ClassVar[int] = 1  # over the data, that the structure takes
     needs_axes = False  # whether an example's rows must lie along an axis
     keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
+    rank: Rank = None  # eigenpairs that a decomposed factor keeps
+    shows_progress = False  # of decompositions
     _plan: Plan
 
     def __init_subclass__(cls) -> None:
@@ -65,6 +70,9 @@ class Accumulator(ABC):
 
     def end_chunk(self) -> None:  # noqa: B027, not every one needs it
         """One chunk of columns is complete."""
+
+    def gather(self, processes: Processes) -> None:  # noqa: B027, not every one needs it
+        """Before `sums` are summed: bring them into the form in which they can be."""
 
     @property
     @abstractmethod
@@ -167,26 +175,29 @@ class BlockAccumulator(Accumulator):
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
 
+    def gather(self, processes: Processes) -> None:
+        for _, _, block in self._all():
+            block.gather(processes)
+
     @property
     def sums(self) -> list[Tensor]:
         return [t for _, _, block in self._all() for t in block.sums]
 
     def overflowing(self) -> str | None:
-        bad = (name for name, _, block in self._all() if not all(t.isfinite().all() for t in block.sums))
-        return next(bad, None)
+        return next((name for name, _, block in self._all() if not block.is_finite), None)
 
     def finish(self, processes: Processes) -> Structure:
         names, layouts, blocks = map(list, zip(*self._all(), strict=True))
         self._sites, self._leftovers = [], {}
         structures: list[Structure] = []
-        while blocks:  # alone, block by block, so that eigenvectors take the place of sums; with others, all at once
-            few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
-            matrices = [block.factors() for block in few]
-            flat = [matrix for of_block in matrices for matrix in of_block]
-            factors = iter(_decompose(flat, processes, self.keeps_factors))
-            counted = zip(few, map(len, matrices), strict=True)
-            structures += [block.structure([next(factors) for _ in range(count)]) for block, count in counted]
-            del few, matrices, flat, counted
+        total = sum(block.n_factors for block in blocks)
+        with tqdm(total=total, bar_format=DECOMPOSING, disable=not (self.shows_progress and total)) as bar:
+            while blocks:  # alone, block by block: eigenvectors take the place of sums; with others, all at once
+                few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
+                grams = [gram for block in few for gram in block.factors()]
+                factors = iter(_decompose(grams, processes, self.keeps_factors, self.rank, bar))
+                structures += [block.structure([next(factors) for _ in range(block.n_factors)]) for block in few]
+                del few, grams
         return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -224,6 +235,7 @@ class DiagonalAccumulator(BlockAccumulator):
 class KroneckerAccumulator(BlockAccumulator):
     word = "kron"
     form = "Kronecker"
+    keeps_rows: ClassVar[bool] = True  # of wide layers with few examples, whose factors have then fewer eigenvectors
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(plan, sharing, dtype, device)
@@ -232,7 +244,7 @@ class KroneckerAccumulator(BlockAccumulator):
     def block(self, site: Site) -> Block:
         if not site.kronecker:
             return super().block(site)
-        return KroneckerBlock(site, self._sharing, self._dtype, self._device)
+        return KroneckerBlock(site, self._sharing, self._dtype, self._device, self.keeps_rows)
 
 
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
@@ -242,25 +254,46 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
-def _decompose(matrices: list[Tensor], processes: Processes, keep: bool) -> list[Factor]:
+def _decompose(grams: list[Gram], processes: Processes, keep: bool, rank: Rank, bar: tqdm[Any]) -> list[Factor]:
     """Each process does its part, by cost, and all end with all of them."""
     if isinstance(processes, Undecomposed):
-        return [Factor(None, matrix.diagonal(dim1=-2, dim2=-1).clone()) for matrix in matrices]
-    if processes.size == 1:
-        return [Factor.from_matrix(matrix, keep) for matrix in matrices]
-    load = [0] * processes.size
-    owner = {}
-    for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[-1]):
-        owner[i] = load.index(min(load))
-        load[owner[i]] += matrices[i].shape[0] * matrices[i].shape[-1] ** 3
+        return [Factor(None, gram.diagonal.clone()) for gram in grams]
+    owner = _owners(grams, processes.size)
     factors = []
-    for i, matrix in enumerate(matrices):
-        nothing = Factor(torch.zeros_like(matrix), torch.zeros_like(matrix[..., 0]))
-        factors.append(Factor.from_matrix(matrix) if owner[i] == processes.rank else nothing)
-        factors[-1] = replace(factors[-1], kept=matrix if keep else None)
-    for factor in factors:
-        assert factor.vectors is not None
-        parts = [factor.vectors.contiguous(), factor.values]
-        processes.sum_(parts)
-        factor.vectors.copy_(parts[0])
-    return factors
+    for i, gram in enumerate(grams):
+        factors.append(Factor.of(gram, keep, rank) if owner[i] == processes.rank else None)
+        bar.update()
+    if grams and processes.size > 1:
+        shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
+        return [_shared(gram, factor, k, processes, keep, rank) for gram, factor, k in shares]
+    return [factor for factor in factors if factor is not None]
+
+
+def _owners(grams: list[Gram], size: int) -> dict[int, int]:
+    """Which process decomposes which."""
+    load, owner = [0] * size, {}
+    costs = [len(gram.array) * min(gram.array.shape[-2:]) ** 3 for gram in grams]
+    for i in sorted(range(len(grams)), key=lambda i: -costs[i]):
+        owner[i] = load.index(min(load))
+        load[owner[i]] += costs[i]
+    return owner
+
+
+def _ranks(factors: list[Factor | None], grams: list[Gram], processes: Processes) -> list[int]:
+    """How many eigenpairs each factor has, which only its owner knows."""
+    ranks = [0 if factor is None else factor.values.shape[-1] for factor in factors]
+    total = torch.tensor(ranks, device=grams[0].array.device)
+    processes.sum_([total])
+    return [int(k) for k in total]
+
+
+def _shared(gram: Gram, factor: Factor | None, k: int, processes: Processes, keep: bool, rank: Rank) -> Factor:
+    """A factor that one process has, on all of them."""
+    g, _, d = gram.array.shape
+    parts = [gram.array.new_zeros(shape) for shape in ((g, d, k), (g, k), (g, 1))]  # vectors, values, remainder
+    if factor is not None:
+        held = (factor.vectors, factor.values, factor.remainder)
+        parts = [zeros if part is None else part.contiguous() for part, zeros in zip(held, parts, strict=True)]
+    processes.sum_(parts)
+    vectors, values, remainder = parts
+    return Factor(vectors, values, gram.matrix if keep else None, remainder if k < d else None, rank)

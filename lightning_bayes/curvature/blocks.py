@@ -6,7 +6,8 @@ For a layer with inputs `a` and output gradients `g` (format in `layers`), with 
 - Kronecker:  `G ⊗ A` with `A = Σ aaᵀ / (N·T)` and `G = Σ ggᵀ`, every example–position pair counting once ("expand",
   Eschenhagen et al. 2023), or, "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients.
 
-Only lower triangles are accumulated; `structure` mirrors them.
+Only lower triangles are accumulated; `structure` mirrors them. Of a wide factor `A` the inputs themselves are kept, as
+long as they are fewer than half of its columns.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.curvature.gradients import CACHE
+from lightning_bayes.curvature.input_sum import InputSum, add_gram_, symmetric
 from lightning_bayes.curvature.layers import BatchAxis, Embedding, Rows, strip_products
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
-from lightning_bayes.structures import Dense, Diagonal, Factor, Kronecker, Structure
-
-PANEL = 256  # columns of a triangular product at a time
-FULL = 1024  # rows that make a product efficient
+from lightning_bayes.network import Processes
+from lightning_bayes.structures import Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 
 class Block(ABC):
@@ -33,6 +33,7 @@ class Block(ABC):
 
     label: str
     needs_examples = True  # whether it matters which example a row belongs to
+    n_factors = 0  # to decompose
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, not every one needs it
         """Once per batch."""
@@ -46,7 +47,14 @@ class Block(ABC):
     def sums(self) -> list[Tensor]:
         """What is summed over processes, in place."""
 
-    def factors(self) -> list[Tensor]:
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(t.isfinite().all()) for t in self.sums)
+
+    def gather(self, processes: Processes) -> None:  # noqa: B027, not every one needs it
+        """Bring `sums` into the form in which those of all processes can be added."""
+
+    def factors(self) -> list[Gram]:
         """The matrices to decompose before `structure` is made of them."""
         return []
 
@@ -102,38 +110,40 @@ class DenseBlock(Block):
 class KroneckerBlock(Block):
     label = "Kronecker"
 
-    def __init__(self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
+    ) -> None:
         G, O, I = site.layout.shape
-        one_hot = site.kind == "embedding" and sharing == "expand"
-        self._A = torch.zeros((G, I) if one_hot else (G, I, I), dtype=dtype, device=device)
+        self._A: InputSum | None = None
+        if site.kind == "embedding" and sharing == "expand":
+            self._tokens = torch.zeros(G, I, dtype=dtype, device=device)
+            self._n_tokens = torch.zeros((), dtype=torch.float64, device=device)
+        else:
+            self._A = InputSum((G, I), site.bias is not None, dtype, device, keeps_rows)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
-        self._rows = torch.zeros((), dtype=torch.float64, device=device)  # N·T ("expand") or N ("reduce")
         self._reduce = self.needs_examples = sharing == "reduce"
-        self._bias = site.bias is not None
-        self._pending: list[Tensor] = []  # inputs of a few small batches: one large product is faster than many small
+        self.n_factors = 1 if self._A is None else 2
 
     def add_inputs(self, site: Site, calls: list[Call]) -> None:
-        if self._A.ndim == 2:
+        if self._A is None:
             for layer, _ in _embeddings(calls):
                 self._add_tokens(layer)
             return
-        faster = [] if self._reduce or site.weight is None else [call.layer.input_gram() for call in calls]
-        grams = [known for known in faster if known is not None]
-        if len(grams) == len(calls):
-            for gram, total, rows in grams:
-                self._A[:, : total.shape[1], : total.shape[1]] += gram
-                self._add_border(total, rows)
-            return
+        if not self._reduce and site.weight is not None and not self._A.keeps(self._count(site, calls)):
+            grams = [known for call in calls if (known := call.layer.input_gram()) is not None]
+            if len(grams) == len(calls):
+                for gram in grams:
+                    self._A.add_product(*gram)
+                return
         strips = site.strips(calls)
         if strips is None:
-            self._add_border(self._A[:, 0, :0], self._count(site, calls))
+            none = self._G.new_zeros(len(self._G), 0)
+            self._A.add_product(none.unsqueeze(-1), none, self._count(site, calls))
             return
         if self._reduce:
-            self._pending.append(_mean_input(a.to(self._A.dtype) for a in strips))
+            self._A.add(_mean_input(a.to(self._G.dtype) for a in strips))
         for a in strips:  # none are left where they were reduced
-            self._pending.append(a.to(self._A.dtype).flatten(1, 2))  # [G, rows, I]
-            if sum(part.shape[1] for part in self._pending) >= FULL:
-                self._add_pending()
+            self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
         g = g.to(self._G.dtype)
@@ -146,50 +156,37 @@ class KroneckerBlock(Block):
             rows = g.permute(1, 4, 0, 2, 3).reshape(G, O, -1).mT
         add_gram_(self._G, rows)
 
+    def gather(self, processes: Processes) -> None:
+        if self._A is not None:
+            self._A.gather(processes)
+
     @property
     def sums(self) -> list[Tensor]:
-        self._add_pending()
-        return [self._A, self._G, self._rows]
+        return [self._G, *([self._tokens, self._n_tokens] if self._A is None else self._A.sums)]
 
-    def factors(self) -> list[Tensor]:
+    @property
+    def is_finite(self) -> bool:
+        products = [] if self._A is None else self._A.products
+        return super().is_finite and all(bool(t.isfinite().all()) for t in products)
+
+    def factors(self) -> list[Gram]:
         """`G`, and `A` unless it is diagonal."""
-        self._add_pending()
-        dense = [] if self._A.ndim == 2 else [symmetric(self._mean_inputs())]
-        return [symmetric(self._G), *dense]
+        return [Gram(symmetric(self._G)), *([] if self._A is None else [self._A.gram()])]
 
     def structure(self, factors: list[Factor]) -> Kronecker:
-        right = factors[1] if len(factors) == 2 else Factor(None, self._mean_inputs())
-        return Kronecker(factors[0], right, rows=float(self._rows))
-
-    def _mean_inputs(self) -> Tensor:
-        return self._A / self._rows.to(self._A.dtype).clamp(min=1)
-
-    def _add_pending(self) -> None:
-        if not self._pending:
-            return
-        a = torch.cat(self._pending, dim=1)
-        self._pending.clear()
-        I = a.shape[2]
-        add_gram_(self._A[:, :I, :I], a)
-        self._add_border(a.sum(1), a.shape[1])
+        n = self._n_tokens if self._A is None else self._A.count
+        right = Factor(None, self._tokens / n.to(self._tokens).clamp(min=1)) if self._A is None else factors[1]
+        return Kronecker(factors[0], right, rows=float(n))
 
     def _add_tokens(self, layer: Embedding) -> None:
-        counts = torch.bincount(layer.tokens.flatten(), minlength=self._A.shape[1]).to(self._A.dtype)
+        counts = torch.bincount(layer.tokens.flatten(), minlength=self._tokens.shape[1]).to(self._tokens)
         if layer.padding_idx is not None:
             counts[layer.padding_idx] = 0
-        self._A += counts
-        self._rows += layer.tokens.numel()
-
-    def _add_border(self, total: Tensor, rows: int) -> None:
-        """The number of inputs, and their sum where the bias's own input, a one, meets them.  # total [G, I]"""
-        I = total.shape[1]
-        if self._bias:
-            self._A[:, I, :I] += total
-            self._A[:, I, I] += rows
-        self._rows += rows
+        self._tokens += counts
+        self._n_tokens += layer.tokens.numel()
 
     def _count(self, site: Site, calls: list[Call]) -> int:
-        """The inputs of a layer without a weight."""
+        """How many inputs there are."""
         if self._reduce:
             axis = calls[0].rows
             assert isinstance(axis, BatchAxis)
@@ -201,23 +198,6 @@ def _mean_input(strips: Iterable[Tensor]) -> Tensor:
     """Over the positions of each example.  # [G, B, t, I] each -> [G, B, I]"""
     sums, positions = zip(*((a.sum(2), a.shape[2]) for a in strips), strict=True)
     return torch.stack(sums).sum(0) / sum(positions)
-
-
-def add_gram_(total: Tensor, x: Tensor) -> None:
-    """`total += xᵀx`, of which wide matrices get the lower triangle only, panel by panel.  # [G, D, D], [G, N, D]"""
-    x = x.to(total.dtype)
-    D = x.shape[2]
-    if len(x) > 1 or D <= 2 * PANEL:
-        total.baddbmm_(x.mT, x)
-        return
-    for start in range(0, D, PANEL):
-        panel = slice(start, start + PANEL)
-        total[0, start:, panel].addmm_(x[0, :, start:].mT, x[0, :, panel])
-
-
-def symmetric(lower: Tensor) -> Tensor:
-    """Mirror the lower triangle."""
-    return lower.tril() + lower.tril(-1).mT
 
 
 def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | None], g: Tensor) -> None:

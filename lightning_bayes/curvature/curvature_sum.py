@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.accumulate import STRUCTURES
+from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
-from lightning_bayes.curvature.output_checks import check_examples_apart, check_finite, check_output
+from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
 from lightning_bayes.curvature.output_columns import output_columns, root_columns
 from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
@@ -22,6 +23,7 @@ from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
+from lightning_bayes.structures.factor import Rank
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -73,6 +75,7 @@ class CurvatureSum:
         root_at: RootAt | None = None,
         updatable: bool = False,
         first_example: int = 0,
+        rank: Rank = None,
     ) -> None:
         self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
@@ -87,9 +90,10 @@ class CurvatureSum:
         first = next(iter(self._parameters.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
-        self._accumulator.keeps_factors = updatable
-        self._gradient = torch.zeros(plan.subset.size, dtype=dtype, device=first.device)
+        self._accumulator.keeps_factors, self._accumulator.rank = updatable, rank
+        self._gradients = [torch.zeros_like(p, dtype=dtype) for p in self._parameters.values()]  # of the loss
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+        self._checks = BatchChecks(likelihood, self._overflowing)
 
     def blocks(self) -> list[tuple[str, str]]:
         """Which parameter is in which kind of block, for the log."""
@@ -98,32 +102,27 @@ class CurvatureSum:
     def add(self, x: Any, y: Tensor) -> None:
         B = inputs.batch_size(x)
         examples = self._first + self._processes.examples(self._n_data, B, y.device)
-        outputs = self._add(x, y, examples)
+        outputs, y = self._add(x, y, examples)
         self._order.add(outputs, examples)
-        if inputs.has_nonfinite(x) and (name := self._accumulator.overflowing()) is not None:
-            raise DataError(
-                f"batch {self._batches}: its input has NaN or infinite values, with which the curvature of {name} is "
-                "not finite"
-            )
+        if not self._refits:
+            self._totals += data_totals(self._likelihood, outputs, y)
+        self._checks.end_batch()
         self._batches += 1
         self._n_data += B
-        if not self._refits:
-            self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
 
-    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
-        """Returns the outputs."""
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs and the targets, without those that are wrong."""
         B = inputs.batch_size(x)
         with self._plan.recorder(self._parameters, B) as recorder:
             f = inputs.call(self._network, x)
         check_output(f, B)
         outputs = f.detach()
-        check_finite(outputs, x, self._batches)
-        self._likelihood.check(outputs, y)
+        y = self._checks.add(x, outputs, y)
         matched = self._plan.match(f, recorder.calls, self._parameters)
         slow = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
         if slow and B > 1:
             self._add_one_by_one(x, y, examples, outputs, slow)
-            return outputs
+            return outputs, y
         used = matched.used
         with torch.no_grad():
             self._accumulator.add_inputs(matched.calls)
@@ -146,7 +145,7 @@ class CurvatureSum:
             self._accumulator.end_chunk()
         if not self._refits:
             self._add_gradient(f, -self._likelihood.residual(outputs, y))
-        return outputs
+        return outputs, y
 
     def _add_one_by_one(self, x: Any, y: Tensor, examples: Tensor, outputs: Tensor, slow: tuple[str, ...]) -> None:
         """A single example owns all rows of every layer."""
@@ -162,11 +161,19 @@ class CurvatureSum:
                 what,
             )
         ones = [slice(n, n + 1) for n in range(len(y))]
-        alone = [self._add(inputs.take(self._network, x, one), y[one], examples[one]) for one in ones]
+        alone = [self._add(inputs.take(self._network, x, one), y[one], examples[one])[0] for one in ones]
         check_examples_apart(self._network, torch.cat(alone), outputs)
 
-    def finish(self) -> Curvature:
-        self._processes.sum_([*self._accumulator.sums, self._gradient, self._totals])
+    def structure(self) -> Structure:
+        """The sum of one process, without a look at what it has noted."""
+        return self._accumulator.finish(Processes())
+
+    def finish(self, progress: bool = False) -> Curvature:
+        self._checks.look()
+        self._accumulator.shows_progress = progress
+        self._accumulator.gather(self._processes)
+        gradient = self._plan.subset.narrow(torch.cat([g.flatten() for g in self._gradients]))
+        self._processes.sum_([*self._accumulator.sums, gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
         if (name := self._accumulator.overflowing()) is not None:
@@ -177,7 +184,7 @@ class CurvatureSum:
             likelihood=self._likelihood,
             kind=self._curvature,
             **name_totals(self._totals),
-            gradient=self._gradient,
+            gradient=gradient,
         )
 
     def refitted(self, fitted: Curvature, batches: Iterable[tuple[Any, Tensor]]) -> Curvature:
@@ -187,9 +194,11 @@ class CurvatureSum:
             return fitted
         self._accumulator, self._plan = accumulator, accumulator.plan
         self._refits, self._batches, self._n_data = True, 0, 0
+        self._checks = BatchChecks(self._likelihood, self._overflowing)
         self._order.begin()
         for x, y in batches:
             self.add(x, y)
+        self._checks.look()
         seen = torch.tensor(self._n_data, dtype=torch.float64, device=self._totals.device)
         self._processes.sum_([*accumulator.sums, seen])
         if seen != fitted.n_data:
@@ -208,20 +217,22 @@ class CurvatureSum:
             raise not_finite(name)
         return replace(fitted, structure=accumulator.finish(self._processes))
 
+    def _overflowing(self) -> str | None:
+        return self._accumulator.overflowing()
+
     def _add_gradient(self, f: Tensor, cotangent: Tensor) -> None:
         parameters = list(self._parameters.values())
         gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
-        self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
+        torch._foreach_add_(self._gradients, gradients)
 
 
 def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Of a batch, in float64: examples, outputs, log-likelihood, squared error (NaN for a likelihood without one), and
     targets that count.  # [5]"""
+    log_likelihood = likelihood.log_likelihood_per_example(f, y).double().sum()
     error = likelihood.squared_error(f, y)
-    log_likelihood = likelihood.log_likelihood_per_example(f, y).double().sum().item()
-    squared_error = math.nan if error is None else error.item()
-    totals = [len(f), f.numel(), log_likelihood, squared_error, likelihood.n_targets(y)]
-    return torch.tensor(totals, dtype=torch.float64)
+    totals = (len(f), f.numel(), log_likelihood, math.nan if error is None else error, likelihood.n_targets(y))
+    return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=f.device) for number in totals])
 
 
 def name_totals(totals: Tensor) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lightning_bayes.structures import EKFAC, BlockDiagonal, EKFACBlockDiagonal,
 class EKFACAccumulator(KroneckerAccumulator):
     word = "ekfac"
     passes = 2
+    keeps_rows = False  # all eigenvectors have eigenvalues of their own
 
     def finish(self, processes: Processes) -> EKFACBlockDiagonal:
         fitted = super().finish(processes)

@@ -19,6 +19,7 @@ from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
 from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
+from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
@@ -50,7 +51,7 @@ def fit_curvature(
     seed: int = 0,
     weight_sharing: str = "expand",
     hessian: str = "exact",
-    rank: int | None = None,
+    rank: int | str | None = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
@@ -79,7 +80,9 @@ def fit_curvature(
             its eigenvectors.
         hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
             pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
-        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default.
+        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default. Of
+            "kron", how many each factor keeps beside a remainder: at most so many, or, "auto", those of factors wider
+            than 1,000 that hold 99 % of the trace; all by default.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
@@ -114,6 +117,7 @@ def fit_curvature(
             for batch in loader:
                 yield _prepare(network, batch)
                 bar.update()
+            bar.close()  # what comes next has a bar of its own
 
         def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
@@ -127,9 +131,10 @@ def fit_curvature(
                 kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
                 drawn = (kind, samples, seed, processes)
                 if structure == LOW_RANK:
+                    assert not isinstance(rank, str)
                     begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
                 else:
-                    options = (structure, weight_sharing, *drawn, None, updatable, first_example)
+                    options = (structure, weight_sharing, *drawn, None, updatable, first_example, rank)
                     begun = CurvatureSum(network, plan, likelihood, *options)
             else:
                 begun = DiagonalSum(network, plan, likelihood, hessian, processes)
@@ -145,7 +150,7 @@ def fit_curvature(
             total.add(x, y)
         if total is None:
             raise DataError("the loader is empty: curvature needs at least one batch")
-        fitted = total.finish()
+        fitted = total.finish(progress)
         if isinstance(total, CurvatureSum):
             fitted = total.refitted(fitted, batches(", eigenvalues"))
         fitted = replace(fitted, normalised=normalised, output=output_of(network))
@@ -222,11 +227,13 @@ def log_likelihood(
     check_processes(processes)
     totals = torch.zeros(5, dtype=torch.float64, device=inputs.device_of(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
+        checks = BatchChecks(likelihood, lambda: None)
         for batch in loader:
             x, y = _prepare(network, batch)
             f = inputs.call(network, x)
-            likelihood.check(f, y)
-            totals += data_totals(likelihood, f, y).to(totals)
+            totals += data_totals(likelihood, f, checks.add(x, f, y))
+            checks.end_batch()
+        checks.look()
     (processes or Processes()).sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")

@@ -1,7 +1,8 @@
 """A network, linearised in its weights: `f(x) + J(x) d` for directions `d`, without the Jacobian.
 
 In forward mode where PyTorch has it for every operator of the network; otherwise as the derivative of `u ↦ uᵀJ`, which
-is linear in `u`, so that one graph serves all directions.
+is linear in `u`, so that one graph serves all directions. Many directions go through forward mode together, with one
+pass of the network for all of them: each costs two more, `W δh` and `δW h` of every layer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp, vmap
 
+from lightning_bayes.curvature.gradients import quiet
 from lightning_bayes.curvature.graph import (
     check_norms,
     describe_functions,
     has_missing_derivative,
     once_differentiable_functions,
 )
+from lightning_bayes.curvature.output_checks import agree, random_numbers
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.checks import explained
+from lightning_bayes.network.errors import PLAIN
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
@@ -41,6 +45,7 @@ class Linearised:
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in network.modules())
         self._padding = _padding_rows(network)
         self._backward: tuple[Tensor, Tensor, list[str], list[Tensor]] | None = None
+        self._batches: bool | None = None  # whether many directions can go together; None: not known yet
 
     def at(self, moves: dict[str, Tensor]) -> Tensor:
         """The network itself at the weights moved by `moves`; where these are shards, the network gathers them."""
@@ -79,6 +84,17 @@ class Linearised:
         (df,) = torch.autograd.grad(pulled, u, moves_used, retain_graph=True, create_graph=self._differentiable)
         return f, df
 
+    def many(self, moves: dict[str, Tensor]) -> Tensor:
+        """`f(x) + J(x) d` of many directions, together where that is right, and otherwise one after the other.
+        # {name: [k, the parameter's shape]} -> [k, B, ...]"""
+        k = len(next(iter(moves.values())))
+        if self._batches is None and k > 1:
+            self._batches = not self._differentiable and self._can_batch(moves, k)
+        if not self._batches or k == 1:
+            return _looped(self)(moves)
+        f, df = self._together(moves)
+        return f + df
+
     def derivatives(self, moves: dict[str, Tensor], forward: bool, batched: bool) -> Tensor:
         """`J(x) d` of many directions, in forward mode or by two backward passes, all at once or one after the other;
         an error where an operator has no rule for that.  # {name: [b, the parameter's shape]} -> [b, B, ...]"""
@@ -96,6 +112,36 @@ class Linearised:
             return df
 
         return push(directions) if batched else _looped(push)(directions)
+
+    def _can_batch(self, moves: dict[str, Tensor], k: int) -> bool:
+        """Whether the derivatives along all directions, weighted by random numbers, add up to that along their sum. Two
+        examples show it, unless there may be as many examples as directions, which a wrong rule confuses."""
+        alone = isinstance(self._x, inputs.Container) or k == inputs.batch_size(self._x)
+        x = self._x if alone else inputs.few(self._network, self._x, 2 if k != 2 else 3)
+        few = Linearised(self._network, self._parameters, x)
+        r = random_numbers(k, like=next(iter(self._parameters.values())))
+        try:
+            df = few._together(moves)[1]
+        except (*PLAIN, AssertionError) as error:
+            if not is_missing_rule(error):
+                raise
+            log_slow_path(
+                f"PyTorch cannot push many directions through this network ({first_line(error.__cause__ or error)})",
+                "functions are drawn one at a time",
+            )
+            return False
+        exact = few.derivative({name: torch.tensordot(r.to(d), d, dims=1) for name, d in moves.items()})[1]
+        return agree({"": torch.tensordot(r.to(df), df, dims=1)}, {"": exact})[""]
+
+    def _together(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`f(x)`, of which there is one for all, and the derivatives along each direction."""
+        with _forward_mode(self._recurrent), quiet():
+            f, df = vmap(self._with_value)(self._along(moves))
+        return f, df
+
+    def _with_value(self, directions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        both = jvp(self._call, (self._parameters,), (directions,))
+        return both[0], both[1]
 
     def _along(self, moves: dict[str, Tensor]) -> dict[str, Tensor]:
         """A padding's vector is fixed: backward mode gives it no gradient, and forward mode must not move it."""

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count
+from lightning_bayes.arguments import count, shown
 from lightning_bayes.curvature.accumulate import Undecomposed
+from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
 from lightning_bayes.curvature.ggn_product import GGNProduct, output_fisher
 from lightning_bayes.curvature.lanczos import BlockLanczos
-from lightning_bayes.curvature.output_checks import check_finite, check_output
+from lightning_bayes.curvature.output_checks import check_output
 from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
@@ -65,23 +66,24 @@ class LowRankSum:
         self._sum = torch.zeros_like(self._lanczos.block)
         self._gradient = torch.zeros(P, dtype=dtype, device=first.device)
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
-        self._n_batches = self._n_data = 0  # of the pass
+        self._checks, self._n_data = BatchChecks(likelihood, self._overflowing), 0  # of the pass
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, WORD) for name in self._plan.subset.names]
 
     def add(self, x: Any, y: Tensor) -> None:
         """A batch of the first pass."""
-        f = self._add(x, y)
+        f, y = self._add(x, y)
         outputs = f.detach()
-        self._totals += data_totals(self._likelihood, outputs, y).to(self._totals)
+        self._totals += data_totals(self._likelihood, outputs, y)
         cotangent = -self._likelihood.residual(outputs, y)
         parameters = list(self._parameters.values())
         gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
         self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
 
-    def finish(self) -> Curvature:
+    def finish(self, progress: bool = False) -> Curvature:
         """All further passes."""
+        self._checks.look()
         self._processes.sum_([self._gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
@@ -89,11 +91,12 @@ class LowRankSum:
         lanczos.add(self._summed())
         while not self._over_all(lanczos.finished):
             self._sum = torch.zeros_like(lanczos.block)
-            self._n_batches = self._n_data = 0
+            self._checks, self._n_data = BatchChecks(self._likelihood, self._overflowing), 0
             n_passes += 1
             self._order.begin()
             for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
                 self._add(x, y)
+            self._checks.look()
             seen = self._over_all(self._n_data)
             if seen != n_data:
                 raise DataError(
@@ -121,27 +124,20 @@ class LowRankSum:
             gradient=self._gradient,
         )
 
-    def _add(self, x: Any, y: Tensor) -> Tensor:
-        """Returns the outputs, with their graph."""
+    def _add(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs, with their graph, and the targets, without those that are wrong."""
         B = inputs.batch_size(x)
         f = inputs.call(self._network, x)
         check_output(f, B)
         outputs = f.detach()
-        check_finite(outputs, x, self._n_batches)
-        self._likelihood.check(outputs, y)
+        y = self._checks.add(x, outputs, y)
         examples = self._processes.examples(self._n_data, B, f.device)
         self._order.add(outputs, examples)
         fisher = output_fisher(self._likelihood, self._curvature, outputs, y, examples, *self._drawn)
-        product = self._product(x, f, fisher, self._lanczos.block)
-        if inputs.has_nonfinite(x) and not product.isfinite().all():
-            raise DataError(
-                f"batch {self._n_batches}: its input has NaN or infinite values, with which the curvature of "
-                f"{self._overflowing(product)} is not finite"
-            )
-        self._sum += product
-        self._n_batches += 1
+        self._sum += self._product(x, f, fisher, self._lanczos.block)
         self._n_data += B
-        return f
+        self._checks.end_batch()
+        return f, y
 
     def _summed(self) -> Tensor:
         """Over all data.  # [b, P]"""
@@ -153,8 +149,8 @@ class LowRankSum:
                 "structure='lowrank' has come to other vectors on another process, whose machine decomposes matrices "
                 "in another way: fit it on one process, or on machines of one kind"
             )
-        if not self._sum.isfinite().all():
-            raise not_finite(self._overflowing(self._sum))
+        if (name := self._overflowing()) is not None:
+            raise not_finite(name)
         return self._sum
 
     def _over_all(self, number: int) -> int:
@@ -163,8 +159,9 @@ class LowRankSum:
         self._processes.sum_([total])
         return int(total)
 
-    def _overflowing(self, product: Tensor) -> str:
-        return self._plan.subset.name_at(int((~product.isfinite()).any(0).nonzero()[0]))
+    def _overflowing(self) -> str | None:
+        bad = (~self._sum.isfinite()).any(0).nonzero()
+        return self._plan.subset.name_at(int(bad[0])) if len(bad) else None
 
 
 def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
@@ -185,6 +182,7 @@ def check_rank(rank: Any, structure: str) -> None:
     """How many eigenpairs; None is the default."""
     if rank is None:
         return
-    count("rank", rank)
-    if structure != WORD:
-        raise ValueError(f"rank={rank} belongs to structure='lowrank', got structure={structure!r}")
+    if structure not in (WORD, "kron"):
+        raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
+    if structure == WORD or rank != "auto":
+        count("rank", rank)

@@ -28,7 +28,7 @@ class PassOrder:
 
     def begin(self) -> None:
         """A pass; the first has begun."""
-        self._passes.append(torch.zeros(2, dtype=torch.float64))
+        self._passes.append(torch.zeros(2, dtype=torch.float64))  # on the outputs' device as soon as there are some
 
     def add(self, outputs: Tensor, examples: Tensor) -> None:
         """A batch, with the places of its examples."""
@@ -38,13 +38,13 @@ class PassOrder:
         f = outputs.reshape(len(outputs), -1).double()  # [B, C]
         c = 2**0.5 * torch.arange(f.shape[1], dtype=torch.float64, device=f.device)
         number = (f * (examples.to(c).unsqueeze(1) + c).cos()).sum()
-        self._passes[-1] += torch.stack([number, f.square().sum()]).cpu()
+        self._passes[-1] = self._passes[-1].to(f.device) + torch.stack([number, f.square().sum()])
 
     def is_same(self, processes: Processes, device: torch.device) -> bool:
         """In the last pass as in the first, on all processes, or nothing is drawn. Rounding is far below its root; two
         of 100,000 examples that change places are ten times that in float32."""
         if not self._is_drawn:
             return True
-        first, last = numbers = torch.stack([self._passes[0], self._passes[-1]]).to(device)
+        first, last = numbers = torch.stack([self._passes[0].to(device), self._passes[-1].to(device)])
         processes.sum_([numbers])
         return bool((first[0] - last[0]).abs() <= self._rounding**0.5 * first[1].sqrt())

@@ -131,13 +131,24 @@ class Likelihood(ABC):
 
     def check(self, f: Tensor, y: Tensor) -> None:
         """Raise `LikelihoodError`, in one sentence, when outputs or targets do not fit this likelihood."""
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         if f.isnan().any():
             bad = int(f.isnan().reshape(len(f), -1).any(1).nonzero()[0])
             raise LikelihoodError(
                 f"{type(self).__name__} got NaN in the network's output, first for example {bad} of the batch; "
                 "check the inputs and the weights."
             )
+        wrong = self.wrong_targets(f, y)
+        if wrong.any():
+            raise self.wrong_target(y[wrong][0].item(), f)
+
+    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Which of the targets no output can have.  # [*y.shape]"""
+        return torch.zeros_like(y, dtype=torch.bool)
+
+    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
+        """What to say of the first of them."""
+        return LikelihoodError(f"{type(self).__name__} got the target {target:g}, which no output can have.")
 
     def log_likelihood(self, f: Tensor, y: Tensor) -> Tensor:
         """`Σₙ log p(yₙ | fₙ)`, a sum and never a mean."""
@@ -147,9 +158,9 @@ class Likelihood(ABC):
         """A bound that `−log p(y | f)` cannot fall below for any values of `n_outputs` outputs; `-inf` without one."""
         return 0.0 if self.has_probs else -math.inf
 
-    def n_targets(self, y: Tensor) -> int:
+    def n_targets(self, y: Tensor) -> Tensor:
         """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
-        return y.numel()
+        return torch.tensor(y.numel())
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """This likelihood with another noise."""
@@ -232,8 +243,8 @@ class Likelihood(ABC):
             raise LikelihoodError(f"{type(self).__name__} cannot integrate with link={link!r}; choose one of {words}.")
         return link
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> None:
-        """Refuse types and shapes that do not fit, which is free."""
+    def check_fit(self, f: Tensor, y: Tensor) -> None:
+        """Refuse types and shapes that do not fit, which is free: no number is looked at."""
         self._check_outputs(f)
         self._check_tensor("targets", y)
         if y.ndim == 0 or len(y) != len(f):

@@ -36,22 +36,22 @@ class Bernoulli(Likelihood):
     has_diagonal_fisher = True
     links = ("probit", "pairwise", "mc")
 
-    def check(self, f: Tensor, y: Tensor) -> None:
-        super().check(f, y)
-        bad = (y != 0) & (y != 1)
-        if bad.any():
-            raise LikelihoodError(
-                f"Bernoulli needs targets that are 0 or 1, got {y[bad][0].item()}; "
-                "for more than two classes use Categorical (likelihood='classification')."
-            )
+    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        return (y != 0) & (y != 1)
+
+    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
+        return LikelihoodError(
+            f"Bernoulli needs targets that are 0 or 1, got {target:g}; "
+            "for more than two classes use Categorical (likelihood='classification')."
+        )
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         f = widen(f)
         return sum_per_example(logsigmoid((2 * _bits(y).to(f.dtype) - 1) * f))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         f = widen(f)
         return _bits(y).to(f.dtype) - f.sigmoid()
 
@@ -81,7 +81,7 @@ class Bernoulli(Likelihood):
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         return self.log_likelihood_per_example(log_odds(predictive.mean), y)
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+    def check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_outputs(f)
         self._check_tensor("targets", y)
         if y.is_complex():

@@ -65,26 +65,25 @@ class Categorical(Likelihood):
     def __post_init__(self) -> None:
         integer("ignore_index", self.ignore_index, LikelihoodError)
 
-    def check(self, f: Tensor, y: Tensor) -> None:
-        super().check(f, y)
+    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        return ((y < 0) | (y >= f.shape[1])) & self._observed(y)
+
+    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
         C = f.shape[1]
-        bad = ((y < 0) | (y >= C)) & self._observed(y)
-        if bad.any():
-            raise LikelihoodError(
-                f"Categorical got the target {int(y[bad][0])}, but the network has {C} outputs, for the classes "
-                f"0 to {C - 1}; give the network more outputs, renumber the classes, or set ignore_index "
-                f"(now {self.ignore_index})."
-            )
+        return LikelihoodError(
+            f"Categorical got the target {int(target)}, but the network has {C} outputs, for the classes 0 to {C - 1}; "
+            f"give the network more outputs, renumber the classes, or set ignore_index (now {self.ignore_index})."
+        )
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         observed = self._observed(y)
         index = y.long().masked_fill(~observed, 0).unsqueeze(1)  # [B, 1, *positions]
         log_p = widen(f).log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
         return sum_per_example(log_p.masked_fill(~observed, 0))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         observed = self._observed(y)
         index = y.long().masked_fill(~observed, 0).unsqueeze(1)
         p = widen(f).softmax(1)
@@ -118,7 +117,7 @@ class Categorical(Likelihood):
         labels = (uniform[:, :1] >= cdf[:, :-1]).sum(1)  # [B, *positions]
         if y is None:
             return labels
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         return torch.where(self._observed(y), labels, self.ignore_index)
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +138,8 @@ class Categorical(Likelihood):
     def predictive_log_likelihood(self, predictive: Predictive, y: Tensor) -> Tensor:
         return self.log_likelihood_per_example(log_probability(predictive.mean), y)
 
-    def n_targets(self, y: Tensor) -> int:
-        return int(self._observed(y).sum())
+    def n_targets(self, y: Tensor) -> Tensor:
+        return self._observed(y).sum()
 
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
@@ -149,7 +148,7 @@ class Categorical(Likelihood):
         """Zero at the positions without a target."""
         if y is None:
             return t
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         return t.masked_fill(~self._observed(y).unsqueeze(1), 0)
 
     def _check_logits(self, f: Tensor) -> None:
@@ -160,7 +159,7 @@ class Categorical(Likelihood):
                 f"{list(f.shape)}; for a single logit use Bernoulli (likelihood='binary')."
             )
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+    def check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_logits(f)
         self._check_tensor("targets", y)
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:

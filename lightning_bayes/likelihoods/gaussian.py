@@ -23,14 +23,13 @@ class RealTargets(Likelihood):
 
     links = ("exact", "pairwise", "probit", "bridge", "mc")
 
-    def check(self, f: Tensor, y: Tensor) -> None:
-        super().check(f, y)
-        finite = y.isfinite()
-        if not finite.all():
-            raise LikelihoodError(
-                f"{type(self).__name__} got the target {y[~finite][0].item()}; drop examples whose targets are missing "
-                "or infinite."
-            )
+    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        return ~y.isfinite()
+
+    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
+        return LikelihoodError(
+            f"{type(self).__name__} got the target {target:g}; drop examples whose targets are missing or infinite."
+        )
 
     def _check_real(self, y: Tensor) -> None:
         """Refuse integers, which are usually class labels."""
@@ -76,7 +75,7 @@ class Gaussian(RealTargets):
         return -float(self.log_likelihood(y, y))
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         f = widen(f)
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
@@ -87,12 +86,12 @@ class Gaussian(RealTargets):
         return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         f = f.double()
         return ((y.double() - f) / self._noise(f)).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         f = widen(f)
         return (y.to(f.dtype) - f) / self._noise(f).square()
 
@@ -132,7 +131,7 @@ class Gaussian(RealTargets):
             )
         return σ.view(-1, *[1] * (f.ndim - 2))
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+    def check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_outputs(f)
         self._noise(f)
         self._check_real(y)

@@ -85,10 +85,10 @@ class HeteroscedasticGaussian(RealTargets):
 
     def _aligned(self, f: Tensor, y: Tensor) -> Tensor:
         """The targets in the layout `[B, D, *positions]`, once they are known to fit."""
-        self._check_fit(f, y)
+        self.check_fit(f, y)
         return (y.unsqueeze(1) if y.ndim < f.ndim else y).to(widen(f).dtype)
 
-    def _check_fit(self, f: Tensor, y: Tensor) -> None:
+    def check_fit(self, f: Tensor, y: Tensor) -> None:
         m, _ = self._split(f)
         self._check_real(y)
         flat = f.ndim == 2 and f.shape[1] == 2 and y.ndim == 1

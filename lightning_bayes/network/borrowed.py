@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,14 +30,14 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
     names = set(tracked)
     parameters = dict(network.named_parameters())
     with ExitStack() as stack:
-        for module in network.modules():
-            stack.callback(setattr, module, "training", module.training)
+        modules = list(network.modules())
+        stack.callback(_restore_modes, modules, [module.training for module in modules])
+        for module in modules:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 # Sparse gradients are the same numbers, but autograd can neither batch nor flatten them.
                 stack.callback(setattr, module, "sparse", True)
                 module.sparse = False
-        for p in parameters.values():
-            stack.callback(p.requires_grad_, p.requires_grad)
+        stack.callback(_require, list(parameters.values()), [p.requires_grad for p in parameters.values()])
         stack.enter_context(preserved_rng())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -46,13 +47,24 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(eager())
-        if any(isinstance(module, nn.RNNBase) for module in network.modules()):
+        if any(isinstance(module, nn.RNNBase) for module in modules):
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         network.eval()
-        for name, p in parameters.items():
-            p.requires_grad_(name in names)
+        _require(parameters.values(), [name in names for name in parameters])
         yield
+
+
+def _restore_modes(modules: list[nn.Module], training: list[bool]) -> None:
+    for module, was in zip(modules, training, strict=True):
+        if module.training != was:
+            module.training = was
+
+
+def _require(parameters: Iterable[nn.Parameter], wanted: list[bool]) -> None:
+    for p, gradient in zip(parameters, wanted, strict=True):
+        if p.requires_grad != gradient:
+            p.requires_grad_(gradient)
 
 
 @contextmanager
@@ -61,13 +73,19 @@ def preserved_rng() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(_n_devices())):
         try:
             yield
         finally:
             random.setstate(python_state)
             if numpy:
                 numpy.random.set_state(numpy_state)
+
+
+@cache
+def _n_devices() -> int:
+    """Of CUDA; asking for them loads a driver each time."""
+    return torch.cuda.device_count()
 
 
 @contextmanager

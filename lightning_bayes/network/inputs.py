@@ -180,6 +180,12 @@ def has_nonfinite(x: Any) -> bool:
     return any(t.is_floating_point() and not (t.sum().isfinite() or t.isfinite().all()) for t in tensors(x))
 
 
+def nonfinite(x: Any, device: torch.device) -> Tensor:
+    """Whether `x` has NaN or infinite values, or such large ones that their sum overflows, without a look at it."""
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors(x) if t.is_floating_point()]
+    return ~torch.stack([torch.zeros((), device=device), *(total.to(device) for total in sums)]).isfinite().all()
+
+
 _LEARNED: WeakKeyDictionary[nn.Module, dict[Any, list[bool]]] = WeakKeyDictionary()  # by network and form of input
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from lightning_bayes.network import Processes
+from lightning_bayes.network.gathered_layer import ungathered
+from lightning_bayes.network.shards import distributed, local, reshard
+from lightning_bayes.structures.sharded import ParameterShard
 
 _CACHED = 2**16  # numbers in float64, half a megabyte
 
@@ -11,15 +18,20 @@ _CACHED = 2**16  # numbers in float64, half a megabyte
 def fingerprint(network: nn.Module) -> Tensor:
     """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
     because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
-    state = [t.detach() for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
-    state = [t.reshape(len(t) if t.ndim else 1, -1) for t in state]
-    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
-    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
-    sums = []
-    for t in state:
-        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
-        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
-    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
+    return _sums(_state(network))
+
+
+def has_weights(network: nn.Module, then: Tensor, own: Sequence[Tensor], mean: Tensor) -> bool:
+    """Whether the network has the weights with the fingerprint `then`. Where its `own` ones are the `mean` itself,
+    number by number, which costs less than their sums, the others alone are summed. All are looked at each time:
+    PyTorch's version counters do not see what is written through `.data` or through memory shared with numpy."""
+    state = _state(network)
+    if len(state) != len(then):
+        return False
+    sharded = any(distributed(t) is not None for t in state)
+    known = {id(t) for t in own} if own and not sharded and _is_flat(own, mean) else set()
+    rows = [i for i, t in enumerate(state) if id(t) not in known]
+    return not rows or same_weights(_sums([state[i] for i in rows]), then[rows])
 
 
 def same_weights(now: Tensor, then: Tensor) -> bool:
@@ -30,6 +42,58 @@ def same_weights(now: Tensor, then: Tensor) -> bool:
     squares = then[:, 1]
     moved = now.shape[1] == then.shape[1] == 2 and ((now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12).any()
     return not moved and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
+
+
+def _state(network: nn.Module) -> list[Tensor]:
+    network = ungathered(network)
+    reshard(network)
+    return [t for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
+
+
+def _is_flat(tensors: Sequence[Tensor], flat: Tensor) -> bool:
+    """Whether these tensors, one after the other, are a vector."""
+    sizes = [t.numel() for t in tensors]
+    if sum(sizes) != len(flat) or any(t.device != flat.device for t in tensors):
+        return False
+    pairs = list(zip((t.detach().reshape(-1) for t in tensors), flat.detach().split(sizes), strict=True))
+    if flat.device.type == "cpu" and all(t.dtype == flat.dtype for t in tensors):
+        return all(torch.equal(t, part) for t, part in pairs)
+    return bool(torch.stack([(t == part).all() for t, part in pairs]).all())
+
+
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """# [n, 2]"""
+    state = [t.detach() for t in tensors]
+    shapes = [(len(t) if t.ndim else 1, t.shape[1:].numel()) for t in state]
+    device = state[0].device
+    r = _scattered(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
+    c = _scattered(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
+    sums = []
+    for t, (n_rows, n_columns) in zip(state, shapes, strict=True):
+        if distributed(t) is not None:
+            sums.append(_of_shard(t, r.to(t.device), c.to(t.device)))
+            continue
+        rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns].to(t.device))
+        sums.append(torch.stack((r[:n_rows].to(t.device) @ rows, square)))
+    pairs = torch.stack([pair.to(device) for pair in sums])
+    if sharded := [i for i, t in enumerate(state) if distributed(t) is not None]:  # on all processes
+        parts = pairs[sharded]
+        Processes.current().sum_([parts])
+        pairs[sharded] = parts
+    return pairs.cpu()
+
+
+def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
+    """This process's part of the two sums over a tensor that is sharded over processes.  # [2]"""
+    shard, own = ParameterShard.of(t, 0), local(t)
+    columns = torch.zeros(1, dtype=torch.long)
+    for dim, indices in enumerate(shard.indices[1:], start=1):
+        columns = (columns.unsqueeze(-1) + indices * shard.shape[dim + 1 :].numel()).flatten()
+    rows = shard.indices[0]
+    if not own.numel():
+        return torch.zeros(2, dtype=torch.float64, device=t.device)
+    sums, square = _row_sums(own.reshape(len(rows), -1), c[columns.to(c.device)])
+    return torch.stack((r[rows.to(r.device)] @ sums, square)) / shard.copies
 
 
 def _scattered(n: int, step: float, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def fit_laplace(
     temperature: float = 1.0,
     damping: str | None = None,
     hessian: str = "exact",
-    rank: int | None = None,
+    rank: int | str | None = None,
     gp_points: int | None = 0,
     gp_selection: str = "random",
     gp_weighting: str = "prior",
@@ -75,7 +75,8 @@ def fit_laplace(
         hessian: how `structure="diag"` of the GGN is computed: "exact", or by one backward pass "approx" (linear in the
             number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
         rank: how many eigenpairs of the curvature `structure="lowrank"` keeps, by several passes over `loader`; 100 by
-            default.
+            default. Of "kron", how many each factor keeps, beside a remainder: at most so many; or, "auto", of factors
+            wider than 1,000 those that hold 99 % of the trace, up to a quarter. By default all.
         gp_points: how many training points to keep, for `predict(predictive="gp")`; None keeps all. They become part of
             the posterior's state and file.
         gp_selection: which: "random", or those with the largest "leverage", in a second pass; see `training_points`.

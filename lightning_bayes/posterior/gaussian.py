@@ -26,7 +26,7 @@ from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.posterior.calibration import Calibration
-from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
+from lightning_bayes.posterior.fingerprint import has_weights
 from lightning_bayes.posterior.output_gaussian import output_gaussian
 from lightning_bayes.structures import Structure
 
@@ -105,7 +105,7 @@ class GaussianPosterior:
         }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """`n` weight vectors, drawn with the symmetric root of the covariance.  # [n, P]"""
+        """`n` weight vectors, drawn with the root of the covariance that the structure has.  # [n, P]"""
         count("n", n)
         check_generator(generator)
         return self.mean + self.precision.sample(n, generator)
@@ -167,11 +167,15 @@ class GaussianPosterior:
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
             x = inputs.to_device(inputs.contained(self.network, x), self.device)
-            # Positions may be merged with the batch; those of a container are so in any number.
-            shapes = () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
+            shapes = _shapes(x)
             if shapes not in self.plans:
                 self.plans[shapes] = make_plan(self.network, inputs.map_tensors(x, Tensor.detach), self.subset)
             yield self.plans[shapes], x
+
+    def known_plan(self, x: Any) -> Plan | None:
+        """The plan of inputs with the shapes of `x`, if there has been one; how many outputs there are, it knows, too.
+        Of a container each has its own."""
+        return None if isinstance(x, inputs.Container) else self.plans.get(_shapes(x))
 
     def predict(
         self,
@@ -182,6 +186,7 @@ class GaussianPosterior:
         generator: torch.Generator | None = None,
         calibrated: bool = True,
         differentiable: bool = False,
+        split: bool = True,
     ) -> Prediction:
         """The predictive distribution at `x`.
 
@@ -195,10 +200,12 @@ class GaussianPosterior:
             generator: of those samples; the same seed gives the same weights for every batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
             differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
+            split: tell epistemic from aleatoric uncertainty. Where a link has no closed form for it, `samples` are
+                drawn; without it they are not, and `epistemic` and `aleatoric` are NaN, `mutual_information` is None.
         """
         from lightning_bayes.predictive import predict
 
-        return predict(self, x, predictive, link, samples, generator, calibrated, differentiable)
+        return predict(self, x, predictive, link, samples, generator, calibrated, differentiable, split)
 
     def sample_function(
         self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
@@ -328,7 +335,8 @@ class GaussianPosterior:
             )
 
     def _has_same_weights(self) -> bool:
-        return same_weights(fingerprint(self.network), self.fingerprint)
+        own = self.subset.parameters(self.network).values() if self.subset.mask is None else ()
+        return has_weights(self.network, self.fingerprint, list(own), self.mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
@@ -384,6 +392,11 @@ class GaussianPosterior:
             f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
             "fit_laplace gives a LaplacePosterior that does"
         )
+
+
+def _shapes(x: Any) -> tuple[torch.Size, ...]:
+    """Of one example: positions may be merged with the batch; those of a container are so in any number."""
+    return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
 
 
 def check_parameters(network: nn.Module, subset: Subset) -> None:

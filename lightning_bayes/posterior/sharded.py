@@ -127,6 +127,7 @@ class ShardedPosterior(LaplacePosterior):
         generator: torch.Generator | None = None,
         calibrated: bool = True,
         differentiable: bool = False,
+        split: bool = True,
     ) -> Prediction:
         """The predictive distribution at this process's own `x`, through weight samples ("bnn") or at the mean
         ("map"). All processes must call it, each with a batch. The arguments are those of `GaussianPosterior`."""
@@ -134,7 +135,7 @@ class ShardedPosterior(LaplacePosterior):
             _refused("predictive='glm'")()
         if differentiable:
             _refused("differentiable=True")()
-        return super().predict(x, predictive, link, samples, generator, calibrated)
+        return super().predict(x, predictive, link, samples, generator, calibrated, split=split)
 
     def _has_same_weights(self) -> bool:
         """Whether all processes have the shards of the mean: where only one raised, the others would wait for ever."""

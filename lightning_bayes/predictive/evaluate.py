@@ -83,7 +83,7 @@ def score_loaders(
                 x, y = split(batch, is_ood)
                 for name, predict in predictors.items():
                     table.update(name, predict(x), y, number)
-                is_empty, targets = False, targets + (0 if is_ood or y is None else likelihood.n_targets(y))
+                is_empty, targets = False, targets + (0 if is_ood or y is None else int(likelihood.n_targets(y)))
             if is_ood and is_empty:
                 raise DataError(f"{words} is empty: it needs at least one batch of inputs")
             if not targets:

@@ -23,6 +23,8 @@ from lightning_bayes.network.shards import local, reshard
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 
+TOGETHER, MOST_TOGETHER = 2**28, 2**30  # bytes that samples which go through the network together may take
+
 
 def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Tensor:
     """`f(x)` at the mean."""
@@ -63,15 +65,37 @@ def each_function(
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
     with at_mean(posterior, x, differentiable) as x:
         network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
-        for _ in range(n):
-            moves = draw_moves(posterior, generator)
-            consume(network(moves) if linearised else network.at(moves))
+        few = _together(posterior, x) if linearised and not differentiable else 1
+        for start in range(0, n, few):
+            draws = [draw_move(posterior, generator) for _ in range(min(few, n - start))]
+            if linearised and len(draws) > 1:
+                moves = unflatten(posterior, torch.stack(draws))
+                del draws
+                for f in network.many(moves):
+                    consume(f)
+            else:
+                moves = unflatten(posterior, draws[0])
+                consume(network(moves) if linearised else network.at(moves))
 
 
 def draw_moves(posterior: GaussianPosterior, generator: torch.Generator | None) -> dict[str, Tensor]:
     """From the network's weights to a sample, by parameter."""
+    return unflatten(posterior, draw_move(posterior, generator))
+
+
+def draw_move(posterior: GaussianPosterior, generator: torch.Generator | None) -> Tensor:
+    """The same as a vector. Each has random numbers of its own: however many go through the network together, these are
+    the same ones.  # [P]"""
     move = posterior.sample(1, generator)[0] - posterior.mean
-    return unflatten(posterior, move if posterior.shift is None else move + posterior.shift)
+    return move if posterior.shift is None else move + posterior.shift
+
+
+def _together(posterior: GaussianPosterior, x: Any) -> int:
+    """How many samples go through the network at a time: as many as the cache is good for, and at least four, which
+    share its own pass, where they fit in memory. The widest layer is taken to be sixteen times the input."""
+    numbers = posterior.subset.full_size + 16 * sum(t.numel() for t in inputs.tensors(x))
+    size = numbers * posterior.mean.element_size()
+    return max(1, TOGETHER // size, min(4, MOST_TOGETHER // size))
 
 
 def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
@@ -97,14 +121,15 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
 
 
 def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
-    """A vector over the subset as one tensor per parameter (or this process's shard of it), zero outside a
-    subnetwork."""
+    """Vectors over the subset as one tensor per parameter (or this process's shard of it), zero outside a subnetwork.
+    # [..., P] -> {name: [..., the parameter's shape]}"""
     reshard(posterior.network)
-    subset = posterior.subset
+    subset, lead = posterior.subset, flat.shape[:-1]
     if subset.mask is not None:
-        whole = flat.new_zeros(subset.full_size)
-        whole[subset.mask.to(flat.device)] = flat
+        whole = flat.new_zeros(*lead, subset.full_size)
+        whole[..., subset.mask.to(flat.device)] = flat
         flat = whole
     shards = {name: local(p) for name, p in subset.parameters(posterior.network).items()}
-    parts = flat.split([shard.numel() for shard in shards.values()])
-    return {name: part.view_as(t).to(t.dtype) for (name, t), part in zip(shards.items(), parts, strict=True)}
+    parts = flat.split([shard.numel() for shard in shards.values()], dim=-1)
+    named = zip(shards.items(), parts, strict=True)
+    return {name: part.reshape(*lead, *t.shape).to(t.dtype) for (name, t), part in named}

@@ -91,8 +91,8 @@ def output_law(
         if differentiable:
             raise PosteriorError("predictive='gp' has no gradient in x: use predictive='glm' for differentiable=True")
         return output_laws([posterior], x, predictive)[0]
-    if predictive == "bnn" or has_many_outputs(posterior, x):
-        linear = predictive == "glm"
+    linear = predictive == "glm"
+    if not linear or has_many_outputs(posterior, x):
         shifted = linear and posterior.shift is not None
         mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
         draws = draw_functions(posterior, x, samples, generator, linear, mean, differentiable)
@@ -125,6 +125,8 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
     if isinstance(x, inputs.Together):  # each output takes a backward pass of its own, a sample one pass for all
         return outputs(posterior, x).numel() > MANY_TOGETHER
+    if (plan := posterior.known_plan(x)) is not None:
+        return plan.n_outputs > MANY
     return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
 
 

@@ -30,11 +30,13 @@ def predict(
     generator: torch.Generator | None = None,
     calibrated: bool = True,
     differentiable: bool = False,
+    split: bool = True,
 ) -> Prediction:
     word("predictive", predictive, PREDICTIVES)
     count("samples", samples)
     check_generator(generator)
     flag("calibrated", calibrated)
+    flag("split", split)
     check_differentiable(differentiable, x)
     likelihood = posterior.likelihood
     likelihood.choose_link(link)  # an unknown link is an error with every predictive
@@ -44,7 +46,8 @@ def predict(
         law = output_law(posterior, x, predictive, samples, generator, differentiable)
         default = None if calibration is None else calibration.link
         chosen = law.choose_link(likelihood, (link or default) if predictive in LINEARISED else None)
-        integral = Integral(likelihood, chosen, samples, generator)
+        drawn = samples if split or chosen == "mc" else 0  # beside a closed form the split alone is drawn
+        integral = Integral(likelihood, chosen, drawn, generator)
         prediction = Prediction.from_predictive(_corrected(law, integral, calibration))
         return prediction if differentiable else prediction.map(Tensor.detach)
 

@@ -5,8 +5,9 @@ from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
 from lightning_bayes.structures.ekfac import EKFAC, EKFACBlockDiagonal
+from lightning_bayes.structures.factor import Factor, Gram
 from lightning_bayes.structures.jacobian_columns import JacobianColumns
-from lightning_bayes.structures.kronecker import Factor, Kronecker
+from lightning_bayes.structures.kronecker import Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.low_rank import LowRank
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
@@ -20,6 +21,7 @@ __all__ = [
     "Diagonal",
     "EKFACBlockDiagonal",
     "Factor",
+    "Gram",
     "InverseTerms",
     "JacobianColumns",
     "Kronecker",

@@ -7,6 +7,9 @@ With `G = Q_G Λ_G Q_Gᵀ` and `A = Q_A Λ_A Q_Aᵀ`,
 so that every operation is two small rotations and an elementwise one (tutorial, section 4; GLM paper, eq. (8)). The
 row-major matrix `V` of shape `[O, I]` stands for the vector, and `(G ⊗ A) vec(V) = vec(G V A)`.
 
+A factor that keeps a few eigenpairs and a remainder has a frame `E` instead of `Q` (see `factor`): all is as above,
+with one eigenvalue for each of the frame's columns.
+
 A grouped layer is `g` independent products of one size, kept as a leading batch dimension: all arrays are `[g, O, I]`.
 """
 
@@ -14,72 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, StructureError, eigh, positive
-from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
-
-
-@dataclass(frozen=True, eq=False)
-class Factor:
-    """A symmetric PSD factor by its eigenvectors and eigenvalues. `vectors=None` is the identity: a diagonal factor,
-    such as the one-hot inputs of an embedding have."""
-
-    vectors: Tensor | None  # [g, d, d], eigenvectors in columns
-    values: Tensor  # [g, d]
-    kept: Tensor | None = None  # the matrix itself, of a factor to which data are to be added [g, d, d]
-
-    @staticmethod
-    def from_matrix(matrix: Tensor, keep: bool = False) -> Factor:
-        """Decompose `[g, d, d]`. Rounding may leave eigenvalues of a PSD matrix below zero: they are zero. Those of a
-        matrix in a graph have its derivatives, the vectors have none: equal eigenvalues would make them infinite."""
-        values, vectors = eigh(matrix.detach())
-        if matrix.requires_grad:
-            values = (vectors * (matrix @ vectors)).sum(-2)
-        return Factor(vectors, values.clamp(min=0), matrix if keep else None)
-
-    @property
-    def can_grow(self) -> bool:
-        return self.vectors is None or self.kept is not None
-
-    @property
-    def matrix(self) -> Tensor:
-        """# [g, d, d]"""
-        if self.kept is not None:
-            return self.kept
-        if self.vectors is None:
-            return torch.diag_embed(self.values)
-        return self.vectors * self.values.unsqueeze(-2) @ self.vectors.mT
-
-    def scale(self, factor: float | Tensor) -> Factor:
-        """By a number, or one for each group `[g, 1]`."""
-        of_matrix = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.ndim else factor
-        return Factor(self.vectors, self.values * factor, None if self.kept is None else self.kept * of_matrix)
-
-    def plus(self, other: Factor, keep: bool = False) -> Factor:
-        """The sum, decomposed again."""
-        if self.vectors is None and other.vectors is None:
-            return Factor(None, self.values + other.values)
-        return Factor.from_matrix(self.matrix + other.matrix, keep)
-
-    def decomposed(self) -> Factor:
-        """Without the matrix itself."""
-        return Factor(self.vectors, self.values)
-
-    def diagonal_in(self, vectors: Tensor | None) -> Tensor:
-        """`diag(QᵀMQ)`.  # [g, d]"""
-        if vectors is None:
-            return self.matrix.diagonal(dim1=-2, dim2=-1)
-        return (vectors * (self.matrix @ vectors)).sum(-2)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor:
-        parts = (self.vectors, self.values, self.kept)
-        vectors, values, kept = (None if t is None else t.to(device=device, dtype=dtype) for t in parts)
-        assert values is not None
-        return Factor(vectors, values, kept)
+from lightning_bayes.structures.base import Structure, StructureError, positive
+from lightning_bayes.structures.factor import Factor
+from lightning_bayes.structures.output_covariance import CovarianceForm, inputs_first, rotated_covariances
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +37,12 @@ class Kronecker(Structure):
 
     left: Factor  # G: [g, O]
     right: Factor  # A: [g, I]
-    shift: Tensor | float = 0.0  # a scalar, or [g, O, I]
+    shift: Tensor | float = 0.0  # a scalar, or as `values`
     rows: float | None = None  # of how many inputs A is the mean; None in files of older versions
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.left.values.shape[0], self.left.values.shape[1], self.right.values.shape[1]
+        return self.left.values.shape[0], self.left.size, self.right.size
 
     @property
     def size(self) -> int:
@@ -117,31 +63,22 @@ class Kronecker(Structure):
 
     @property
     def values(self) -> Tensor:
-        """The eigenvalues `λ_G λ_Aᵀ + shift`.  # [g, O, I]"""
-        return self.left.values.unsqueeze(-1) * self.right.values.unsqueeze(-2) + self.shift
+        """The eigenvalues `λ_G λ_Aᵀ + shift`, a factor's remainder last.  # [g, O, I]"""
+        return self.left.spectrum.unsqueeze(-1) * self.right.spectrum.unsqueeze(-2) + self.shift
 
     @property
     def sizes(self) -> str:
-        g, O, I = self.shape
-        left, right = (f"{n}" if f.vectors is None else f"{n}×{n}" for n, f in ((O, self.left), (I, self.right)))
+        g, factors = self.shape[0], (self.left, self.right)
+        left, right = (f"{f.size}" if f.vectors is None else f"{f.size}×{f.values.shape[1]}" for f in factors)
         return f"{left} ⊗ {right}" if g == 1 else f"{g} of {left} ⊗ {right}"
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """Into the eigenbasis: `Q_Gᵀ V Q_A`.  # [..., P] -> [..., g, O, I]"""
-        V = vectors.unflatten(-1, self.shape)
-        if self.right.vectors is not None:
-            V = V @ self.right.vectors
-        if self.left.vectors is not None:
-            V = self.left.vectors.mT @ V
-        return V
+        """Into the eigenbasis: `Q_Gᵀ V Q_A`.  # [..., P] -> [..., g, O, I], or more of a frame"""
+        return self.left.rotate(self.right.rotate(vectors.unflatten(-1, self.shape)), -2)
 
     def rotate_back(self, V: Tensor) -> Tensor:
         """Out of the eigenbasis: `Q_G V Q_Aᵀ`.  # [..., g, O, I] -> [..., P]"""
-        if self.right.vectors is not None:
-            V = V @ self.right.vectors.mT
-        if self.left.vectors is not None:
-            V = self.left.vectors @ V
-        return V.flatten(-3)
+        return self.left.rotate_back(self.right.rotate_back(V), -2).flatten(-3)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
         shift = self.shift.to(device=device, dtype=dtype) if isinstance(self.shift, Tensor) else self.shift
@@ -172,7 +109,7 @@ class Kronecker(Structure):
         2018) with the trace of the sum, which is `M'` where `M` vanishes."""
         self._check_same_form(other)
         assert isinstance(other, Kronecker)
-        own, others = (block.left.values.sum(-1, keepdim=True) for block in (self, other))  # [g, 1]
+        own, others = (block.left.trace for block in (self, other))  # [g, 1]
         share = own / (own + others).clamp(min=torch.finfo(self.dtype).tiny)
         return self._summed(other, share, 1 - share, keep=False)
 
@@ -205,21 +142,20 @@ class Kronecker(Structure):
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> Kronecker:
         """`(G/split + √δ) ⊗ (A·split + √δ)`, which adds cross terms to the exact sum."""
-        left = Factor(self.left.vectors, self.left.values / split + precision.sqrt())
-        right = Factor(self.right.vectors, self.right.values * split + precision.sqrt())
-        return replace(self, left=left, right=right)
+        left, right = self.left.scale(1 / split), self.right.scale(split)
+        return replace(self, left=left.damped(precision.sqrt()), right=right.damped(precision.sqrt()))
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        return self.rotate_back(self.rotate(vectors) * self.values)
+        return self._times(self.values, vectors)
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self.rotate_back(self.rotate(vectors) / positive(self.values))
+        return self._times(positive(self.values).reciprocal(), vectors)
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        return self.rotate_back(self.rotate(vectors) * positive(self.values).rsqrt())
+        return self._times(positive(self.values).rsqrt(), vectors)
 
     def logdet(self) -> Tensor:
-        return self.values.log().sum()
+        return self.left.count(self.right.count(self.values.log(), -1), -2).sum()
 
     @property
     def floor(self) -> float | Tensor:
@@ -229,37 +165,51 @@ class Kronecker(Structure):
         """The diagonal of `QᵀM'Q`, over the eigenvalues."""
         self._check_same_form(other)
         assert isinstance(other, Kronecker)
-        G, A = other.left.diagonal_in(self.left.vectors), other.right.diagonal_in(self.right.vectors)
-        return ((G.unsqueeze(-1) * A.unsqueeze(-2) + other.shift) / positive(self.values)).flatten()
+        G, A = other.left.spectrum_in(self.left), other.right.spectrum_in(self.right)
+        terms = (G.unsqueeze(-1) * A.unsqueeze(-2) + other.shift) / positive(self.values)
+        return self.left.spread(self.right.spread(terms, -1, frame=False), -2, frame=False).flatten()
+
+    @cached_property
+    def _inverse_values(self) -> Tensor:
+        """Kept, because every prediction needs it."""
+        return self._spread(self.values.reciprocal())
+
+    @classmethod
+    def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
+        first = blocks[0].right
+        whole = all(block.right.vectors is first.vectors and block.right.remainder is None for block in blocks)
+        return first.vectors if whole and inputs_first(g) else None
 
     @classmethod
     def output_covariances(
-        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm
+        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
-        if any(block.left.vectors is not blocks[0].left.vectors for block in blocks):  # their bases differ
-            return [cls.output_covariances([block], a, g, form)[0] for block in blocks]
-        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
-        Q_A, Q_G = blocks[0].right.vectors, blocks[0].left.vectors
-        if Q_A is not None:
-            a = (a.flatten(1, 2) @ Q_A).reshape(a.shape)
-        if Q_G is not None:
-            rows = g.transpose(0, 1)  # [G, K, B, T, O]
-            g = (rows.flatten(1, 3) @ Q_G).reshape(rows.shape).transpose(0, 1)
-        return rotated_covariances([block.values.reciprocal() for block in blocks], a, g, form)
+        left, right = blocks[0].left, blocks[0].right
+        if any(block.left.vectors is not left.vectors for block in blocks):  # their bases differ
+            return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
+        variances = [block._inverse_values for block in blocks]
+        return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate)
 
     def parts(self) -> dict[str, Any]:
-        factors = {"left": self.left, "right": self.right}
-        states = {side: [f.vectors, f.values, f.kept] for side, f in factors.items()}
+        states = {side: factor.to_list() for side, factor in (("left", self.left), ("right", self.right))}
         return {**states, "shift": self.shift, "rows": self.rows}
 
     @classmethod
     def from_parts(cls, parts: dict[str, Any]) -> Kronecker:
         return cls(**{**parts, "left": Factor(*parts["left"]), "right": Factor(*parts["right"])})
 
+    def _spread(self, values: Tensor) -> Tensor:
+        """One number for each column of the two frames."""
+        return self.left.spread(self.right.spread(values, -1), -2)
+
+    def _times(self, values: Tensor, vectors: Tensor) -> Tensor:
+        """`(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ v`.  # [..., P]"""
+        return self.rotate_back(self.rotate(vectors) * self._spread(values))
+
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""
         if self.right.vectors is not None:
-            values = values @ self.right.vectors.square().mT
+            values = values @ self.right.squares.mT
         if self.left.vectors is not None:
-            values = self.left.vectors.square() @ values
+            values = self.left.squares @ values
         return values.flatten()

@@ -89,7 +89,7 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
         return None
     value, B = float(loss.detach()) * scale, len(y)
     total = -float(likelihood.log_likelihood(f, y))
-    observed = likelihood.n_targets(y)
+    observed = int(likelihood.n_targets(y))
     candidates = [
         (s * B / over, s * part / over)
         for s in likelihood.loss_scales

@@ -156,7 +156,7 @@ for _tune in ("mackay", "linear"):
     laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune, named=False)
 counts(laplace, "samples", "mc_samples", "max_batches", "rank")
 flags(laplace, "per_layer", "iterate", "progress", "updatable")
-laplace("rank", 5, "rank=5 belongs to structure='lowrank', got structure='kron'")
+laplace("rank", 5, "rank=5 belongs to structure='lowrank' or 'kron', got structure='ekfac'", structure="ekfac")
 laplace("tune", "linear", "structure='lowrank' leaves some out: use tune='auto'", structure="lowrank")
 words(laplace, "prior_groups")
 laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")

@@ -19,7 +19,7 @@ from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.curvature.plan import make_plan
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Kronecker
+from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Gram, Kronecker
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -194,15 +194,15 @@ def test_eigenvectors_take_the_place_of_the_sums(monkeypatch: pytest.MonkeyPatch
     """Of ten equal layers, never more than the sums and a few matrices of the one that is being decomposed."""
     network = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))).double()
     x, y = real(3, 64), real(3, 64)
-    one, live, decompose = 64 * 64 * 8, [], Factor.from_matrix
+    one, live, decompose = 64 * 64 * 8, [], Factor.of
 
-    def watched(matrix: Tensor, keep: bool) -> Factor:
+    def watched(gram: Gram, keep: bool, rank: None) -> Factor:
         gc.collect()
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape == (1, 64, 64)]
         live.append(sum(t.untyped_storage().nbytes() for t in tensors))
-        return decompose(matrix, keep)
+        return decompose(gram, keep, rank)
 
-    monkeypatch.setattr(Factor, "from_matrix", staticmethod(watched))
+    monkeypatch.setattr(Factor, "of", staticmethod(watched))
     gc.collect()
     gc.freeze()  # what lives now is left out
     try:

@@ -12,6 +12,7 @@ from lightning_bayes.structures import (
     Diagonal,
     EKFACBlockDiagonal,
     Factor,
+    Gram,
     Kronecker,
     Layout,
     LowRank,
@@ -46,6 +47,23 @@ def diagonal() -> Diagonal:
 
 def kronecker(g: int = 1, O: int = 3, I: int = 4, seed: int = 3) -> Kronecker:
     return Kronecker(Factor.from_matrix(spd(g, O, seed=seed)), Factor.from_matrix(spd(g, I, seed=seed + 50)))
+
+
+def truncated(g: int = 1, O: int = 3, I: int = 5, left: int = 2, right: int = 2, seed: int = 16) -> Kronecker:
+    """Factors with a few eigenpairs and a remainder."""
+    factors = (Factor.from_matrix(spd(g, d, seed=seed + d), rank=k) for d, k in ((O, left), (I, right)))
+    return Kronecker(*factors)
+
+
+def few_rows() -> Kronecker:
+    """Fewer rows than columns, and a shift, without which it has no inverse."""
+    right = Factor.of(Gram(random(2, 3, 5, seed=17), is_rows=True))
+    return Kronecker(Factor.from_matrix(spd(2, 2, seed=18)), right, torch.tensor(0.4, dtype=F64))
+
+
+def truncated_sum() -> Kronecker:
+    first = truncated(g=2)
+    return first + like(first)
 
 
 def embedding(g: int = 1) -> Kronecker:
@@ -87,7 +105,7 @@ LAYOUTS = {
 def block_diagonal() -> BlockDiagonal:
     blocks: dict[str, Structure] = {
         "linear": kronecker(1, 2, 4, seed=11),
-        "transposed": kronecker(2, 2, 7, seed=12).add_prior(0.2),
+        "transposed": truncated(2, 2, 7, left=2, right=3).add_prior(0.2),
         "embedding": embedding(),
         "dense": dense(),
         "diagonal": Diagonal(positive(13, seed=13)),
@@ -114,6 +132,12 @@ STRUCTURES: dict[str, Callable[[], Structure]] = {
     "kronecker groups": lambda: kronecker(g=3),
     "kronecker shifted": shifted,
     "kronecker embedding": embedding,
+    "kronecker truncated": truncated,
+    "kronecker truncated right": lambda: truncated(g=2, left=3, right=1),
+    "kronecker truncated left": lambda: truncated(left=1, right=5),
+    "kronecker truncated shifted": truncated_sum,
+    "kronecker truncated embedding": lambda: Kronecker(truncated().left, embedding().right, 0.4),
+    "kronecker few rows": few_rows,
     "kronecker diagonal factors": diagonal_factors,
     "ekfac": ekfac,
     "ekfac shifted": lambda: ekfac(shift=0.3),
@@ -134,11 +158,15 @@ def like(structure: Structure) -> Structure:
     if isinstance(structure, LowRank):
         return LowRank.from_root(random(structure.size, 2, seed=25), 0.2)
     if isinstance(structure, Kronecker):
-        g, O, I = structure.shape
-        left = Factor(structure.left.vectors, positive(g, O, seed=23))
-        return Kronecker(left, Factor(structure.right.vectors, positive(g, I, seed=24)), 0.1)
+        factors = ((structure.left, 23), (structure.right, 24))
+        return Kronecker(*(same_basis(factor, seed) for factor, seed in factors), 0.1)
     assert isinstance(structure, BlockDiagonal)
     return BlockDiagonal(tuple(like(block) for block in structure.blocks), structure.layouts, structure.names)
+
+
+def same_basis(factor: Factor, seed: int) -> Factor:
+    remainder = None if factor.remainder is None else positive(*factor.remainder.shape, seed=seed + 10)
+    return Factor(factor.vectors, positive(*factor.values.shape, seed=seed), remainder=remainder)
 
 
 def layer_prior(structure: Structure) -> Tensor:

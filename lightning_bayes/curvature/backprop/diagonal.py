@@ -29,7 +29,7 @@ from lightning_bayes.curvature.backprop.trace import Probe, Signature, probe, ru
 from lightning_bayes.curvature.backprop.walk import Walk
 from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
-from lightning_bayes.curvature.output_checks import check_finite, check_output
+from lightning_bayes.curvature.output_checks import check_output
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
@@ -88,12 +88,12 @@ class BatchDiagonal:
         total = CurvatureSum(network, plan, self.likelihood)
         with torch.enable_grad():
             total.add(x, y)
-        return total.finish().structure.diagonal()
+        return total.structure().diagonal()
 
     def _walk(self, threshold: float, signature: Signature, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         parameters = list(self.subset.parameters(network).values())
         f, ops = run(network, self.subset, x)
-        self.likelihood.check(f, y)
+        self.likelihood.check_fit(f, y)
         walk = Walk(ops, f, signature.kinds_of(ops) if threshold > 0 else {}, threshold, parameters)
         by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
@@ -115,16 +115,16 @@ class DiagonalSum(CurvatureSum):
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, f"{self._of_batch.mode} diagonal") for name in self._plan.subset.names]
 
-    def _add(self, x: Any, y: Tensor, examples: Tensor) -> Tensor:
-        diagonal = self._of_batch(x, y)  # first, on a copy of x: the network may write into its input
+    def _add(self, x: Any, y: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
         f = inputs.call(self._network, x)
         check_output(f, inputs.batch_size(x))
         outputs = f.detach()
-        check_finite(outputs, x, self._batches)
+        y = self._checks.add(x, outputs, y)
+        diagonal = self._of_batch(x, y)
         assert isinstance(self._accumulator, DiagonalAccumulator)
         self._accumulator.add_diagonal(diagonal)
         self._add_gradient(f, -self._likelihood.residual(outputs, y))
-        return outputs
+        return outputs, y
 
 
 def choose_mode(network: nn.Module, subset: Subset, likelihood: Likelihood, x: Any, threshold: float) -> str:

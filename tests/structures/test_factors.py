@@ -1,0 +1,194 @@
+"""Eigenpairs of a Kronecker factor: all, those of a few rows, or the largest and a remainder."""
+
+from typing import Any
+
+import pytest
+import torch
+from structure_cases import F64, kronecker, random, spd, truncated
+from torch import Tensor
+
+from lightning_bayes.structures import CovarianceForm, Factor, Gram, Kronecker, factor
+
+TIGHT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def decaying(g: int, d: int, seed: int = 61) -> Tensor:
+    """With eigenvalues 1, 1/4, 1/9, …  # [g, d, d]"""
+    Q = torch.linalg.qr(random(g, d, d, seed=seed)).Q
+    return Q * torch.arange(1, d + 1, dtype=F64) ** -2.0 @ Q.mT
+
+
+def by_definition(matrix: Tensor, k: int) -> Tensor:
+    """The `k` largest eigenpairs, and the mean of the other eigenvalues in their places."""
+    values, Q = torch.linalg.eigh(matrix)
+    values = values.clone()
+    values[:, :-k] = values[:, :-k].mean(-1, keepdim=True)
+    return Q * values.unsqueeze(-2) @ Q.mT
+
+
+def orthonormal(found: Factor, **tolerance: float) -> bool:
+    assert found.vectors is not None
+    gram = found.vectors.mT @ found.vectors
+    return torch.allclose(gram, torch.eye(gram.shape[-1], dtype=gram.dtype).expand_as(gram), **tolerance)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_a_rank_keeps_the_largest_eigenpairs_and_the_trace(k: int) -> None:
+    matrix = spd(2, 7, seed=62)
+    found = Factor.from_matrix(matrix, rank=k)
+    assert found.vectors is not None
+    assert found.vectors.shape == (2, 7, k)
+    torch.testing.assert_close(found.matrix, by_definition(matrix, k), **TIGHT)
+    torch.testing.assert_close(found.matmul(random(2, 7, 3, seed=63)), found.matrix @ random(2, 7, 3, seed=63), **TIGHT)
+    torch.testing.assert_close(found.matrix.diagonal(dim1=1, dim2=2).sum(1), matrix.diagonal(dim1=1, dim2=2).sum(1))
+
+
+@pytest.mark.parametrize("k", [None, 7, 9])
+def test_a_rank_that_is_no_bound_leaves_the_factor_whole(k: int | None) -> None:
+    found = Factor.from_matrix(spd(2, 7, seed=62), rank=k)
+    assert found.remainder is None
+    torch.testing.assert_close(found.matrix, spd(2, 7, seed=62), **TIGHT)
+
+
+@pytest.mark.parametrize("r", [0, 1, 4, 7])
+def test_few_rows_have_the_eigenpairs_of_their_gram_matrix(r: int) -> None:
+    X = random(2, r, 8, seed=64)
+    found = Factor.of(Gram(X, is_rows=True))
+    torch.testing.assert_close(found.matrix, X.mT @ X, **TIGHT)
+    assert found.values.shape == (2, r)
+    assert found.remainder is not None
+    assert not found.remainder.any()
+    assert orthonormal(found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_rows_that_depend_on_each_other_or_differ_in_size_have_orthonormal_eigenvectors(dtype: torch.dtype) -> None:
+    X = random(1, 5, 9, seed=65)
+    X[:, 3], X[:, 1], X[:, 4] = 2 * X[:, 0] - X[:, 2], 0.0, 1e-5 * X[:, 4]
+    found = Factor.of(Gram(X.to(dtype), is_rows=True))
+    assert orthonormal(found, rtol=0, atol=20 * torch.finfo(dtype).eps)
+    expected = torch.linalg.eigvalsh(X @ X.mT).clamp(min=0).flip(-1)
+    torch.testing.assert_close(found.values.double(), expected, rtol=10 * torch.finfo(dtype).eps, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_rows", [False, True])
+def test_the_largest_eigenpairs_of_a_wide_factor_need_no_decomposition_of_it(
+    is_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factor, "BLOCK", 5)
+    sizes, original = [], torch.linalg.eigh
+    matrix = decaying(2, 80)
+    gram = Gram(torch.linalg.cholesky(matrix).mT, True) if is_rows else Gram(matrix)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: sizes.append(m.shape[-1]) or original(m))
+    before = torch.get_rng_state()
+    found = Factor.of(gram, rank=8)
+    again = Factor.of(gram, rank=8)
+    assert max(sizes) <= 20
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(found.values, again.values)
+    assert orthonormal(found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.values[:, :4], original(matrix).eigenvalues.flip(-1)[:, :4], rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.matrix, by_definition(matrix, 8), rtol=0, atol=3e-3)
+    torch.testing.assert_close(found.matrix.diagonal(dim1=1, dim2=2).sum(1), matrix.diagonal(dim1=1, dim2=2).sum(1))
+
+
+def test_auto_keeps_a_share_of_the_trace_of_wide_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCK": 4, "WIDE": 30, "SHARE": 0.9}.items():
+        monkeypatch.setattr(factor, name, value)
+    steep, flat = decaying(1, 60), spd(1, 60, seed=66)
+    few, many = (Factor.from_matrix(matrix, rank="auto") for matrix in (steep, flat))
+    assert few.values.shape[-1] <= 12
+    assert float(few.values.sum()) >= 0.9 * float(steep.diagonal(dim1=1, dim2=2).sum())
+    assert many.values.shape[-1] == 16  # a quarter, rounded to blocks
+    assert Factor.from_matrix(decaying(1, 30), rank="auto").remainder is None
+
+
+@pytest.mark.parametrize("rank", [None, 2, "auto"])
+def test_a_factor_of_zeros_is_zero(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCK": 3, "WIDE": 8}.items():
+        monkeypatch.setattr(factor, name, value)
+    found = Factor.from_matrix(torch.zeros(1, 20, 20, dtype=F64), rank=rank)
+    assert orthonormal(found, rtol=0, atol=1e-12)
+    assert not found.matrix.any()
+
+
+def test_matrices_of_low_rank_are_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factor, "BLOCK", 4)
+    root = random(1, 60, 6, seed=67)
+    found = Factor.from_matrix(root @ root.mT, rank=14)
+    assert orthonormal(found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.matrix, root @ root.mT, **TIGHT)
+
+
+@pytest.mark.parametrize(("k", "kept"), [(2, 4), (4, 7)])
+def test_the_sum_of_two_keeps_what_both_keep(k: int, kept: int) -> None:
+    first, second = (Factor.from_matrix(spd(2, 7, seed=seed), rank=k) for seed in (68, 69))
+    total = first.plus(second)
+    expected = first.matrix + second.matrix
+    if kept < 7:
+        torch.testing.assert_close(total.matrix, expected, **TIGHT)
+        assert total.values.shape == (2, kept)
+        assert orthonormal(total, rtol=0, atol=1e-12)
+    else:  # as many as columns: decomposed again, by the rank
+        torch.testing.assert_close(total.matrix, by_definition(expected, k), **TIGHT)
+    torch.testing.assert_close(first.plus(Factor.from_matrix(spd(2, 7, seed=70))).values.shape[-1], k)
+
+
+def test_factors_that_grow_keep_their_matrices_and_their_rank() -> None:
+    first, second = (Factor.from_matrix(spd(2, 7, seed=seed), keep=True, rank=2) for seed in (68, 69))
+    total = first.scale(0.25).plus(second.scale(0.75), keep=True)
+    expected = 0.25 * spd(2, 7, seed=68) + 0.75 * spd(2, 7, seed=69)
+    torch.testing.assert_close(total.kept, expected, **TIGHT)
+    torch.testing.assert_close(total.decomposed().matrix, by_definition(expected, 2), **TIGHT)
+    assert total.can_grow
+
+
+@pytest.mark.parametrize(
+    "precision", [kronecker(2, 3, 5, seed=71), truncated(g=2, seed=72)], ids=["whole", "truncated"]
+)
+@pytest.mark.parametrize("other", [kronecker(2, 3, 5, seed=73), truncated(g=2, seed=74)], ids=["whole", "truncated"])
+def test_the_terms_of_a_trace_in_another_basis_add_up(precision: Kronecker, other: Kronecker) -> None:
+    P = precision.add_prior(0.4)
+    for M in (other, precision, precision.add_prior(0.2)):
+        terms = P.trace_terms(M)
+        assert terms.shape == (P.size,)
+        expected = torch.linalg.solve(P.to_dense(), M.to_dense()).diagonal().sum()
+        torch.testing.assert_close(terms.sum(), expected, rtol=1e-10, atol=0)
+
+
+def test_joined_products_add_their_truncated_factors() -> None:
+    first, second = truncated(g=2, seed=75), truncated(g=2, seed=76)
+    total = first.joined(second)
+    torch.testing.assert_close(total.left.matrix, first.left.matrix + second.left.matrix, **TIGHT)
+    trace = first.diagonal().sum() + second.diagonal().sum()
+    torch.testing.assert_close(total.diagonal().sum(), trace, rtol=1e-10, atol=0)
+
+
+def test_truncated_products_are_those_of_their_factors() -> None:
+    M = truncated(g=2)
+    blocks = zip(M.left.matrix, M.right.matrix, strict=True)
+    expected = torch.block_diag(*(torch.kron(g, a) for g, a in blocks))
+    torch.testing.assert_close(M.to_dense(), expected, **TIGHT)
+    damped = M.add_damping(torch.tensor(0.04, dtype=F64), 2.5)
+    whole = Kronecker(*(Factor.from_matrix(f.matrix) for f in (M.left, M.right)))
+    torch.testing.assert_close(
+        damped.to_dense(), whole.add_damping(torch.tensor(0.04, dtype=F64), 2.5).to_dense(), **TIGHT
+    )
+    assert M.sizes == "2 of 3×2 ⊗ 5×2"
+
+
+def test_states_of_older_versions_have_whole_factors() -> None:
+    M = kronecker(2)
+    state = {**M.to_state(), "left": M.to_state()["left"][:3], "right": M.to_state()["right"][:3]}
+    torch.testing.assert_close(Kronecker.from_state(state).to_dense(), M.to_dense(), rtol=0, atol=0)
+
+
+def test_variances_of_directions_that_the_data_determine_are_right_in_float32() -> None:
+    """The remainder's variance is 10⁸ times theirs: no difference of the two is taken."""
+    X = 1e4 * random(1, 6, 40, seed=77).float()
+    M = Kronecker(Factor.from_matrix(torch.eye(2).unsqueeze(0)), Factor.of(Gram(X, is_rows=True))).add_prior(1.0)
+    a, g = X.unsqueeze(2), torch.ones(1, 1, 6, 1, 2)
+    (found,) = Kronecker.output_covariances([M], a, g, CovarianceForm("marginal"))
+    X64 = X[0].double()
+    expected = 2 * (X64 @ torch.linalg.solve(X64.mT @ X64 + torch.eye(40, dtype=F64), X64.mT)).diagonal()
+    torch.testing.assert_close(found.flatten().double(), expected, rtol=1e-3, atol=0)
