@@ -2,8 +2,8 @@
 
 Training: the time from one batch to the next in a Trainer with the callback, in such times without it. Snapshot:
 reading the optimizer's second moment into a posterior, in units of one step of that optimizer plus one copy of the
-weights. Memory is in vectors of the weights' size: what the posterior keeps (its mean, its curvature and, of decoupled
-weight decay, its prior), and what the process held at most while it was made.
+weights. Memory is in vectors of the weights' size: what the posterior keeps (its mean and its curvature; once it is
+asked for, also the prior of decoupled weight decay), and what the process held at most while it was made.
 """
 
 from __future__ import annotations
@@ -120,9 +120,15 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Result:
     both = trained(NETWORKS[network].fresh())
     result = side_by_side(lambda: partial(snapshot, *both), partial(step_and_copy, *both), repeats)
     posterior = snapshot(*both)
-    vectors = (posterior.mean, posterior.curvature.structure.diagonal(), posterior.prior_precision)
     weights = sum(p.numel() * p.element_size() for p in both[0].parameters())
-    extra = {"vectors kept": sum(t.numel() * t.element_size() for t in vectors) / weights}
+    vectors = [posterior.mean, posterior.curvature.structure.diagonal()]
+    formed = [t for t in (vars(posterior).get("prior_precision"),) if t is not None]
+    extra = {"vectors kept": _bytes([*vectors, *formed]) / weights}
+    extra["vectors with the prior"] = _bytes([*vectors, posterior.prior_precision]) / weights
     if weights > VISIBLE:
         extra["vectors at most"] = result.added / weights
     return replace(result, extra=extra)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
