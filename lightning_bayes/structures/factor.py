@@ -30,7 +30,7 @@ Rank = int | str | None  # eigenpairs that a factor keeps: at most so many, "aut
 
 WIDE = 1000  # "auto" leaves narrower factors as they are
 SHARE = 0.99  # of the trace that "auto" keeps in eigenpairs
-MOST = 4  # a Krylov space is at most this part of the whole
+MOST = 2  # a Krylov space is at most this part of the whole
 BLOCK = 64  # vectors at a time
 
 
@@ -79,7 +79,7 @@ class Factor:
         detached = replace(gram, array=gram.array.detach())
         n = min(gram.array.shape[-2:])  # at most so many eigenvalues are not zero
         most = n if rank is None or (rank == "auto" and n <= WIDE) else rank
-        if isinstance(most, int) and MOST * most >= n:
+        if isinstance(most, int) and 2 * most >= n // MOST:
             values, vectors = _of_rows(detached.array) if gram.is_rows else eigh(detached.array)
         else:
             values, vectors = _krylov(detached, most)
