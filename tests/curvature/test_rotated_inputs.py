@@ -77,7 +77,9 @@ def test_the_order_of_rotations_does_not_matter(T: int, form: str, cache: int, m
         return lambda x, dim: x @ Q if dim == -1 else Q.mT @ x
 
     (covariance,) = rotated_covariances([W], a, g, wanted, rotation(Q_G), rotation(Q_A))
-    blocks = [torch.kron(q, p) @ torch.diag(w.flatten()) @ torch.kron(q, p).mT for q, p, w in zip(Q_G, Q_A, W)]
+    blocks = [
+        torch.kron(q, p) @ torch.diag(w.flatten()) @ torch.kron(q, p).mT for q, p, w in zip(Q_G, Q_A, W, strict=True)
+    ]
     rows = wanted.arrange(layer_jacobian(a, g))
     expected = rows @ torch.block_diag(*blocks) @ rows.mT
     expected = expected.diagonal(dim1=-2, dim2=-1) if form == "marginal" else expected
