@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
 	@echo "make test         the test suite (make test-slow: the longer checks; test-real: all modules of other libraries)"
 	@echo "make lint         ruff and mypy"
-	@echo "make bench        time and memory against the peers and a plain epoch"
+	@echo "make bench        time and memory against the peers and a plain epoch (CASES=MLP: some; KEEP=1: into README and docs)"
 	@echo "make practice     does a posterior help? ordinary trainings and methods (FULL=1: all of them)"
 	@echo "make docs         the documentation, in site/"
 
@@ -22,7 +22,7 @@ test: $(VENV)/.test $(VENV)/.real
 test-real: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/real_modules
 
-test-slow: $(VENV)/.test $(VENV)/.peers
+test-slow: $(VENV)/.test $(VENV)/.peers $(VENV)/.real
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.test $(VENV)/.dev
@@ -31,7 +31,7 @@ lint: $(VENV)/.test $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.recipes $(VENV)/.peers
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(if $(CASES),--cases '$(CASES)') $(if $(LIST),--list) $(if $(KEEP),--keep)
 
 practice: $(VENV)/.recipes $(VENV)/.peers
 	$(BIN)/python -m benchmarks.practice

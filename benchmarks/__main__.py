@@ -1,124 +1,92 @@
-"""`python -m benchmarks`: measure every case in a process of its own, and print one table of ratios per topic."""
+"""`python -m benchmarks`: measure every case in a process of its own, and print one table per topic.
+
+By default all cases of the README's table, within half an hour on two idle cores; `--cases` names others as well.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-import torch
+from benchmarks import keep, peers
+from benchmarks.isolate import GB, Job, Limits, cores, run
+from benchmarks.report import markdown, number
+from benchmarks.rows import Row, rows_of, to_csv
+from benchmarks.topics import TITLES, TOPICS, derived
 
-from benchmarks import (
-    curvature,
-    dense,
-    diagonal,
-    distributed,
-    evidence,
-    input_gradients,
-    l2m,
-    lora,
-    online_step,
-    peers,
-    predictive,
-    subnetwork,
-    variational,
-)
-from benchmarks.isolate import GB, Failure, Job, Limits, Outcome, cores, run
-from benchmarks.report import memory, number
-
-TOPICS = {
-    "curvature": curvature,
-    "predictive": predictive,
-    "dense": dense,
-    "distributed": distributed,
-    "variational": variational,
-    "l2m": l2m,
-    "online_step": online_step,
-    "diagonal": diagonal,
-    "evidence": evidence,
-    "input_gradients": input_gradients,
-    "subnetwork": subnetwork,
-    "lora": lora,
-}
+OUTPUT = Path("outputs") / "benchmarks"
 
 
-def main() -> int:
-    arguments = _arguments()
-    jobs = [job for topic in TOPICS.values() for job in topic.jobs(arguments.quick)]
-    pattern = f"*{arguments.only}*".lower()
-    jobs = [job for job in jobs if fnmatch(job.name.lower(), pattern) and (arguments.peers or not _is_peer(job))]
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    jobs = chosen([job for topic in TOPICS.values() for job in topic.jobs(options.quick)], options.cases)
     if not jobs:
-        print(f"no case matches {arguments.only!r}", file=sys.stderr)
+        print(f"no case matches {options.cases!r}", file=sys.stderr)
         return 2
-    seconds = arguments.timeout or (30.0 if arguments.quick else 300.0)
-    text = _conditions(arguments.quick, arguments.threads)
-    outcomes = _measure(jobs, Limits(seconds, arguments.memory_gb * GB, arguments.threads))
-    for name, topic in TOPICS.items():
-        of_topic = {job: outcome for job, outcome in outcomes.items() if job.startswith(f"{name}/")}
-        if of_topic:
-            text += f"\n\n## {topic.TITLE}\n\n{(topic.__doc__ or '').strip()}\n\n{topic.report(of_topic)}"
+    if options.list:
+        print("\n".join(f"{job.seconds:4.0f} s  {job.name}" for job in jobs))
+        print(f"{len(jobs)} cases, {sum(job.seconds for job in jobs) / 60:.1f} minutes at most")
+        return 0
+    conditions = keep.conditions(options.threads, options.quick)
+    if options.keep and options.cases:
+        keep.check(conditions)
+    rows = derived(_measure(jobs, Limits(options.memory_gb * GB, options.threads, options.seconds)))
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    (OUTPUT / "results.csv").write_text(to_csv(conditions, rows), encoding="utf-8")
+    text = markdown(conditions, rows, TITLES)
+    (OUTPUT / "results.md").write_text(text, encoding="utf-8")
     print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n", encoding="utf-8")
-    failed = [job for job in jobs if not _is_peer(job) and isinstance(outcomes[job.name], Failure)]
-    return 1 if failed else 0
+    if options.keep:
+        keep.keep(conditions, rows, whole=not options.cases)
+    ours = {job.name for job in jobs if not is_peer(job)}
+    return 1 if any(row.failure and row.name in ours for row in rows) else 0
 
 
-def _arguments() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="cases whose name has this in it, e.g. 'MLP/*/ours'"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer examples and repeats: a smoke test, not numbers")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave the peers out")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables to this Markdown file")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="per case, default 300, quick 30")
-    parser.add_argument(
-        "--threads", type=int, default=cores(), help="default all cores; 1 on a machine in use by others"
-    )
+    parser.add_argument("--cases", default="", metavar="PATTERN", help="with this in their name, e.g. 'MLP/*/ours'")
+    parser.add_argument("--list", action="store_true", help="name the cases and their limits, and run none")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats: a smoke test, not numbers")
+    parser.add_argument("--keep", action="store_true", help=f"put the results into {keep.RESULTS}, README.md and docs")
+    parser.add_argument("--seconds", type=float, help="for each case, instead of its own limit")
+    parser.add_argument("--threads", type=int, default=cores(), help="default all cores; 1 on a machine that is shared")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
-    parser.add_argument(
-        "--memory-gb", type=float, default=0.75 * physical, metavar="GB", help="per case, default 3/4 of the machine's"
-    )
-    return parser.parse_args()
+    parser.add_argument("--memory-gb", type=float, default=0.75 * physical, help="for each case, default 3/4 of all")
+    options = parser.parse_args(arguments)
+    if options.keep and options.quick:
+        parser.error("numbers of a quick run mean little: they are not kept")
+    return options
 
 
-def _is_peer(job: Job) -> bool:
+def chosen(jobs: Sequence[Job], pattern: str) -> list[Job]:
+    """Those whose name has the pattern in it; without one, the default ones."""
+    if not pattern:
+        return [job for job in jobs if job.default]
+    return [job for job in jobs if fnmatch(job.name.lower(), f"*{pattern}*".lower())]
+
+
+def is_peer(job: Job) -> bool:
     return job.name.rsplit("/", 1)[-1] in peers.BACKENDS + peers.LIBRARIES
 
 
-def _measure(jobs: list[Job], limits: Limits) -> dict[str, Outcome]:
+def _measure(jobs: Sequence[Job], limits: Limits) -> list[Row]:
     """Every job in turn, with a line of progress for each."""
-    outcomes: dict[str, Outcome] = {}
+    rows: list[Row] = []
+    start, left = time.perf_counter(), sum(job.seconds for job in jobs)
     for count, job in enumerate(jobs, start=1):
         print(f"[{count}/{len(jobs)}] {job.name} … ", end="", file=sys.stderr, flush=True)
-        start = time.perf_counter()
-        outcome = outcomes[job.name] = run(job, limits)
-        if isinstance(outcome, Failure):
-            summary = f"{outcome.kind} ({outcome.reason})"
-        else:
-            summary = f"{number(outcome.seconds)} s, ratio {number(outcome.ratio)}, {memory(outcome)}"
-        print(f"{summary} [{time.perf_counter() - start:.0f} s]", file=sys.stderr, flush=True)
-    return outcomes
-
-
-def _conditions(quick: bool, threads: int) -> str:
-    """What the numbers depend on."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, **peers.installed()}
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    load = os.getloadavg()[0]
-    lines = ["# Benchmarks", "", f"{threads} of {cores()} cores; {listed}."]
-    lines += [
-        "Times are ratios to a plain forward+backward epoch of the same network and examples, measured in turn in one "
-        "process. Memory is the process's peak resident set, in brackets what the work added to it."
-    ]
-    lines += [f"**Not an idle machine** (load {load:.1f}): only rough."] if load > 0.5 else []
-    lines += ["**Quick run**: a smoke test; the numbers mean little."] if quick else []
-    return "\n".join(lines)
+        load, began = os.getloadavg()[0], time.perf_counter()
+        measured = rows_of(job, run(job, limits), load)
+        rows, row, now, left = rows + measured, measured[0], time.perf_counter(), left - job.seconds
+        summary = f"{row.failure} ({row.reason})" if row.failure else f"{number(row.value)} {row.unit}"
+        clock = f"{now - began:.0f} s; {(now - start) / 60:.1f} min so far, {left / 60:.1f} left at most"
+        print(f"{summary} [{clock}]", file=sys.stderr, flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """The memory of dense outputs: a U-Net on images of 256 × 256 pixels with 21 classes.
 
-Every cell is what one piece of work adds to the process at most, in units of what a plain forward and backward pass of
-the same batch adds to a process of its own, and its time in such passes. Function samples are 20, and 5 for several
+What one piece of work adds to the process at most is also given in units of what a plain forward and backward pass of
+the same batch adds to a process of its own; time is in such passes. Function samples are 20, and 5 for several
 images: memory does not grow with them, time does. Images are noise, and the network is fresh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.isolate import Failure, Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
-from benchmarks.report import failures, number, table
+from benchmarks.rows import Row, memory_beside
 
 TITLE = "Dense outputs"
 CLASSES, SIDE = 21, 256
@@ -56,9 +56,10 @@ def _block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def jobs(quick: bool) -> list[Job]:
-    side, batches = (32, (1,)) if quick else (SIDE, BATCHES)
+    size, batches = ({"side": 32}, (1,)) if quick else ({"side": SIDE}, BATCHES)
+    options: dict[str, Any] = {"seconds": 300, "default": False}
     return [
-        Job(f"dense/{work}/{B}", measure, {"work": work, "batch_size": B, "side": side})
+        Job(f"dense/{B}/{work}", measure, {**size, "work": work, "batch_size": B}, unit="passes", **options)
         for B in batches
         for work in (PASS, *FITS, *USES)
     ]
@@ -99,20 +100,10 @@ def measure(work: str, batch_size: int, side: int) -> Result:
     return side_by_side(lambda: uses[work], plain_pass, 0)
 
 
-def report(outcomes: dict[str, Outcome]) -> str:
-    batches = sorted({int(name.split("/")[2]) for name in outcomes})
-    rows = []
-    for work in (PASS, *FITS, *USES):
-        cells = [_cell(outcomes.get(f"dense/{work}/{B}"), outcomes.get(f"dense/{PASS}/{B}")) for B in batches]
-        rows.append([work, *cells])
-    headers = ["work", *(f"batch of {B}" for B in batches)]
-    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))
-
-
-def _cell(outcome: Outcome | None, plain: Outcome | None) -> str:
-    if outcome is None or isinstance(outcome, Failure):
-        return "not measured" if outcome is None else outcome.kind
-    size = f"{outcome.added / 1e6:,.0f} MB"
-    if plain is None or isinstance(plain, Failure):
-        return size
-    return f"{size}, {number(outcome.added / plain.added)} × · {number(outcome.ratio)} passes"
+def derived(rows: Sequence[Row]) -> list[Row]:
+    values = []
+    for B in BATCHES:
+        plain = next((row for row in rows if row.name == f"dense/{B}/{PASS}"), None)
+        others = [row for row in rows if row.name.startswith(f"dense/{B}/") and row is not plain]
+        values += memory_beside(others, plain, MOST)
+    return values

@@ -11,26 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import networks
-from benchmarks.isolate import Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
-from benchmarks.report import cell, failures, table
 
 NETWORKS = {name: networks.NETWORKS[name] for name in ("MLP", "CNN")}
 TITLE = "Steps on the evidence"
 STEPS = 10
-CONTENDERS = ("gradient", "mackay", "linear")
-TARGET = 1.0  # fits
+WAYS = ("gradient", "mackay", "linear")
 
 
 def jobs(quick: bool) -> list[Job]:
+    options: dict[str, Any] = {"unit": "fits", "most": 1, "seconds": 60, "default": False}
     return [
-        Job(f"evidence/{network}/{contender}", measure, {"network": network, "contender": contender, "quick": quick})
+        Job(f"evidence/{network}/{way}", measure, {"network": network, "way": way, "quick": quick}, **options)
         for network in NETWORKS
-        for contender in CONTENDERS
+        for way in WAYS
     ]
 
 
-def measure(network: str, contender: str, quick: bool) -> Result:
+def measure(network: str, way: str, quick: bool) -> Result:
     """The steps, beside the fit."""
     from lightning_bayes import fit_laplace
     from lightning_bayes.posterior.evidence_ascent import ascend
@@ -46,15 +45,4 @@ def measure(network: str, contender: str, quick: bool) -> Result:
         "mackay": lambda: fixed_point(posterior, groups, True, STEPS, tolerance=1e-12),
         "linear": lambda: ascend(posterior, STEPS, lr=0.1, at="optimum"),
     }
-    return side_by_side(lambda: work[contender], lambda: fit_laplace(net, data), 1 if quick else 5)
-
-
-def report(outcomes: dict[str, Outcome]) -> str:
-    measured = [network for network in NETWORKS if any(name.split("/")[1] == network for name in outcomes)]
-    rows = []
-    for contender in CONTENDERS:
-        of_contender = [outcomes.get(f"evidence/{network}/{contender}") for network in measured]
-        reached = all(isinstance(outcome, Result) and outcome.ratio <= TARGET for outcome in of_contender)
-        rows.append([contender, *(cell(outcome, "fits") for outcome in of_contender), "yes" if reached else "no"])
-    headers = [f"{STEPS} steps", *measured, f"≤ {TARGET:g} fit"]
-    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))
+    return side_by_side(lambda: work[way], lambda: fit_laplace(net, data), 1 if quick else 5)

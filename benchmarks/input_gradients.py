@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.isolate import Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
 from benchmarks.networks import NETWORKS
-from benchmarks.report import failures, number, table
 from lightning_bayes import GaussianPosterior, fit_laplace
 
 TITLE = "Gradients in x"
@@ -22,8 +21,9 @@ CASES = [("small MLP", "full"), ("small MLP", "kron"), ("MLP", "kron"), ("MLP", 
 
 
 def jobs(quick: bool) -> list[Job]:
+    options: dict[str, Any] = {"unit": "× functional", "default": False}
     return [
-        Job(f"input_gradients/{network}/{structure}/{what}", measure, arguments | {"what": what}, "failed")
+        Job(f"input_gradients/{network}/{structure}/{what}", measure, arguments | {"what": what}, **options)
         for network, structure in CASES
         for arguments in [{"network": network, "structure": structure, "repeats": 2 if quick else 10}]
         for what in WORK
@@ -52,21 +52,3 @@ def of_draw(posterior: GaussianPosterior, x: Tensor) -> None:
 
 
 WORK: dict[str, Any] = {"functional": of_covariance, "draw": of_draw}
-
-
-def report(outcomes: dict[str, Outcome]) -> str:
-    headers = [
-        "network",
-        "posterior",
-        "plain functional",
-        "with its gradient",
-        "added memory",
-        "a draw with its gradient",
-    ]
-    rows = []
-    for network, structure in CASES:
-        gaussian, draw = (outcomes.get(f"input_gradients/{network}/{structure}/{what}") for what in WORK)
-        if isinstance(gaussian, Result) and isinstance(draw, Result):
-            cells = [f"{number(1000 * gaussian.reference)} ms", f"{number(gaussian.ratio)} ×"]
-            rows.append([network, structure, *cells, f"+{gaussian.added / 1e6:.0f} MB", f"{number(draw.ratio)} ×"])
-    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))

@@ -8,6 +8,7 @@ data. Where `transformers` or `peft` is not installed there is nothing to measur
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.isolate import Failure, Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
-from benchmarks.report import failures, number, table
 
 TITLE = "LoRA"
 CLASSES, BATCH, TOKENS, VOCABULARY, HEAD = 4, 4, 64, 1000, 64
@@ -52,10 +52,11 @@ def jobs(quick: bool) -> list[Job]:
     if find_spec("transformers") is None or find_spec("peft") is None:
         return []
     sizes = SIZES[:2] if quick else SIZES
-    return [Job(f"lora/{w}/{r}/{n}", measure, {"size": (w, r, n), "quick": quick}, "failed") for w, r, n in sizes]
+    options: dict[str, Any] = {"unit": "passes", "seconds": 120, "default": False}
+    return [Job(f"lora/width {w}, rank {r}, {n} layers", measure, {"size": (w, r, n)}, **options) for w, r, n in sizes]
 
 
-def measure(size: tuple[int, int, int], quick: bool) -> Result:
+def measure(size: tuple[int, int, int]) -> Result:
     from lightning_bayes import fit_laplace
 
     torch.manual_seed(0)
@@ -64,7 +65,8 @@ def measure(size: tuple[int, int, int], quick: bool) -> Result:
     fit_laplace(Classifier(HEAD * 4, 2, 1), data)  # what is imported at its first use
     network = Classifier(*size)
     work = partial(fit_laplace, network, data)
-    return side_by_side(lambda: work, partial(passes, network, data), 1)
+    result = side_by_side(lambda: work, partial(passes, network, data), 1)
+    return replace(result, extra={"added memory over that of the factors": result.added / factor_bytes(*size)})
 
 
 def passes(network: nn.Module, data: list[tuple[Any, Tensor]]) -> None:
@@ -78,15 +80,3 @@ def factor_bytes(width: int, rank: int, layers: int) -> int:
     queries, values = (width, width), (width, width // 4)
     pairs = sum(I**2 + O**2 + 2 * rank**2 for I, O in (queries, values))
     return 4 * (layers * pairs + width**2 + CLASSES**2)
-
-
-def report(outcomes: dict[str, Outcome]) -> str:
-    headers = ["width", "rank", "layers", "adapter weights", "factors", "the fit adds", "of the factors", "time"]
-    rows = []
-    for w, r, n in SIZES:
-        outcome = outcomes.get(f"lora/{w}/{r}/{n}")
-        if outcome is not None and not isinstance(outcome, Failure):
-            factors, weights = factor_bytes(w, r, n), n * r * (3 * w + w // 4)
-            row = [f"{weights:,}", f"{factors / 1e6:.0f} MB", f"{outcome.added / 1e6:.0f} MB"]
-            rows.append([str(w), str(r), str(n), *row, number(outcome.added / factors), number(outcome.ratio)])
-    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))

@@ -1,25 +1,27 @@
 """One measurement, inside its own process: the work and a plain reference in turn, the best of each, and peak memory.
 
 Memory is the process's resident set: before the work, and at its highest during the work's first run, when nothing else
-has run in the process yet.
+has run in the process yet. Every second run of the reference belongs to a half of its own: the two halves' ratio is the
+reference against itself, which on an idle machine is 1.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-BUDGET = 60.0  # seconds after which a measurement is not repeated any more
+_ends_at = math.inf  # on the clock of `time.perf_counter`, for this process's measurements
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,16 @@ class Result:
     reference: float  # seconds of the best run of the reference
     before: int  # bytes resident before the work
     peak: int  # bytes resident at most
+    noise: float = field(default=math.nan, kw_only=True)  # the reference against itself
+    extra: dict[str, float] = field(default_factory=dict, kw_only=True)  # other numbers, by what they are
 
     @property
     def ratio(self) -> float:
         return self.seconds / self.reference
+
+    @property
+    def faster(self) -> float:
+        return self.reference / self.seconds
 
     @property
     def data_pass(self) -> float:
@@ -44,26 +52,59 @@ class Result:
         return self.peak - self.before
 
 
-def side_by_side(prepare: Callable[[], Callable[[], Any]], reference: Callable[[], Any], repeats: int) -> Result:
+def side_by_side(
+    prepare: Callable[[], Callable[[], Any]], reference: Callable[[], Any], repeats: int, scale: float = 1.0
+) -> Result:
     """Time what `prepare` returns (each time anew, untimed) and `reference` in turn.
 
-    The first run of each is a warm-up, unless the work is so slow that it is the only one.
+    The first run of each is a warm-up, unless the work is so slow that it is the only one. The reference's seconds
+    count `scale` times, where only a part of it is run.
     """
     work = prepare()
     forget_peak()
-    before, start = resident(), time.perf_counter()
+    before = resident()
     first = _timed(work)
     peak = peak_resident()
     reference()
     runs: list[tuple[float, float]] = []
-    references = [_timed(reference)[0]]
-    while len(runs) < repeats and time.perf_counter() - start < BUDGET:
+    references = [_timed(reference)[0] for _ in range(2)]
+    for _ in rounds(repeats, first[0] + references[0]):
         del work
         work = prepare()
         runs.append(_timed(work))
         references.append(_timed(reference)[0])
     seconds, decomposition = min(runs or [first])
-    return Result(seconds, decomposition, min(references), before, peak)
+    return Result(seconds, decomposition, scale * min(references), before, peak, noise=noise(references))
+
+
+def noise(references: Sequence[float]) -> float:
+    """Runs of the same thing against themselves: the best of every second one, over the best of the others."""
+    return min(references[1::2]) / min(references[::2]) if len(references) > 1 else math.nan
+
+
+def finish_within(seconds: float) -> None:
+    """Measurements of this process are repeated only as long as they end within these seconds."""
+    global _ends_at
+    _ends_at = time.perf_counter() + seconds
+
+
+def rounds(most: int, expected: float = 0.0) -> Iterator[int]:
+    """Count to `most`, but start no round that would end too late if it took `expected` seconds, or as the last did."""
+    for count in range(most):
+        start = time.perf_counter()
+        if start + expected > _ends_at:
+            return
+        yield count
+        expected = time.perf_counter() - start
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of a line through `(log size, log value)` by least squares; NaN for fewer than two points."""
+    points = [(math.log(s), math.log(v)) for s, v in zip(sizes, values, strict=True) if v > 0]
+    if len(points) < 2:
+        return math.nan
+    a, b = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((s - a) * (v - b) for s, v in points) / sum((s - a) ** 2 for s, _ in points)
 
 
 def resident() -> int:

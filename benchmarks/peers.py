@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,18 +12,6 @@ from benchmarks.networks import Batches
 DEFAULT = "CurvlinopsGGN"
 BACKENDS = (DEFAULT, "BackPackGGN", "AsdlGGN")
 LIBRARIES = ("BackPACK", "curvlinops")  # without laplace-torch around them
-DISTRIBUTIONS = ("laplace-torch", "curvlinops-for-pytorch", "backpack-for-pytorch", "asdfghjkl")
-
-
-def installed() -> dict[str, str]:
-    """The versions of the peers that are installed."""
-    versions = {}
-    for distribution in DISTRIBUTIONS:
-        try:
-            versions[distribution] = version(distribution)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def laplace(network: nn.Module, structure: str, backend: str, stochastic: bool = False) -> Any:

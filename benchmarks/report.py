@@ -1,10 +1,45 @@
-"""Outcomes as cells, and cells as a Markdown table."""
+"""Rows as Markdown: one table per topic, and what did not run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
-from benchmarks.isolate import GB, Failure, Outcome
+from benchmarks.rows import Row
+
+HEADERS = ("case", "", "in", "to reach", "reached", "plain against itself", "seconds", "memory")
+NOTE = (
+    "Each case is a process of its own, in which the work and its unit, such as a plain epoch, are timed in turn; the "
+    "best of each counts. *Plain against itself* is the unit's time over its own in the same process: 1, but for "
+    "noise. Memory is what the work added to its process, and that process's peak."
+)
+
+
+def markdown(conditions: str, rows: Sequence[Row], titles: Mapping[str, tuple[str, str]]) -> str:
+    """All of it; `titles` has the title and the description of each topic."""
+    parts = [f"{conditions}.", NOTE, *([f"**{disturbed(rows)}**"] if disturbed(rows) else [])]
+    for topic, (title, description) in titles.items():
+        if of_topic := [row for row in rows if row.topic == topic]:
+            parts += [f"## {title}", description.strip(), table(HEADERS, [_cells(row) for row in of_topic])]
+    if failures := [row for row in rows if row.failure]:
+        parts += ["## What did not run", "\n".join(f"- {row.name}: {row.reason}" for row in failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    value = row.failure or number(row.value)
+    unit = "" if row.failure else row.unit
+    noise = "" if math.isnan(row.noise) else f"{row.noise:.2f}"
+    return [row.case, value, unit, row.target, row.reached, noise, number(row.seconds), memory(row)]
+
+
+def disturbed(rows: Sequence[Row]) -> str:
+    """How far the noise went, if it went far."""
+    off = [row for row in rows if abs(math.log(row.noise)) > math.log(1.1)] if rows else []
+    loads = [row.load for row in rows if not math.isnan(row.load)]
+    if not off and max(loads, default=0.0) < 3:
+        return ""
+    return f"Not a still machine: plain against itself is off by over 10 % in {len(off)} of {len(rows)} rows."
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -17,26 +52,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Two digits that mean something: 0.0071, 0.36, 4.3, 14, 512."""
-    if value >= 10:
+    """Two or three digits that mean something: 0.0071, 0.36, 1.04, 4.35, 14.2, 512."""
+    if math.isnan(value):
+        return ""
+    if abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"
 
 
-def memory(outcome: Outcome) -> str:
-    """The peak, and what the work added to the process."""
-    return f"{outcome.peak / GB:.2f} GB (+{outcome.added / GB:.2f})" if not isinstance(outcome, Failure) else ""
-
-
-def cell(outcome: Outcome | None, unit: str) -> str:
-    """Time in units of the reference, and memory."""
-    if outcome is None:
-        return "not measured"
-    if isinstance(outcome, Failure):
-        return outcome.kind
-    return f"{number(outcome.ratio)} {unit} · {memory(outcome)}"
-
-
-def failures(outcomes: dict[str, Outcome]) -> str:
-    """Why each failure is one, as a list."""
-    return "\n".join(f"- {name}: {o.reason}" for name, o in outcomes.items() if isinstance(o, Failure))
+def memory(row: Row) -> str:
+    """What the work added to the process, and the peak; nothing where it was not watched."""
+    return f"+ {row.added / 1e6:,.0f} MB, {row.peak / 1e9:.2f} GB" if row.peak > 0 else ""

@@ -1,4 +1,4 @@
-"""A training step in a Trainer, from one batch to the next, beside a plain step of the same network; and its table."""
+"""A training step in a Trainer, from one batch to the next, beside a plain step of the same network."""
 
 from __future__ import annotations
 
@@ -11,37 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.isolate import Job, Outcome
-from benchmarks.measure import BUDGET, Result, forget_peak, peak_resident, resident
+from benchmarks.isolate import Job
+from benchmarks.measure import Result, forget_peak, noise, peak_resident, resident, rounds
 from benchmarks.networks import Batches, Network
-from benchmarks.report import cell, failures, number, table
+from benchmarks.rows import Row, memory_beside
 
 STEPS = 4  # of a fit, the first of which is a warm-up
-NOISE = 1.1  # the most by which two timings of the same step may differ on an idle machine
 
 Train = Callable[[nn.Module, Batches], float]  # the seconds of its fastest step
 
 
 @dataclass(frozen=True)
 class Contender:
-    label: str
-    steps: float | None = None  # plain ones, to reach
+    """What is to be reached, if anything; only then it is part of a default run."""
+
+    steps: float | None = None  # plain ones
     memory: float | None = None  # times that of plain training
-
-    @property
-    def target(self) -> str:
-        parts = [f"≤ {self.steps:g} steps"] if self.steps else []
-        return ", ".join([*parts, *([f"≤ {self.memory:g} × the memory"] if self.memory else [])])
-
-    def reached(self, outcome: Outcome, plain: Outcome | None) -> str:
-        if not self.target:
-            return ""
-        if not isinstance(outcome, Result):
-            return "no"
-        in_time = self.steps is None or outcome.ratio <= self.steps
-        if self.memory is None or not isinstance(plain, Result):
-            return "yes" if in_time else "no"
-        return "yes" if in_time and outcome.added <= self.memory * plain.added else "no"
 
 
 @dataclass(frozen=True)
@@ -52,37 +37,39 @@ class Comparison:
     plain: str
     contenders: Mapping[str, Contender]  # without the plain one
     networks: Mapping[str, Network]
+    seconds: Mapping[str, float]  # of each case of these networks, which alone are part of a default run
 
-    def jobs(self, work: Callable[..., Result], networks: Sequence[str], quick: bool) -> list[Job]:
+    def jobs(self, work: Callable[..., Result], quick: bool) -> list[Job]:
         """Of `work(network, contender, quick)`."""
         return [
-            Job(f"{self.topic}/{network}/{key}", partial(work, network, key, quick), verb="failed")
-            for network in networks
-            for key in (self.plain, *self.contenders)
+            Job(
+                f"{self.topic}/{network}/{name}",
+                partial(work, network, name, quick),
+                unit=f"{self.plain} steps",
+                most=contender.steps,
+                seconds=self.seconds.get(network, 120),
+                default=network in self.seconds and (name in needed),
+            )
+            for needed in [{name for name, contender in self.contenders.items() if contender.steps} | self._watched()]
+            for network in self.networks
+            for name, contender in {self.plain: Contender(), **self.contenders}.items()
         ]
 
-    def report(self, outcomes: dict[str, Outcome]) -> str:
-        """Ratios to a plain step in the same process, and to the memory of plain training alone."""
-        rows = []
+    def derived(self, rows: Sequence[Row]) -> list[Row]:
+        """The memory of those that have a target for it."""
+        by_name = {row.name: row for row in rows}
+        values = []
         for network in self.networks:
-            plain = outcomes.get(f"{self.topic}/{network}/{self.plain}")
-            for key, contender in {self.plain: Contender(self.plain), **self.contenders}.items():
-                outcome = outcomes.get(f"{self.topic}/{network}/{key}")
-                if outcome is None:
-                    continue
-                share = ""
-                if key != self.plain and isinstance(outcome, Result) and isinstance(plain, Result):
-                    share = f"{number(outcome.added / plain.added)} ×"
-                goal = [contender.target, contender.reached(outcome, plain)]
-                rows.append([network, contender.label, _with_seconds(outcome), share, *goal])
-        headers = ["network", "step", "time and memory", f"of the memory of {self.plain}", "to reach", "reached"]
-        return "\n\n".join(filter(None, [table(headers, rows), self._disturbed(outcomes), failures(outcomes)]))
+            plain = by_name.get(f"{self.topic}/{network}/{self.plain}")
+            for name, contender in self.contenders.items():
+                row = by_name.get(f"{self.topic}/{network}/{name}")
+                if row is not None and contender.memory:
+                    values += memory_beside([row], plain, contender.memory)
+        return values
 
-    def _disturbed(self, outcomes: dict[str, Outcome]) -> str:
-        """A plain step is one plain step long, or something else was using the machine."""
-        plain = {name: outcome for name, outcome in outcomes.items() if name.endswith(f"/{self.plain}")}
-        off = [n for n, o in plain.items() if isinstance(o, Result) and not 1 / NOISE <= o.ratio <= NOISE]
-        return f"**Disturbed run**, do not use: {', '.join(off)} is not near 1." if off else ""
+    def _watched(self) -> set[str]:
+        """The plain one, if a memory is to be compared with its own."""
+        return {self.plain} if any(contender.memory for contender in self.contenders.values()) else set()
 
 
 def measure(case: Network, train: Train, plain: Train, quick: bool) -> Result:
@@ -95,10 +82,10 @@ def measure(case: Network, train: Train, plain: Train, quick: bool) -> Result:
     seconds = [train(case.fresh(), data)]
     peak = peak_resident()
     references = [plain(case.fresh(), data)]
-    while len(seconds) < (1 if quick else 5) and time.perf_counter() - start < BUDGET:
+    for _ in rounds(1 if quick else 8, time.perf_counter() - start):
         seconds.append(train(case.fresh(), data))
         references.append(plain(case.fresh(), data))
-    return Result(min(seconds), 0.0, min(references), before, peak)
+    return Result(min(seconds), 0.0, min(references), before, peak, noise=noise(references))
 
 
 def fastest_step(module: Any, data: Batches, *callbacks: Any) -> float:
@@ -143,10 +130,3 @@ def plain_module(loss: Callable[..., torch.Tensor]) -> type:
             return torch.optim.Adam(self.parameters(), 1e-4)
 
     return Plain
-
-
-def _with_seconds(outcome: Outcome) -> str:
-    if not isinstance(outcome, Result):
-        return cell(outcome, "steps")
-    memory = cell(outcome, "steps").partition(" · ")[2]
-    return f"{number(outcome.seconds)} s = {outcome.ratio:.2f} steps · {memory}"

@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.isolate import Failure, Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
 from benchmarks.networks import CLASSES, Batches, Network
-from benchmarks.report import failures, number, table
 
 TITLE = "Subnetworks"
 SIZES = (500, 2000)
 WIDTHS = {"MLP": (256, 512, 1024, 2048), "CNN": (16, 32, 64, 128)}
-PASSES = "passes alone"
+PASSES = "passes alone"  # for their memory
 
 
 def mlp(width: int) -> nn.Module:
@@ -46,7 +45,8 @@ def jobs(quick: bool) -> list[Job]:
             size: dict[str, Any] = {"kind": kind, "width": width, "quick": quick}
             for n in (0, *SIZES):
                 name = f"subnetwork/{kind}/{width}/{n or PASSES}"
-                queue.append(Job(name, measure, {**size, "n": n}, "failed"))
+                unit = "× the passes"
+                queue.append(Job(name, measure, {**size, "n": n}, unit=unit, seconds=60, default=False))
     return queue
 
 
@@ -73,25 +73,3 @@ def passes(network: nn.Module, data: Batches) -> None:
         for output in range(CLASSES):
             torch.autograd.grad(f[:, output].sum(), parameters, retain_graph=True)
         torch.autograd.grad(F.cross_entropy(f, y), parameters)
-
-
-def report(outcomes: dict[str, Outcome]) -> str:
-    headers = ["network", "weights", "memory of the passes"]
-    headers += [f"{what} of {n} weights" for n in SIZES for what in ("fit", "memory")]
-    rows = []
-    for kind, widths in WIDTHS.items():
-        for width in widths:
-            cells = [outcomes.get(f"subnetwork/{kind}/{width}/{n}") for n in (PASSES, *SIZES)]
-            if all(isinstance(cell, Result) for cell in cells):
-                total = sum(p.numel() for p in case(kind, width).fresh().parameters())
-                rows.append([f"{kind}, {width} wide", f"{total:,}", _memory(cells[0])])
-                for cell in cells[1:]:
-                    rows[-1] += [
-                        f"{number(cell.ratio)} × the passes" if isinstance(cell, Result) else "",
-                        _memory(cell),
-                    ]
-    return "\n\n".join(filter(None, [table(headers, rows), failures(outcomes)]))
-
-
-def _memory(outcome: Outcome | None) -> str:
-    return "" if outcome is None or isinstance(outcome, Failure) else f"+{outcome.added / 1e6:.0f} MB"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.isolate import Job, Outcome
+from benchmarks.isolate import Job
 from benchmarks.measure import Result
 from benchmarks.networks import CLASSES, Batches, Network
 from benchmarks.steps import STEPS, Comparison, Contender, Train, fastest_step, measure, plain_module
@@ -31,12 +31,11 @@ class Variational(Contender):
 
 LAPLACE, INFERENCE = "VariationalLaplaceMixin", "VariationalInferenceMixin"
 CONTENDERS = {
-    "vl-difference": Variational("VL, finite difference", 2.5, 2, LAPLACE, {"method": "finite_difference"}),
-    "vl-exact": Variational("VL, exact", mixin=LAPLACE, options={"method": "exact"}),
-    "vi": Variational("VI", 1.15, 2, INFERENCE),
-    "vi-local": Variational(
-        "VI, local reparameterisation", mixin=INFERENCE, options={"local_reparameterization": True}
-    ),
+    "VL": Variational(2.4, 2, LAPLACE),
+    "VL, finite difference": Variational(mixin=LAPLACE, options={"method": "finite_difference"}),
+    "VL, exact": Variational(mixin=LAPLACE, options={"method": "exact"}),
+    "VI": Variational(1.1, 2, INFERENCE),
+    "VI, local reparameterisation": Variational(mixin=INFERENCE, options={"local_reparameterization": True}),
 }
 
 
@@ -50,18 +49,15 @@ NETWORKS = {
     network.name: network
     for network in (
         Network("narrow PreActResNet-18", partial(preact_resnet, 16), (3, 32, 32), 64, STEPS * 64, STEPS * 8),
-        Network("PreActResNet-18", partial(preact_resnet, 64), (3, 32, 32), 32, STEPS * 32, 0),
+        Network("PreActResNet-18", partial(preact_resnet, 64), (3, 32, 32), 32, STEPS * 32, STEPS * 2),
     )
 }
-COMPARISON = Comparison("variational", MAP, CONTENDERS, NETWORKS)
+COMPARISON = Comparison("variational", MAP, CONTENDERS, NETWORKS, {"narrow PreActResNet-18": 40})
+derived = COMPARISON.derived
 
 
 def jobs(quick: bool) -> list[Job]:
-    return COMPARISON.jobs(measure_step, list(NETWORKS)[: 1 if quick else None], quick)
-
-
-def report(outcomes: dict[str, Outcome]) -> str:
-    return COMPARISON.report(outcomes)
+    return COMPARISON.jobs(measure_step, quick)
 
 
 def measure_step(network: str, contender: str, quick: bool) -> Result:

@@ -23,6 +23,7 @@ from lightning_bayes.trainer.data import (
     single,
 )
 from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.strategy import data_processes
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
@@ -104,7 +105,7 @@ class FitData:
             if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
                 limit = self.epoch.batches
                 rank_zero_warn(_OPEN.format(limit))
-        processes = Processes() if alone else Processes.current()
+        processes = Processes() if alone else data_processes(trainer)
         data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
         if not alone and not self._warned and data.is_random():
             self._warned = True

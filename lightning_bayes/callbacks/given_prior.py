@@ -37,6 +37,10 @@ class GivenPrior:
     def is_posterior(self) -> bool:
         return self._prior is not None
 
+    @property
+    def has_mean(self) -> bool:
+        return self._mean is not None
+
     def words(self, network: nn.Module) -> dict[str, Any]:
         """The arguments of `fit_laplace`, for this network."""
         if isinstance(self._prior, (str, PathLike)):

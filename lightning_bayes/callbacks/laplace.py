@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -24,15 +24,26 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.callbacks.given_prior import GivenPrior
+from lightning_bayes.callbacks.sharded_fit import (
+    FirstStep,
+    InStep,
+    check_sharded,
+    check_sharded_data,
+    fit_diagonal,
+    is_diagonal,
+)
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options, check_passes, check_updatable
 from lightning_bayes.curvature.low_rank import n_vectors
+from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.gathered_layer import gathered
+from lightning_bayes.network.shards import is_sharded, reshard
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.fit import check_laplace
 from lightning_bayes.posterior.prior import Prior
@@ -46,7 +57,7 @@ from lightning_bayes.trainer.checkpoints import (
     needing_a_pass,
     weights_of,
 )
-from lightning_bayes.trainer.data import as_list, check_validation, validation_pass
+from lightning_bayes.trainer.data import ExactPass, as_list, check_validation, validation_pass
 from lightning_bayes.trainer.datamodule import is_datamodule, loaders_of
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
@@ -55,7 +66,7 @@ from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import block_summary, describe, report
-from lightning_bayes.trainer.strategy import refuse_sharded, share
+from lightning_bayes.trainer.strategy import data_processes, share
 
 _TRIED = {
     "full": 1024,
@@ -67,7 +78,9 @@ _TRIED = {
 class LaplaceCallback(PosteriorCallback):
     """A Laplace posterior at the end of training, and its predictions in `test` and `predict`.
 
-    Training itself is not touched. All arguments are plain words and numbers.
+    Training itself is not touched. All arguments are plain words and numbers. Where the weights are sharded over
+    processes (`ModelParallelStrategy`), it fits `subset="last_layer"`, and `structure="diag"` with
+    `curvature="fisher_mc"` or "empirical_fisher"; what else there is, is refused before training.
 
     Args:
         likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
@@ -130,6 +143,8 @@ class LaplaceCallback(PosteriorCallback):
         seed: of everything that is drawn.
         progress: show a progress bar during the fit.
     """
+
+    fits_shards: ClassVar[bool] = True  # some of its words, where weights are sharded over processes
 
     def __init__(
         self,
@@ -206,6 +221,7 @@ class LaplaceCallback(PosteriorCallback):
         word("weights", weights, WEIGHTS)
         self.turn = 3 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
+        self._first_step: FirstStep | None = None  # of a sharded network
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -248,6 +264,8 @@ class LaplaceCallback(PosteriorCallback):
         self._check_module(module)
         self._module = module
         posterior = self._pass(trainer, module, loader)
+        if posterior.is_sharded:
+            return posterior
         with preserved_rng(), forward_context(trainer):
             if self.tune not in (None, "auto", "grid"):
                 options: dict[str, Any] = {"per_layer": self.per_layer, "prior_groups": self.prior_groups}
@@ -267,15 +285,21 @@ class LaplaceCallback(PosteriorCallback):
             data = self._data.exact_pass(trainer, module, loader)
             probe = data.probe()
             x = None if probe is None else self.read_by_targets(module, *probe)
-            network = self.network_in(module)
+            network, processes = self.network_in(module), data_processes(trainer)
+            batches: ExactPass | InStep = data
+            if is_sharded(network) and is_diagonal(self):
+                return fit_diagonal(self, network, data, (x, probe[1]), processes)
+            if is_sharded(network):
+                network = layer = gathered(network, x)
+                batches, x = InStep(layer, data, x, processes), layer.container(x)
             return fit_laplace(
                 network,
-                data,
+                batches,
                 **self._words(),
                 **self._given.words(network),
                 subset=with_posterior(self.subset, trainer),
                 progress=self._shows_progress(trainer),
-                processes=Processes.current(),
+                processes=processes,
                 probe=x,
             )
 
@@ -289,6 +313,15 @@ class LaplaceCallback(PosteriorCallback):
         names = (*of_model, "seed", "weight_sharing", "hessian", "rank", "updatable")
         points = {f"gp_{name}": value for name, value in asdict(self.points).items()}
         return {"samples": self.mc_samples, **points, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether the prior is another posterior."""
+        return self._given.is_posterior
+
+    @property
+    def has_prior_mean(self) -> bool:
+        return self._given.has_mean
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
         blocks = block_summary(posterior.curvature.structure)
@@ -320,7 +353,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        refuse_sharded(trainer, type(self).__name__)
+        check_sharded(self, trainer)
         if stage == "fit":
             self._data.epoch = Epoch()  # what a checkpoint holds comes after this
 
@@ -345,6 +378,24 @@ class LaplaceCallback(PosteriorCallback):
         self._data.check_training_data(trainer, partial(check_passes, self.structure))
         if self.tune == "grid":
             check_validation(trainer)
+        network = self.network_in(pl_module)
+        if is_sharded(network):
+            self._data.check_training_data(trainer, check_sharded_data)
+        if is_sharded(network) and is_diagonal(self):
+            check_layers(network)
+        elif is_sharded(network):
+            self._first_step = FirstStep(network)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
+        step, self._first_step = self._first_step, None
+        if step is not None:
+            step.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._first_step is not None:
+            self._first_step.stop()
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
         subset, words = self.subset, self._words()
@@ -370,6 +421,7 @@ class LaplaceCallback(PosteriorCallback):
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
+        reshard(module)
         try:
             self._fit_weights(trainer, module, only_missing)
         except SIGTERMException:
@@ -378,7 +430,8 @@ class LaplaceCallback(PosteriorCallback):
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
-        checkpoints = [] if is_dev_run(trainer) else self._survey(trainer)
+        sharded = is_sharded(self.network_in(module))  # whose parts no checkpoint of one file holds
+        checkpoints = [] if is_dev_run(trainer) or sharded else self._survey(trainer)
         best = next((checkpoint for checkpoint in checkpoints if checkpoint.role == "best"), None)
         elsewhere = self.weights == "best" and best is not None and not best.in_memory
         if only_missing:

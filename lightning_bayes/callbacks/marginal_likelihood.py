@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -100,6 +100,8 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     """
 
     turn = 1  # after an average of the weights, and before posteriors of those that training ends with
+
+    fits_shards: ClassVar[bool] = False  # the prior acts on the gradients of weights that every process holds
 
     def __init__(
         self,

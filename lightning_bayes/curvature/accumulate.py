@@ -184,8 +184,7 @@ class BlockAccumulator(Accumulator):
         return [t for _, _, block in self._all() for t in block.sums]
 
     def overflowing(self) -> str | None:
-        bad = (name for name, _, block in self._all() if not all(t.isfinite().all() for t in block.sums))
-        return next(bad, None)
+        return next((name for name, _, block in self._all() if not block.is_finite), None)
 
     def finish(self, processes: Processes) -> Structure:
         names, layouts, blocks = map(list, zip(*self._all(), strict=True))

@@ -24,22 +24,29 @@ class BatchChecks:
 
     def __init__(self, likelihood: Likelihood, overflowing: Callable[[], str | None]) -> None:
         self._likelihood, self._overflowing = likelihood, overflowing
-        self._count = 0  # of batches
-        self._noted: list[tuple[int, Tensor]] = []
+        self._count = self._looked_at = 0  # batches
+        self._noting = -1  # the last of which there is a note
+        self._noted: Tensor | None = None  # four numbers of each that was not looked at yet [EVERY, 4]
         self._outputs = torch.empty(0)  # of no example
         self._with_nonfinite_input: int | None = None  # the first such batch
 
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
-        """Returns the targets, zero where they are wrong: such may not break what comes before the next look."""
+        """Returns the targets, zero where they are wrong: such may not break what comes before the next look. Of parts
+        of the same batch, which may come again, nothing is noted."""
         if type(self._likelihood).check is Likelihood.check:
             self._likelihood.check_fit(f, y)
         else:  # of the author's own
             self._likelihood.check(f, y)
+        if self._noting == self._count:
+            return y
+        self._noting = self._count
         wrong = self._likelihood.wrong_targets(f, y)  # [*y.shape]
         first = y.flatten().take(wrong.flatten().byte().argmax().reshape(1))[0]
         numbers = (f.isfinite().all().logical_not(), inputs.nonfinite(x, f.device), wrong.any(), first)
-        self._noted.append((self._count, torch.stack([number.double() for number in numbers])))
-        self._outputs = f[:0]
+        if self._noted is None:
+            self._noted = torch.zeros(EVERY, len(numbers), dtype=torch.float64, device=f.device)
+        self._noted[self._count - self._looked_at] = torch.stack([number.double() for number in numbers])
+        self._outputs = f.new_empty(0, *f.shape[1:])
         return y.masked_fill(wrong, 0)
 
     def end_batch(self) -> None:
@@ -49,13 +56,9 @@ class BatchChecks:
 
     def look(self) -> None:
         """Raise what was wrong with the first bad batch since the last look."""
-        if not self._noted:
-            return
-        batches, numbers = zip(*self._noted, strict=True)
-        self._noted = []
-        for batch, (bad_output, bad_input, bad_target, target) in zip(
-            batches, torch.stack(numbers).tolist(), strict=True
-        ):
+        numbers = [] if self._noted is None else self._noted[: self._count - self._looked_at].tolist()
+        first, self._looked_at = self._looked_at, self._count
+        for batch, (bad_output, bad_input, bad_target, target) in enumerate(numbers, start=first):
             if bad_output:
                 culprit = "its input has" if bad_input else "its weights or activations overflow: it has"
                 raise DataError(f"batch {batch}: the network's output is not finite; {culprit} NaN or infinite values")

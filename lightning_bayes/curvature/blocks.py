@@ -47,6 +47,10 @@ class Block(ABC):
     def sums(self) -> list[Tensor]:
         """What is summed over processes, in place."""
 
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(t.isfinite().all()) for t in self.sums)
+
     def gather(self, processes: Processes) -> None:  # noqa: B027, not every one needs it
         """Bring `sums` into the form in which those of all processes can be added."""
 
@@ -159,6 +163,11 @@ class KroneckerBlock(Block):
     @property
     def sums(self) -> list[Tensor]:
         return [self._G, *([self._tokens, self._n_tokens] if self._A is None else self._A.sums)]
+
+    @property
+    def is_finite(self) -> bool:
+        products = [] if self._A is None else self._A.products
+        return super().is_finite and all(bool(t.isfinite().all()) for t in products)
 
     def factors(self) -> list[Gram]:
         """`G`, and `A` unless it is diagonal."""

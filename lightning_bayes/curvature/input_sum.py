@@ -39,7 +39,7 @@ class InputSum:
 
     def add(self, a: Tensor) -> None:
         """# [G, rows, I], without the one"""
-        self._pending.append(a.to(self._dtype))
+        self._pending.append(a.to(self._dtype, copy=self._most > 0))  # kept beyond the batch, rows are our own
         if self._n_pending >= max(FULL, self._most + 1):
             self._add_pending()
 
@@ -55,7 +55,7 @@ class InputSum:
 
     def gather(self, processes: Processes) -> None:
         """Rows of all processes, each in its own places, or their products."""
-        n = self._n_pending if self._sum is None else self._columns
+        n = self._n_pending if self._sum is None else self._most + 1
         counts = torch.zeros(processes.size, dtype=torch.int64, device=self._device)
         counts[processes.rank] = n
         if self._most > 0:
@@ -79,6 +79,11 @@ class InputSum:
     def sums(self) -> list[Tensor]:
         """After `gather`, what is to be summed over processes; before, what there is so far."""
         return [*self._pending, *([] if self._sum is None else [self._sum]), self.count]
+
+    @property
+    def products(self) -> list[Tensor]:
+        """Numbers that are finite where `A` is."""
+        return [self._sum] if self._sum is not None else [a.square().sum() for a in self._pending]
 
     def gram(self) -> Gram:
         """`A`, after `gather`; the sums are given up."""

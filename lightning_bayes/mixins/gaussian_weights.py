@@ -10,6 +10,7 @@ example gets `(β/N) Σ_λ KL_λ`. (The printed eq. (30) has σ² where eq. (12)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_bayes.mixins.options import VariationalOptions
 from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.flat import flat, parts
 from lightning_bayes.network.output import Output, viewed
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.fingerprint import fingerprint
@@ -50,6 +52,7 @@ class GaussianWeights:
         self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
         self.draws = 0  # random draws so far; each has its number
         self.called_vl_loss = False  # by the training step that runs
+        self.n_steps = 0  # of this process
         self.checked_kinks = False  # in the fit that runs
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)
@@ -146,14 +149,19 @@ class GaussianWeights:
     def add_kl(self, value: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
         """The KL divergence, and the loss `value + β/N · KL`, which passes on the known `gradients` of `value` and
         those of the KL divergence."""
-        weight, kl = self.kl_weight, value.new_zeros(())
-        for name, (μ, log_σ) in self.pairs().items():
-            term, *kl_gradients = kl_with_gradients(μ, log_σ, self._s(name))
-            kl = kl + term
-            for p, g in zip((μ, log_σ), kl_gradients, strict=True):
-                gradients[p] = torch.add(gradients[p], g, alpha=weight) if p in gradients else g.mul_(weight)
+        pairs = self.pairs()
+        if not pairs:
+            kl = value.new_zeros(())
+        else:
+            μ, log_σ = ([pair[which] for pair in pairs.values()] for which in (0, 1))
+            kl, of_μ, of_log_σ = kl_with_gradients(μ, log_σ, [self._s(name) for name in pairs], self.kl_weight)
+            sums = dict(zip([*μ, *log_σ], [*of_μ, *of_log_σ], strict=True))
+            both = [p for p in sums if p in gradients]
+            if both:
+                torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
+            gradients = gradients | sums
         with torch.enable_grad():
-            return kl, with_known_gradient(value + weight * kl, gradients)
+            return kl, with_known_gradient(value + self.kl_weight * kl, gradients)
 
     def _s(self, name: str) -> float:
         """The prior's standard deviation of a weight."""
@@ -230,17 +238,23 @@ def kl_divergence(μ: Tensor, log_σ: Tensor, s: float) -> Tensor:
     return 0.5 * (((2 * log_σ).exp() + μ.square()) / s**2 - 1 - 2 * (log_σ - math.log(s))).sum()
 
 
-def kl_with_gradients(μ: Tensor, log_σ: Tensor, s: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`kl_divergence`, and its gradients `μ/s²` and `σ²/s² − 1`, without a graph and in few passes over the weights.
+def kl_with_gradients(
+    μ: Sequence[Tensor], log_σ: Sequence[Tensor], s: Sequence[float], weight: float = 1.0
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The sum of `kl_divergence` over several tensors, and its gradients `μ/s²` and `σ²/s² − 1` times `weight`, without
+    a graph and in few passes over the weights.
 
-    >>> kl_with_gradients(torch.tensor([1.0]), torch.tensor([0.0]), 1.0)
-    (tensor(0.5000), tensor([1.]), tensor([0.]))
+    >>> kl_with_gradients([torch.tensor([1.0])], [torch.tensor([0.0])], [1.0])
+    (tensor(0.5000), [tensor([1.])], [tensor([0.])])
     """
-    distance = widen(log_σ) - math.log(s)
-    of_log_σ = torch.expm1(2 * distance)
-    of_μ = widen(μ) / s**2
-    twice = of_log_σ.sum() + torch.dot(widen(μ).reshape(-1), of_μ.reshape(-1)) - 2 * distance.sum()
-    return 0.5 * twice, of_μ, of_log_σ
+    distance, of_μ = widen(flat(log_σ)), widen(flat(μ))  # log σ/s and μ/s
+    torch._foreach_sub_(parts(distance, log_σ), [math.log(t) for t in s])
+    torch._foreach_div_(parts(of_μ, μ), list(s))
+    distance *= 2
+    of_log_σ = torch.expm1(distance)
+    twice = torch.dot(of_μ, of_μ) + distance.neg_().add_(of_log_σ).sum()
+    torch._foreach_mul_(parts(of_μ, μ), [weight / t for t in s])
+    return 0.5 * twice, parts(of_μ, μ), parts(of_log_σ.mul_(weight), log_σ)
 
 
 def with_known_gradient(value: Tensor, gradients: Gradients) -> Tensor:
@@ -267,4 +281,4 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(g * cotangent.to(g.dtype) for g in ctx.gradients))
+        return (None, None, *torch._foreach_mul(ctx.gradients, cotangent))

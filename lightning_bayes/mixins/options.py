@@ -36,7 +36,7 @@ class VariationalOptions(UseOptions):
             (whatever it returns, the likelihood's own is trained on).
         seed: of everything that is drawn, in training and in prediction.
         curvature: of Variational Laplace: "fisher", or for study "empirical" or "hessian".
-        method: how Variational Laplace computes its step: "auto", "exact" or "finite_difference".
+        method: how Variational Laplace computes its step: "auto", "exact", "finite_difference" or "two_passes".
         train_samples: weight samples per training step of variational inference.
         local_reparameterization: sample the outputs of linear and convolutional layers instead of their weights.
         name: suffix of the logged numbers, "vl" or "vi" by default.
@@ -66,8 +66,8 @@ class VariationalOptions(UseOptions):
         super().__post_init__(error, has_points)
         word("loss", self.loss, ("returned", "likelihood"), error)
         word("curvature", self.curvature, ("fisher", "empirical", "hessian"), error)
-        word("method", self.method, ("auto", "exact", "finite_difference"), error)
-        if self.curvature == "hessian" and self.method == "finite_difference":
+        word("method", self.method, ("auto", "exact", "finite_difference", "two_passes"), error)
+        if self.curvature == "hessian" and self.method in ("finite_difference", "two_passes"):
             raise error("curvature='hessian' has no finite-difference form: use method='exact'")
         positive("beta", self.beta, error)
         count("train_samples", self.train_samples, error=error)

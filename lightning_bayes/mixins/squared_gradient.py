@@ -8,11 +8,13 @@
 - `by_differences`: R and its gradient, with `H̃ v` as the difference of two gradients, `(ḡ(θ + εv) − ḡ(θ))/ε`. A
   second forward and backward pass of the ordinary kind are cheaper than a backward pass through a backward pass, and
   need no second derivatives of any operator.
+- `with_true_labels`: the same, with the gradient for the true labels from that second pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.gaussian_weights import Gradients
 from lightning_bayes.mixins.watched_step import ForwardCall
 from lightning_bayes.network.at_weights import at_weights
+from lightning_bayes.network.flat import flat, parts
 from lightning_bayes.trainer.loss_check import mean_nll
 
 LARGEST_HESSIAN = 20_000  # weights
@@ -86,21 +89,90 @@ def by_differences(
     """`R` and its gradient, in the weights and in log σ, for labels `y`. `gradients` are those of their mean NLL at the
     output of `call`; whatever has one gets one of R."""
     S = len(call.output)
-    with torch.no_grad():
-        v = {p: (2 * log_σ[p]).exp().mul_(g) for p, g in gradients.items() if p in log_σ}
-        if not v:
-            return call.output.new_zeros(()), {}
-        change = _sum(_dot(t, gradients[p]) for p, t in v.items())  # ḡᵀv
-        of_log_σ = {log_σ[p]: (t * gradients[p]).mul_(S) for p, t in v.items()}
-        ε = step_size(v, change, reach(likelihood, call.output.detach(), y))
-        moves = {p: t.mul_(ε.to(t.dtype)) for p, t in v.items()}
-    with at_weights(call.network, moves), call.repeated() as f:
-        moved = gradients_of(mean_nll(likelihood, f, y), list(gradients))
-    with torch.no_grad():
-        of_weights = {p: (g - gradients[p]).mul_((S / ε).to(g.dtype)) for p, g in moved.items()}
-        return 0.5 * S * change.to(call.output.dtype), {**of_weights, **of_log_σ}
+    if not any(p in log_σ for p in gradients):
+        return call.output.new_zeros(()), {}
+    way = Direction.of(gradients, log_σ)
+    ε = step_size(way.v, way.change, reach(likelihood, call.output.detach(), y))
+    with at_weights(call.network, way.moves(ε)), call.repeated() as f:
+        moved = gradients_of(mean_nll(likelihood, f, y), way.parameters)
+    of_weights = way.given((way.flat(moved) - way.ḡ).mul_(S / ε), moved)
+    return 0.5 * S * way.change.to(call.output.dtype), of_weights | way.of_log_σ(S)
 
 
+def with_true_labels(
+    call: ForwardCall,
+    likelihood: Likelihood,
+    y: Tensor,
+    y_true: Tensor,
+    gradients: Gradients,
+    log_σ: Mapping[nn.Parameter, nn.Parameter],
+    sign: int,
+) -> tuple[Tensor, Gradients]:
+    """`R`, and the gradient of its sum with the mean NLL `ℓ` of the true labels, in one pass at `μ + εv`:
+
+        ∂/∂θ (ℓ + (S/ε) ℓ̃)(μ + εv) − (S/ε) ḡ(μ) = ∂ℓ/∂θ + S H̃ v + ε ∂²ℓ/∂θ² v + O(ε²).
+
+    The last term is an error; with a random `sign` of ε it is zero on average.
+    """
+    S = len(call.output)
+    if not any(p in log_σ for p in gradients):
+        with call.repeated() as f:
+            return f.new_zeros(()), gradients_of(mean_nll(likelihood, f, y_true), list(gradients))
+    way = Direction.of(gradients, log_σ)
+    ε = sign * shared_step_size(way.v, way.change, reach(likelihood, call.output.detach(), y), S)
+    with at_weights(call.network, way.moves(ε)), call.repeated() as f:
+        loss = mean_nll(likelihood, f, y_true) + S / ε * mean_nll(likelihood, f, y)
+        moved = gradients_of(loss, way.parameters)
+    of_weights = way.given(way.flat(moved).sub_(way.ḡ * (S / ε)), moved)
+    return 0.5 * S * way.change.to(call.output.dtype), of_weights | way.of_log_σ(S)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """`v = σ² ḡ`; parameters without a σ come last, and have none."""
+
+    parameters: list[nn.Parameter]
+    ḡ: Tensor  # one after the other
+    v: Gradients
+    squares: Tensor  # σ² ḡ²
+    log_σ: list[nn.Parameter]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(gradients: Gradients, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Direction:
+        weights = [p for p in gradients if p in log_σ]
+        parameters = [*weights, *(p for p in gradients if p not in log_σ)]
+        of_weights = [log_σ[p] for p in weights]
+        ḡ = flat([gradients[p] for p in parameters])
+        σ2 = flat(of_weights).mul_(2).exp_()
+        v = σ2.mul_(ḡ[: len(σ2)])
+        return Direction(parameters, ḡ, dict(zip(weights, parts(v, weights), strict=True)), v * ḡ[: len(v)], of_weights)
+
+    @property
+    def change(self) -> Tensor:
+        """`ḡᵀv`."""
+        return self.squares.sum().double()
+
+    def moves(self, ε: Tensor) -> Gradients:
+        """`εv`."""
+        weights = list(self.v)
+        return dict(zip(weights, parts(flat(self.v.values()).mul_(ε), weights), strict=True))
+
+    def flat(self, gradients: Gradients) -> Tensor:
+        """Other gradients as one vector; where one has none, zeros."""
+        return flat([gradients[p] if p in gradients else torch.zeros_like(p) for p in self.parameters])
+
+    def given(self, vector: Tensor, gradients: Gradients) -> Gradients:
+        """The parts of a vector that belong to a parameter that has a gradient."""
+        pairs = zip(self.parameters, parts(vector, self.parameters), strict=True)
+        return {p: part for p, part in pairs if p in gradients}
+
+    def of_log_σ(self, S: int) -> Gradients:
+        """`∂R/∂log σ`."""
+        return dict(zip(self.log_σ, parts(S * self.squares, self.log_σ), strict=True))
+
+
+@torch.no_grad()
 def step_size(v: Gradients, change: Tensor, reach: Tensor) -> Tensor:
     """`ε`, so that the gradient changes by about the root of the rounding error, whatever the size of σ and weights.
 
@@ -109,10 +181,25 @@ def step_size(v: Gradients, change: Tensor, reach: Tensor) -> Tensor:
     precision; for float32 this gives errors of 1e-3 to 4e-2 of `H̃ v` for any σ, from untrained networks to those that
     are sure of every label, and at all batch sizes.
     """
-    root = torch.finfo(next(iter(v.values())).dtype).eps ** 0.5
-    length, size = (_sum(_dot(t.detach(), t.detach()) for t in ts).sqrt() for ts in (v.values(), v))
-    ε = root * torch.minimum(reach / change, 0.6 * torch.where(size > 0, size, 1.0) / length)
+    length, size = (flat(tensors).norm().double() for tensors in (v.values(), v))
+    ε = _root(v) * torch.minimum(reach / change, 0.6 * torch.where(size > 0, size, 1.0) / length)
     return torch.where(ε.isfinite() & (ε > 0), ε, 1.0).clamp_max(1e30)  # 1 for v = 0
+
+
+def shared_step_size(v: Gradients, change: Tensor, reach: Tensor, S: int) -> Tensor:
+    """`ε` of a pass that the true labels share, at most ten times `S` times the root of the precision.
+
+    The true labels' gradient is off by `ε ∂²ℓ/∂θ² v`, which is `ε/S` of `∂R/∂θ` where the two Hessians are alike; and
+    the rounding error of `(S/ε) ḡ` is about the precision times `S/ε`. With this limit both are a few thousandths of
+    the gradients at most, for any σ. For a small σ the other limits alone would make `H̃ v` more precise than it has to
+    be as a small part of the whole, and move the weights by more than the true labels' gradient can bear.
+    """
+    return step_size(v, change, reach).clamp_max(10 * S * _root(v))
+
+
+def _root(v: Gradients) -> float:
+    """Of the precision of the weights' numbers."""
+    return torch.finfo(next(iter(v.values())).dtype).eps ** 0.5
 
 
 def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -128,11 +215,3 @@ def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     if likelihood.has_probs:
         return 2 * (size_r * (1 + size_f)).sqrt() / S**0.25
     return 3 * (1 + (size_r * size_f).sqrt()).sqrt()
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a.reshape(-1), b.reshape(-1))
-
-
-def _sum(terms: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(terms)).double().sum()

@@ -24,6 +24,7 @@ from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import kept_buffers
+from lightning_bayes.network.flat import flat, parts
 from lightning_bayes.trainer.private import gradient_scale
 
 
@@ -58,7 +59,11 @@ class VariationalInferenceMixin(VariationalMixin):
                     return step
                 g = scaled_gradients(q, step.loss, θ)
             nll = nll + step.loss.detach() / n
-            g |= {log_σ[μ]: g[μ] * move for μ, move in moves.items() if μ in g}  # g σ ε
+            used = [μ for μ in moves if μ in g]
+            if used:
+                of_log_σ = [moves[μ] for μ in used]
+                torch._foreach_mul_(of_log_σ, [g[μ] for μ in used])  # g σ ε
+                g |= {log_σ[μ]: t for μ, t in zip(used, of_log_σ, strict=True)}
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
         kl, loss = q.add_kl(nll, gradients)
         q.log(len(step.f), nll, kl)
@@ -72,12 +77,7 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
     generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)
-    with torch.no_grad():
-        moves = {
-            μ: torch.randn(μ.shape, generator=generator, dtype=μ.dtype, device=μ.device).mul_(l.exp())
-            for μ, l in log_σ.items()
-            if μ not in local
-        }
+    moves = _moves({μ: l for μ, l in log_σ.items() if μ not in local}, generator)
     with at_weights(q.module, moves):
         if not local:
             yield moves
@@ -85,6 +85,16 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
         with LocalReparameterization(q.network, {μ: log_σ[μ] for μ in local}, generator) as layers:
             yield moves
         _check_local(q.module, layers.unseen, layers.confused)
+
+
+@torch.no_grad()
+def _moves(log_σ: Mapping[nn.Parameter, nn.Parameter], generator: torch.Generator) -> Gradients:
+    """`σ ε`, in one piece of memory."""
+    if not log_σ:
+        return {}
+    σ = flat(log_σ.values()).exp_()
+    noise = torch.randn(σ.shape, generator=generator, dtype=σ.dtype, device=σ.device)
+    return dict(zip(log_σ, parts(noise.mul_(σ), list(log_σ)), strict=True))
 
 
 def new_generator(q: GaussianWeights) -> torch.Generator:

@@ -12,6 +12,7 @@ whose gradient is squared together, which is the batch of one process; `N` count
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
-from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term
+from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term, with_true_labels
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.mixins.watched_step import Step, StepError, run_step
 from lightning_bayes.network import Processes
@@ -59,7 +60,7 @@ class VariationalLaplaceMixin(VariationalMixin):
             if not isinstance(step, Step):
                 return step
             if _uses_differences(q, step):
-                squared_gradient, gradients = _two_passes(q, step)
+                squared_gradient, gradients = _by_differences(q, step)
                 kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
                 q.log(len(step.f), step.loss, kl, squared_gradient)
             else:
@@ -108,20 +109,28 @@ def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled
     return nll + squared_gradient + q.kl_weight * kl
 
 
-def _two_passes(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
+def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
     """The squared-gradient term, and the gradient of its sum with the mean NLL."""
-    likelihood, θ = q.options.likelihood, q.trainable()
+    likelihood, θ, log_σ = q.options.likelihood, q.trainable(), dict(q.pairs().values())
     if q.options.curvature == "empirical":
         y, sampled = step.y, gradients_of(step.loss, θ)
         gradients = dict(sampled)
     else:
-        y = draw_labels(q, step.f, step.y)
-        sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=True)
+        y, in_two = draw_labels(q, step.f, step.y), q.options.method != "finite_difference"
+        sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=not in_two)
+        if in_two:
+            return with_true_labels(step.call, likelihood, y, step.y, sampled, log_σ, draw_sign(q))
         gradients = gradients_of(step.loss, θ)  # last, so that the graph is gone before the second pass
-    term, term_gradients = by_differences(step.call, likelihood, y, sampled, dict(q.pairs().values()))
-    for p, g in term_gradients.items():
-        gradients[p] = g.add_(gradients[p]) if p in gradients else g
-    return term, gradients
+    term, term_gradients = by_differences(step.call, likelihood, y, sampled, log_σ)
+    both = [p for p in term_gradients if p in gradients]
+    if both:
+        torch._foreach_add_([term_gradients[p] for p in both], [gradients[p] for p in both])
+    return term, gradients | term_gradients
+
+
+def draw_sign(q: GaussianWeights) -> int:
+    """1 or −1, which belongs to the step's labels: the same on every process, and in a resumed run."""
+    return 2 * (hashlib.sha256(f"{q.options.seed} {q.draws}".encode()).digest()[0] & 1) - 1
 
 
 def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
@@ -144,8 +153,8 @@ def _uses_differences(q: GaussianWeights, step: Step) -> bool:
         reason = "16-bit weights are too coarse for"
     elif step.call.input_requires_grad:
         reason = "the network's input depends on trainable parameters outside of it, which is not for"
-    if reason is not None and q.options.method == "finite_difference":
-        raise ValueError(f"{reason} method='finite_difference': use 'exact' or 'auto'")
+    if reason is not None and q.options.method != "auto":
+        raise ValueError(f"{reason} method={q.options.method!r}: use 'exact' or 'auto'")
     return reason is None
 
 

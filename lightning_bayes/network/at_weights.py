@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_bayes.network.flat import copies
 from lightning_bayes.network.shards import local, reshard
 
 
@@ -22,19 +23,19 @@ def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iter
     the context. Of a parameter that is sharded over processes, the move is that of this process's shard.
     """
     reshard(network)
-    shards = [(local(p), move) for p, move in moves.items()]
-    before = [shard.detach().clone() for shard, _ in shards]
+    shards = [local(p) for p in moves]
+    before = copies(shards)
     try:
-        with torch.no_grad():
-            for shard, move in shards:
-                shard.add_(move)
+        if shards:
+            with torch.no_grad():
+                torch._foreach_add_(shards, list(moves.values()))
         torch.clear_autocast_cache()  # which holds 16-bit copies of the weights
         yield
     finally:
         reshard(network)
-        with torch.no_grad():
-            for (shard, _), value in zip(shards, before, strict=True):
-                shard.copy_(value)
+        if shards:
+            with torch.no_grad():
+                torch._foreach_copy_(shards, before)
         torch.clear_autocast_cache()
 
 

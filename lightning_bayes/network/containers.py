@@ -53,10 +53,19 @@ class Container(ABC):
         return f
 
 
+class OwnContainer(nn.Module):
+    """A network that makes the container of its inputs itself."""
+
+    def container(self, x: Any) -> Container:
+        raise NotImplementedError
+
+
 def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
     """`x` in its container, if it needs one; targets `y` say how many examples there are."""
     if isinstance(x, Container):
         return x
+    if isinstance(network, OwnContainer):
+        return network.container(x)
     if isinstance(x, Mapping):
         x = dict(x)  # of Hugging Face's own kinds, which PyTorch does not look into
     B = len(y) if isinstance(y, Tensor) and y.ndim else None

@@ -6,7 +6,7 @@ example's place in that order, are the same for any number of processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those that share the data; the default is one process alone."""
+    """This process's place among those that share the data; the default is one process alone. Where some processes see
+    the same data, because they share out a layer among them, `group` are those with data of their own."""
 
     rank: int = 0
     size: int = 1
+    group: Any = field(default=None, compare=False)
 
     @staticmethod
     def current() -> Processes:
@@ -35,11 +37,11 @@ class Processes:
         """Sum over processes, in place."""
         if self.size > 1:
             for t in tensors:
-                dist.all_reduce(t)
+                dist.all_reduce(t, group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """What each process has, in their order; tensors on the CPU."""
         values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.network import Processes
+from lightning_bayes.network.gathered_layer import ungathered
+from lightning_bayes.network.shards import distributed, local, reshard
+from lightning_bayes.structures.sharded import ParameterShard
+
 _CACHED = 2**16  # numbers in float64, half a megabyte
 
 
@@ -23,7 +28,8 @@ def has_weights(network: nn.Module, then: Tensor, own: Sequence[Tensor], mean: T
     state = _state(network)
     if len(state) != len(then):
         return False
-    known = {id(t) for t in own} if own and _is_flat(own, mean) else set()
+    sharded = any(distributed(t) is not None for t in state)
+    known = {id(t) for t in own} if own and not sharded and _is_flat(own, mean) else set()
     rows = [i for i, t in enumerate(state) if id(t) not in known]
     return not rows or same_weights(_sums([state[i] for i in rows]), then[rows])
 
@@ -39,6 +45,8 @@ def same_weights(now: Tensor, then: Tensor) -> bool:
 
 
 def _state(network: nn.Module) -> list[Tensor]:
+    network = ungathered(network)
+    reshard(network)
     return [t for t in [*network.parameters(), *network.buffers()] if t.is_floating_point() and t.numel()]
 
 
@@ -55,14 +63,37 @@ def _is_flat(tensors: Sequence[Tensor], flat: Tensor) -> bool:
 
 def _sums(tensors: Sequence[Tensor]) -> Tensor:
     """# [n, 2]"""
-    state = [t.detach().reshape(len(t) if t.ndim else 1, -1) for t in tensors]
-    r = _scattered(max(len(t) for t in state), 5**0.5, state[0].device)  # [rows]
-    c = _scattered(max(t.shape[1] for t in state), 2**0.5, state[0].device)  # [columns]
+    state = [t.detach() for t in tensors]
+    shapes = [(len(t) if t.ndim else 1, t.shape[1:].numel()) for t in state]
+    device = state[0].device
+    r = _scattered(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
+    c = _scattered(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
     sums = []
-    for t in state:
-        rows, square = _row_sums(t, c[: t.shape[1]].to(t.device))
-        sums.append(torch.stack((r[: len(t)].to(t.device) @ rows, square)))
-    return torch.stack([pair.to(r.device) for pair in sums]).cpu()
+    for t, (n_rows, n_columns) in zip(state, shapes, strict=True):
+        if distributed(t) is not None:
+            sums.append(_of_shard(t, r.to(t.device), c.to(t.device)))
+            continue
+        rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns].to(t.device))
+        sums.append(torch.stack((r[:n_rows].to(t.device) @ rows, square)))
+    pairs = torch.stack([pair.to(device) for pair in sums])
+    if sharded := [i for i, t in enumerate(state) if distributed(t) is not None]:  # on all processes
+        parts = pairs[sharded]
+        Processes.current().sum_([parts])
+        pairs[sharded] = parts
+    return pairs.cpu()
+
+
+def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
+    """This process's part of the two sums over a tensor that is sharded over processes.  # [2]"""
+    shard, own = ParameterShard.of(t, 0), local(t)
+    columns = torch.zeros(1, dtype=torch.long)
+    for dim, indices in enumerate(shard.indices[1:], start=1):
+        columns = (columns.unsqueeze(-1) + indices * shard.shape[dim + 1 :].numel()).flatten()
+    rows = shard.indices[0]
+    if not own.numel():
+        return torch.zeros(2, dtype=torch.float64, device=t.device)
+    sums, square = _row_sums(own.reshape(len(rows), -1), c[columns.to(c.device)])
+    return torch.stack((r[rows.to(r.device)] @ sums, square)) / shard.copies
 
 
 def _scattered(n: int, step: float, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.gathered_layer import gathered_for, ungathered
 from lightning_bayes.network.output import Output, output_of, viewed
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.files import describe
@@ -47,7 +48,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
         "used_data": dict(posterior.used_data),
         "shift": posterior.shift,
-        "output": asdict(output_of(posterior.network)),
+        "output": asdict(output_of(ungathered(posterior.network))),
     }
     if not isinstance(posterior, LaplacePosterior):
         return {**state, "precision": posterior.precision.to_state()}
@@ -110,6 +111,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         instance("likelihood", likelihood, Likelihood, "a Likelihood, or None for the one that was saved")
     subset = Subset(tuple(state["names"]), tuple(torch.Size(s) for s in state["shapes"]), state["mask"])
     check_parameters(network, subset)
+    network = gathered_for(network, subset.names)
     structure = _read(Structure.from_state, state[matrix], "matrix")
     prior = _read(Prior.from_state, state["prior"], "prior")
     _check_numbers(state, subset, structure, matrix, prior)

@@ -262,30 +262,26 @@ def _largest(values: Tensor, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
     """Ritz pairs of a Krylov space, in falling order.  # [g, m], [g, d, m]"""
     (g, _, d), n = gram.array.shape, min(gram.array.shape[-2:])
-    trace = gram.diagonal.double().sum(-1)
-    most, share = (
-        (n // MOST, SHARE) if isinstance(rank, str) else (2 * rank, 1 - 10 * torch.finfo(gram.array.dtype).eps)
-    )
+    all_of_it = 1 - 10 * torch.finfo(gram.array.dtype).eps
+    most, share = (n // MOST, SHARE) if isinstance(rank, str) else (2 * rank, all_of_it)
+    Q, MQ = (gram.array.new_empty(g, d, BLOCK * -(-most // BLOCK)) for _ in range(2))
     noise = torch.randn(d, BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = gram.matmul(noise.to(gram.array).expand(g, -1, -1))  # drawn on the CPU: the same on every device
-    blocks: list[Tensor] = []
-    products: list[Tensor] = []
-    captured = torch.zeros_like(trace)
-    while not blocks or (BLOCK * len(blocks) < most and (captured < share * trace).any()):
-        block = _orthonormal(product, blocks)
+    product = gram.matmul(noise.to(Q).expand(g, -1, -1))  # drawn on the CPU: the same on every device
+    trace = gram.diagonal.double().sum(-1)
+    captured, m = torch.zeros_like(trace), 0
+    while m == 0 or (m < most and (captured < share * trace).any()):
+        block = _orthonormal(product, Q[..., :m])
         product = gram.matmul(block)
-        blocks, products = [*blocks, block], [*products, product]
         captured += (block * product).double().sum((-2, -1))
-    Q = torch.cat(blocks, -1)  # [g, d, m]
-    T = Q.mT.double() @ torch.cat(products, -1).double()
+        part, m = slice(m, m + block.shape[-1]), m + block.shape[-1]
+        Q[..., part], MQ[..., part] = block, product
+    T = (Q[..., :m].mT @ MQ[..., :m]).double()
     values, turn = torch.linalg.eigh((T + T.mT) / 2)
-    return values.flip(-1).to(Q.dtype), Q @ turn.flip(-1).to(Q.dtype)
+    return values.flip(-1).to(Q.dtype), Q[..., :m] @ turn.flip(-1).to(Q.dtype)
 
 
-def _orthonormal(block: Tensor, basis: list[Tensor]) -> Tensor:
+def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
     """Of its columns, what is orthogonal to all that came before, made so twice.  # [g, d, b]"""
     for _ in range(2):
-        for other in basis:
-            block = block - other @ (other.mT @ block)
-        block = torch.linalg.qr(block).Q
+        block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
     return block

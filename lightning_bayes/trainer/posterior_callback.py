@@ -17,7 +17,9 @@ from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unviewed, viewed
+from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
@@ -140,7 +142,11 @@ class PosteriorCallback(Callback):
         held, state = self._posterior, self._stored
         network = None if self._module is None else self.network_in(self._module)
         if held is not None:
-            if network is not None and unviewed(held.network) is unviewed(network) and not held.is_elsewhere():
+            if (
+                network is not None
+                and unviewed(ungathered(held.network)) is unviewed(network)
+                and not held.is_elsewhere()
+            ):
                 return held
             state = held.state_dict()
         if network is not None and state is not None:
@@ -337,7 +343,7 @@ class PosteriorCallback(Callback):
         """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""
         if not is_dev_run(trainer):
             self._file.write(trainer, self.posterior)
-            if not self.posterior.is_sharded:  # whose parts no checkpoint holds
+            if not is_sharded(ungathered(self.posterior.network)):  # whose parts no checkpoint holds
                 self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
 
     def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:

@@ -9,19 +9,26 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_bayes.network import Processes
 from lightning_bayes.trainer.private import callbacks_of, class_name, set_callbacks
 
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
-def refuse_sharded(trainer: Trainer, who: str) -> None:
+def refuse_sharded(trainer: Trainer, who: str, way_out: str = "use strategy='ddp' or a single device") -> None:
     """Raise under a strategy that leaves no process with the whole network."""
     kind = class_name(trainer.strategy, _SHARDED)
     if kind is not None:
-        raise RuntimeError(
-            f"{who} needs every process to hold the whole network, which {kind} does not: use "
-            "strategy='ddp' or a single device"
-        )
+        raise RuntimeError(f"{who} needs every process to hold the whole network, which {kind} does not: {way_out}")
+
+
+def data_processes(trainer: Trainer | None) -> Processes:
+    """Those with data of their own: of processes that share out a layer among them, one."""
+    strategy: Any = None if trainer is None else trainer.strategy
+    if class_name(strategy, {"ModelParallelStrategy"}) is None:
+        return Processes.current()
+    mesh = strategy.device_mesh["data_parallel"]
+    return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 
 def run_last(trainer: Trainer, last: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """Bad input gets one clear sentence that names the culprit, before anything is computed in vain."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from networks import CASES, Apply, Wired, real
 from torch import Tensor, nn
 
 from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError
 
 STRUCTURES = ["full", "diag", "kron", "ekfac"]
@@ -160,3 +162,31 @@ def test_known_cases_are_fine() -> None:
         fitted = fit_curvature(case.network, case.loader(2, 2), case.likelihood)
         assert fitted.structure.diagonal().min() >= 0
     assert real(1).dtype == torch.float64
+
+
+@pytest.mark.parametrize("bad", [5, 70])
+@pytest.mark.parametrize(
+    ("likelihood", "wrong", "said"),
+    [
+        ("classification", 7, r"Categorical got the target 7, but the network has 3 outputs"),
+        ("classification", -3, r"Categorical got the target -3"),
+        ("binary", 0.5, r"Bernoulli needs targets that are 0 or 1, got 0\.5"),
+        ("regression", torch.nan, r"Gaussian got the target nan"),
+    ],
+)
+def test_a_wrong_target_of_a_late_batch_is_told(likelihood: str, wrong: float, said: str, bad: int) -> None:
+    """Nothing is read from a batch while the next is run: what is wrong is told some batches later."""
+    seen = []
+
+    def batches() -> Iterator[Any]:
+        for n in range(150):
+            seen.append(n)
+            y = torch.tensor([0, 1]) if likelihood == "classification" else torch.ones(2, 3)
+            if n == bad:
+                y = y.to(torch.long if likelihood == "classification" else torch.float)
+                y[-1] = wrong
+            yield torch.randn(2, 4), y
+
+    with pytest.raises(LikelihoodError, match=said):
+        fit_curvature(nn.Linear(4, 3), batches(), likelihood, "diag")
+    assert bad < len(seen) <= bad + 66

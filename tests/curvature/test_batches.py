@@ -133,3 +133,12 @@ def test_progress_bar_counts_batches_and_changes_nothing(capsys: pytest.CaptureF
     shown = fit_curvature(case.network, case.loader(1, 3), structure="diag", progress=True)
     assert "2/2" in capsys.readouterr().err
     assert torch.equal(shown.structure.diagonal(), quiet.structure.diagonal())
+
+
+def test_progress_bar_counts_decompositions(capsys: pytest.CaptureFixture[str]) -> None:
+    case = CASES["mlp"]()
+    fit_curvature(case.network, case.loader(1, 3), structure="kron", progress=True)
+    shown = capsys.readouterr().err
+    assert shown.index("2/2") < shown.index("decomposing 0 of 4 factors") < shown.index("decomposing 4 of 4 factors")
+    fit_curvature(case.network, case.loader(1, 3), structure="diag", progress=True)
+    assert "decomposing" not in capsys.readouterr().err

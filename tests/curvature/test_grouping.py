@@ -16,7 +16,7 @@ from lightning_bayes.curvature import choose_subset, fit_curvature
 from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.curvature.fit import Curvature
 from lightning_bayes.curvature.graph import keeps_rows, uses
-from lightning_bayes.likelihoods import Categorical, Gaussian
+from lightning_bayes.likelihoods import Categorical, Gaussian, LikelihoodError
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Kronecker
 
@@ -226,6 +226,10 @@ def test_rows_that_examples_share_are_told_once(caplog: pytest.LogCaptureFixture
     (message,) = caplog.messages
     assert message.startswith("batch 1: examples share rows of ")
     assert "norm.weight" in message
+    x, y = shared
+    wrong = torch.full_like(y, 99)
+    with pytest.raises(LikelihoodError, match="got the target"):  # of the batch, not of its last example
+        fit(network, [apart, (x, torch.cat([wrong[:1], y[1:]]))], "full")
 
 
 def test_parameter_that_a_later_batch_uses_without_a_rule_is_an_error() -> None:

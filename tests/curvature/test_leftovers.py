@@ -14,7 +14,7 @@ from networks import CASES, Case, Wired, real
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import blocks, choose_subset, fit_curvature
+from lightning_bayes.curvature import choose_subset, fit_curvature, input_sum
 from lightning_bayes.curvature.backprop import BatchDiagonal
 from lightning_bayes.likelihoods import Categorical, Gaussian
 
@@ -115,7 +115,7 @@ def every_kind(recurrent: bool) -> nn.Module:
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 def test_memory_is_flat_over_batches(structure: str, recurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same live tensors, and no longer graphs behind them, after 20 batches as after 2, for every kind of block."""
-    monkeypatch.setattr(blocks, "FULL", 1)  # no inputs of small batches are kept for a larger product
+    monkeypatch.setattr(input_sum, "FULL", 1)  # no inputs of small batches are kept for a larger product
     x, y = torch.randint(6, (3, 4)), torch.tensor([0, 1, 2])
     live = []
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.synchronisation import HostSynchronised, NoSynchronisation
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import fit_curvature
@@ -17,17 +17,6 @@ from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import resolve
 
 BATCHES = 5
-
-
-class HostSynchronised(AssertionError):
-    """The host has waited for the device."""
-
-
-class NoSynchronisation(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise HostSynchronised("a number was read from a tensor inside the loop over batches")
-        return func(*args, **(kwargs or {}))
 
 
 class Loader:

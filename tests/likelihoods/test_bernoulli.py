@@ -100,7 +100,7 @@ def test_entropy_is_per_label() -> None:
 
 @pytest.mark.parametrize("target", [2.0, -1.0, 0.5])
 def test_check_names_a_target_that_is_no_label(target: float) -> None:
-    with pytest.raises(LikelihoodError, match=rf"0 or 1, got {target}; .*Categorical"):
+    with pytest.raises(LikelihoodError, match=rf"0 or 1, got {target:g}; .*Categorical"):
         Bernoulli().check(logits(3), torch.tensor([0.0, target, 1.0]))
 
 

@@ -80,7 +80,7 @@ def test_processes_draw_weight_samples_of_their_own(results: Any) -> None:
 
 def test_all_processes_have_the_same_weights(results: Any) -> None:
     _, ranks = results
-    for name in ("narrow/1", "still/2", "fd", "exact", "vi"):
+    for name in ("narrow/1", "still/2", "fd", "two", "exact", "vi"):
         for key, value in ranks[0][name]["weights"].items():
             if "running" not in key:  # a batch norm's statistics are each process's own
                 assert torch.equal(ranks[1][name]["weights"][key], value), (name, key)
@@ -89,7 +89,14 @@ def test_all_processes_have_the_same_weights(results: Any) -> None:
 def test_finite_differences_and_double_backward_agree_on_two_processes(results: Any) -> None:
     for source in (results[0], *results[1]):
         for key, value in source["exact"]["weights"].items():
-            torch.testing.assert_close(source["fd"]["weights"][key], value, rtol=1e-5, atol=1e-6)
+            for method in ("fd", "two"):
+                torch.testing.assert_close(source[method]["weights"][key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_processes_move_their_weights_in_the_same_sense(results: Any) -> None:
+    alone, ranks = results
+    assert len(alone["two"]["signs"]) > 1
+    assert all(rank["two"]["signs"] == alone["two"]["signs"] for rank in ranks)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lightning_bayes.mixins.watched_step import watching
 from lightning_bayes.trainer.loss_check import mean_nll
 
 STEPS = ("exact", "finite_difference")
+DIFFERENCES = ("finite_difference", "two_passes")
 
 
 def own_gradients(module: Any, x: Tensor, ỹ: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -165,7 +166,7 @@ def test_parameters_that_share_a_gradient_are_kept_apart() -> None:
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", STEPS)
+@pytest.mark.parametrize("method", [*STEPS, "two_passes"])
 def test_batch_norm_statistics_move_once(method: str) -> None:
     module, plain = vl("residual", method=method), vl("residual")
     batch = images(6), targets("classification", 6)
@@ -189,8 +190,9 @@ def test_both_passes_have_the_same_dropout_mask() -> None:
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-7)
 
 
-def test_the_random_state_is_as_after_one_forward_pass() -> None:
-    module = vl(method="finite_difference")
+@pytest.mark.parametrize("method", DIFFERENCES)
+def test_the_random_state_is_as_after_one_forward_pass(method: str) -> None:
+    module = vl(method=method)
     module.net[2] = nn.Sequential(nn.Softplus(), nn.Dropout(0.5))  # type: ignore[index]
     torch.manual_seed(4)
     module.training_step((images(6), targets("classification", 6)), 0)
@@ -200,8 +202,9 @@ def test_the_random_state_is_as_after_one_forward_pass() -> None:
     assert torch.equal(found, torch.rand(3))
 
 
-def test_the_weights_are_bit_by_bit_what_they_were() -> None:
-    module = vl("residual", method="finite_difference")
+@pytest.mark.parametrize("method", DIFFERENCES)
+def test_the_weights_are_bit_by_bit_what_they_were(method: str) -> None:
+    module = vl("residual", method=method)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.training_step((images(6), targets("classification", 6)), 0)
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
@@ -220,8 +223,9 @@ class Breaks(nn.Module):
         return x
 
 
-def test_an_exception_in_the_second_pass_leaves_nothing_changed() -> None:
-    module = vl("residual", method="finite_difference")
+@pytest.mark.parametrize("method", DIFFERENCES)
+def test_an_exception_in_the_second_pass_leaves_nothing_changed(method: str) -> None:
+    module = vl("residual", method=method)
     module.net.append(Breaks())  # type: ignore[operator]
     batch = images(6), targets("classification", 6)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -241,11 +245,12 @@ class Checkpointed(VL):
         return self.net[3:](checkpoint(self.net[:3], x, use_reentrant=False))  # type: ignore[index]
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
+@pytest.mark.parametrize("method", DIFFERENCES)
+def test_activation_checkpointing_changes_nothing(method: str) -> None:
     """It runs the network again in the backward pass, which must be at the same weights."""
     found = []
     for kind in (VL, Checkpointed):
-        module = spread(kind("mlp", variational=options(method="finite_difference")).double())
+        module = spread(kind("mlp", variational=options(method=method)).double())
         found.append(gradients(module, module.training_step((images(6), targets("classification", 6)), 0)))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12)

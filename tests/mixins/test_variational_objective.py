@@ -60,11 +60,13 @@ def test_kl_divergence_is_that_of_two_gaussians() -> None:
 
 
 def test_kl_with_gradients_is_the_same_without_a_graph() -> None:
-    μ, log_σ = draw(3, 4, seed=1).requires_grad_(), draw(3, 4, seed=2).requires_grad_()
-    expected = kl_divergence(μ, log_σ, 0.7)
-    found, of_μ, of_log_σ = kl_with_gradients(μ.detach(), log_σ.detach(), 0.7)
+    """Of several tensors, each with its own prior; the gradients times the weight of the KL divergence."""
+    shapes, s = ((3, 4), (5,), (1,)), (0.7, 1.3, 2.0)
+    μ, log_σ = ([draw(*shape, seed=seed).requires_grad_() for shape in shapes] for seed in (1, 2))
+    expected = torch.stack([kl_divergence(*each) for each in zip(μ, log_σ, s, strict=True)]).sum()
+    found, of_μ, of_log_σ = kl_with_gradients([t.detach() for t in μ], [t.detach() for t in log_σ], s, weight=0.1)
     torch.testing.assert_close(found, expected.detach())
-    torch.testing.assert_close((of_μ, of_log_σ), torch.autograd.grad(expected, (μ, log_σ)))
+    torch.testing.assert_close([*of_μ, *of_log_σ], list(torch.autograd.grad(0.1 * expected, [*μ, *log_σ])))
 
 
 def test_squared_gradient_weighs_by_variance_and_batch() -> None:
@@ -113,7 +115,7 @@ def test_gradients_are_those_of_the_losss_own_differences(kind: str, task: str, 
 
 
 @pytest.mark.parametrize(("kind", "task", "eval_mode"), CASES)
-@pytest.mark.parametrize("method", ["exact", "finite_difference"])
+@pytest.mark.parametrize("method", ["exact", "finite_difference", "two_passes"])
 def test_the_users_step_is_trained_on_the_same_loss(
     kind: str, task: str, eval_mode: bool, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,16 +136,17 @@ def test_the_users_step_is_trained_on_the_same_loss(
 
 
 @pytest.mark.parametrize("curvature", ["fisher", "empirical"])
-def test_both_methods_agree_through_the_trainer(curvature: str, tmp_path: Any) -> None:
+def test_all_methods_agree_through_the_trainer(curvature: str, tmp_path: Any) -> None:
     """With accumulation, clipping and batch norm: the same weights after two epochs."""
     ends = []
-    for method in ("exact", "finite_difference"):
+    for method in ("exact", "finite_difference", "two_passes"):
         module = spread(VL("residual", variational=options(method=method, curvature=curvature)), centre=-2)
         fit = trainer(tmp_path, accumulate_grad_batches=2, gradient_clip_val=0.5)
         fit.fit(module, loader(n=11))
         ends.append({name: t.clone() for name, t in module.state_dict().items()})
     for name, value in ends[0].items():
-        torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-6)
+        for end in ends[1:]:
+            torch.testing.assert_close(end[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("task", TASKS)

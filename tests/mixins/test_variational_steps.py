@@ -335,8 +335,9 @@ class Upstream(Lit):
         return self.nll(self.net(self.before(batch[0])), batch[1])
 
 
-def test_an_input_that_is_trained_needs_the_exact_step() -> None:
-    module = made(Upstream, network="net", method="finite_difference")
+@pytest.mark.parametrize("method", ["finite_difference", "two_passes"])
+def test_an_input_that_is_trained_needs_the_exact_step(method: str) -> None:
+    module = made(Upstream, network="net", method=method)
     with pytest.raises(ValueError, match=r"input depends on trainable parameters outside of it.*use 'exact' or 'auto'"):
         module.training_step(batch(), 0)
     exact, auto = made(Upstream, network="net", method="exact"), made(Upstream, network="net")
