@@ -19,6 +19,7 @@ The pairs come from
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,6 +104,11 @@ class Factor:
     @property
     def can_grow(self) -> bool:
         return self.vectors is None or self.kept is not None
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.remainder is None or not bool(self.remainder.any())
 
     @property
     def spectrum(self) -> Tensor:
