@@ -1,16 +1,17 @@
 """What one process holds of a posterior, and what a fit takes beside it, on one process and on two that share the
 weights: `python -m benchmarks.shard_memory`.
 
-*Held* are the bytes of the posterior's own tensors, each storage once. *Peak* is how much the process's resident memory
-grew during the fit. Both are of the first process, in multiples of the network's weights, `P` numbers of four bytes.
+*Held* are the bytes of the posterior's own tensors, each storage once. *Peak* is the largest sum of tensors that a fit
+had allocated and not given back (L2M: with two steps of Adam), beside the weights that were there before. Both are of
+the first process.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,25 @@ from torch import Tensor, nn
 from lightning_bayes.structures import Structure
 
 BYTES, CLASSES, EXAMPLES, BATCH = 4, 10, 64, 32
-WAYS = ("diag", "last_layer full", "last_layer kron", "last_layer diag")
-WIDTHS = (1024, 2048)
+WIDTH = 512
+WAYS = ("diag", "l2m", "last_layer full", "last_layer kron")
+DEPTHS = (16, 48)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     print("| network | way | processes | weights, MB | held, MB | held, formula | peak, MB |")
     print("|---|---|---|---|---|---|---|")
-    for width in parser.parse_args().widths:
+    for depth in parser.parse_args().depths:
         for way in WAYS:
             for world in (1, 2):
-                print(_row(width, way, world), flush=True)
+                print(_row(depth, way, world), flush=True)
 
 
-def network(width: int) -> nn.Sequential:
+def network(depth: int) -> nn.Sequential:
     torch.manual_seed(0)
-    sizes = [(64, width), (width, width), (width, width), (width, width), (width, 64), (64, CLASSES)]
+    sizes = [(64, WIDTH), *[(WIDTH, WIDTH)] * depth, (WIDTH, 64), (64, CLASSES)]
     return nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())))[:-1]
 
 
@@ -47,6 +49,8 @@ def formula(way: str, weights: int, world: int) -> int:
     """Bytes of the posterior's tensors: mean, curvature and precision, and, if it is whole, the loss's gradient."""
     d, C = 64 + 1, CLASSES
     last = d * C
+    if way == "l2m":
+        return BYTES * 3 * weights // world
     if way == "diag":
         return BYTES * (3 * weights // world + (weights if world == 1 else 0))
     # A full precision is kept as curvature and prior; eigenvectors of a Kronecker block serve both.
@@ -54,10 +58,10 @@ def formula(way: str, weights: int, world: int) -> int:
     return BYTES * (2 * last + own)
 
 
-def _row(width: int, way: str, world: int) -> str:
+def _row(depth: int, way: str, world: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
-        workers = [context.Process(target=_worker, args=(rank, world, width, way, folder)) for rank in range(world)]
+        workers = [context.Process(target=_worker, args=(rank, world, depth, way, folder)) for rank in range(world)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -65,13 +69,13 @@ def _row(width: int, way: str, world: int) -> str:
         weights, held, peak = map(int, Path(folder, "bytes").read_text().split())
     numbers = (weights, held, formula(way, weights // BYTES, world), peak)
     cells = " | ".join(f"{number / 1e6:.3g}" for number in numbers)
-    return f"| width {width} | {way} | {world} | {cells} |"
+    return f"| {depth} layers | {way} | {world} | {cells} |"
 
 
-def _worker(rank: int, world: int, width: int, way: str, folder: str) -> None:
+def _worker(rank: int, world: int, depth: int, way: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    net = network(width)
+    net = network(depth)
     weights = sum(p.numel() for p in net.parameters())
     if world > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -84,12 +88,9 @@ def _worker(rank: int, world: int, width: int, way: str, folder: str) -> None:
         fully_shard(net, mesh=mesh)
     x, y = torch.randn(EXAMPLES, 64)[rank::world], torch.randint(CLASSES, (EXAMPLES,))[rank::world]
     batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-    _fit(net, [(x[:2], y[:2])], way, rank, world)  # what the first pass of a process allocates for good
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back to the system
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    posterior = _fit(net, batches, way, rank, world)
-    peak = _resident("VmHWM") - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        posterior = _fit(net, batches, way, rank, world)
+    peak = _peak(profile)
     if rank == 0:
         Path(folder, "bytes").write_text(f"{BYTES * weights} {_held(posterior)} {peak}")
     dist.barrier()
@@ -102,9 +103,15 @@ def _fit(net: nn.Module, batches: list[Any], way: str, rank: int, world: int) ->
     from lightning_bayes.likelihoods import Categorical
     from lightning_bayes.network import Processes
     from lightning_bayes.network.gathered_layer import gathered
-    from lightning_bayes.posterior import ShardedPosterior
+    from lightning_bayes.posterior import ShardedPosterior, fit_l2m
 
     processes = Processes(rank, world)
+    if way == "l2m":
+        optimizer = torch.optim.Adam(net.parameters(), weight_decay=1e-2)
+        for x, y in batches:
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        return fit_l2m(net, optimizer, n_data=EXAMPLES, batch_size=BATCH)
     if way == "diag" and world > 1:
         total = ShardedDiagonalSum(net, Categorical(), "fisher_mc", 1, 0, processes)
         for x, y in batches:
@@ -143,9 +150,10 @@ def _held(thing: Any) -> int:
     return sum(storages.values())
 
 
-def _resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return 1024 * int(line.split()[1])
+def _peak(profile: Any) -> int:
+    """The largest sum of what tensors have taken and not given back."""
+    memory = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())))
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ KEYWORDS: dict[Any, dict[str, Any]] = {
     LogSigmaMultiplierMixin.__init__: {"log_sigma_multiplier": 10.0},
     fit_l2m: {"n_data": REQUIRED, "batch_size": REQUIRED, "scaling": "dataset", "prior_precision": None},
     evaluate: {"predictive": "glm", "link": None, "samples": 100, "seed": 0},
-    GaussianPosterior.predict: {"calibrated": True, "differentiable": False},
+    GaussianPosterior.predict: {"calibrated": True, "differentiable": False, "split": True},
     GaussianPosterior.functional: {"joint": False, "differentiable": False},
     lightning_bayes.fit: {"likelihood": "classification", "trainer": None},
     LaplaceCallback.fit_now: {"val_dataloader": None},

@@ -25,6 +25,8 @@ from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
 
+PIECE = 2**18  # weights that are worked on at a time, so that what is computed on the way stays in a CPU's cache
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRule:
@@ -47,16 +49,16 @@ class MemoryRule:
         not_negative("initial_curvature", self.initial_curvature)
         positive("max_std", 1 if self.max_std is None else self.max_std)
 
-    def update(self, C: Tensor, diagonal: Tensor, n_data: int, examples: float) -> Tensor:
-        """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes.  # [P]"""
+    def update(self, C: Tensor, diagonal: Tensor, n_data: int, examples: float, out: Tensor | None = None) -> Tensor:
+        """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes; `out` may be the diagonal.  # [P]"""
         factor = n_data / examples if self.scaling == "dataset" else 1.0
         factor *= self.memory_factor if self.average else 1.0
-        return torch.add(diagonal * factor, C, alpha=1 - self.memory_factor)
+        return torch.add(torch.mul(diagonal, factor, out=out), C, alpha=1 - self.memory_factor, out=out)
 
-    def move(self, C: Tensor, noise: Tensor) -> Tensor:
-        """From the mean to the sample of eq. (64): `ε/√H`.  # [P]"""
+    def move(self, C: Tensor, noise: Tensor, out: Tensor | None = None) -> Tensor:
+        """From the mean to the sample of eq. (64): `ε/√H`; `out` may be the noise.  # [P]"""
         std = (self.scale * C).add_(self.prior_precision).rsqrt_()
-        return noise * (std if self.max_std is None else std.clamp_max_(self.max_std))
+        return torch.mul(noise, std if self.max_std is None else std.clamp_max_(self.max_std), out=out)
 
 
 @dataclass
@@ -88,7 +90,7 @@ class CurvatureMemory:
         """The gradient of what was measured goes into the next step; several batches may be accumulated for one."""
         if self._measured is None:
             return
-        if not bool(self._measured.isfinite().all()):
+        if not bool(self._measured.amax().isfinite()):  # the largest of what holds a NaN is one; none is below zero
             raise CurvatureError(
                 "the curvature of a batch is not finite, and would stay so in memory: look for inputs or weights that "
                 "are not, or give max_std= for samples that go too far"
@@ -106,12 +108,17 @@ class CurvatureMemory:
             return
         b = torch.tensor(float(self._examples), dtype=torch.float64, device=self.C.device)
         processes.sum_([self._waiting, b])
-        self.C = self.rule.update(self.C, self._waiting, self.n_data, float(b))
+        # Into the memory of what was waiting: whoever holds the old C keeps it as it was.
+        self.C = self.rule.update(self.C, self._waiting, self.n_data, float(b), out=self._waiting)
         self._waiting, self._examples = None, 0
 
     def draw(self, number: int, seed: int, rank: int) -> Tensor:
         """The move to a sample whose noise belongs to the seed, the draw's number and the rank.  # [P]"""
-        return self.rule.move(self.C, numbered_noise(self.C, seed, number, rank))
+        noise = numbered_noise(self.C, seed, number, rank)
+        size = PIECE if noise.device.type == "cpu" else noise.numel()
+        for C, part in zip(self.C.split(size), noise.split(size), strict=True):
+            self.rule.move(C, part, out=part)
+        return noise
 
     def posterior(self, network: nn.Module, likelihood: Likelihood) -> LaplacePosterior:
         """Around the network's present weights."""

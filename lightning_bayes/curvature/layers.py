@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_bayes.curvature.patches import Patches, patch_gram, transposed_patches
+from lightning_bayes.curvature.patches import Patches, pad, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
 
 WORDS = 4096  # up to which a bag of words has a Kronecker block
@@ -59,6 +59,13 @@ class Layer(ABC):
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
         """Some features.  # [G, B, T, columns]"""
         return self.inputs(axis).index_select(-1, columns)
+
+    def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
+        """`aQ + bias`, in one product for all examples: a batched one would run over a copy of `Q` for each.
+        # [G, I, k], [G, 1, k] -> [G, B, T, k]"""
+        a = self.inputs(axis)
+        rows = a.flatten(1, 2).to(Q.dtype)
+        return (rows @ Q if bias is None else torch.baddbmm(bias, rows, Q)).reshape(*a.shape[:3], -1)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
         """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
@@ -185,6 +192,19 @@ class Convolution(Patched):
         channels, index = (columns // size).unique(return_inverse=True)
         few = replace(self, x=self.x.index_select(1, channels))
         return few.inputs(axis).index_select(-1, index * size + columns % size)
+
+    def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
+        """A convolution with other filters, which needs no patches."""
+        if axis != PLAIN:
+            return super().inputs_times(Q, bias, axis)
+        filters = Q.mT.reshape(-1, *self.weight_shape[1:])  # [G·k, C/G, *kernel]
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        even = all(before == after for before, after in self.padding)
+        x = self.x.to(Q.dtype) if even else pad(self.x.to(Q.dtype), self.padding)
+        padding = tuple(before for before, _ in self.padding) if even else 0
+        offset = None if bias is None else bias.flatten()
+        z = convolve(x, filters, offset, self.stride, padding, self.dilation, self.groups)
+        return z.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
 
     @property
     def weight(self) -> Piece:

@@ -134,12 +134,14 @@ class Linearised:
         return agree({"": torch.tensordot(r.to(df), df, dims=1)}, {"": exact})[""]
 
     def _together(self, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`f(x)`, and the derivatives along all directions."""
+        """`f(x)`, of which there is one for all, and the derivatives along each direction."""
         with _forward_mode(self._recurrent), quiet():
-            return vmap(self._with_value, out_dims=(None, 0))(self._along(moves))  # type: ignore[arg-type]
+            f, df = vmap(self._with_value)(self._along(moves))
+        return f, df
 
     def _with_value(self, directions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return jvp(self._call, (self._parameters,), (directions,))  # type: ignore[return-value]
+        both = jvp(self._call, (self._parameters,), (directions,))
+        return both[0], both[1]
 
     def _along(self, moves: dict[str, Tensor]) -> dict[str, Tensor]:
         """A padding's vector is fixed: backward mode gives it no gradient, and forward mode must not move it."""

@@ -53,6 +53,15 @@ class Site(Role):
         parts = [call.layer.inputs_of(examples, call.rows) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
+    def inputs_times(self, calls: list[Call], Q: Tensor) -> Tensor | None:
+        """`[a 1] Q`, with a row of `Q` for the bias; None where only that is in the subset.
+        # [G, I, k] -> [G, B, T, k]"""
+        if self.weight is None:
+            return None
+        of_weight, of_bias = (Q, None) if self.bias is None else (Q[:, :-1], Q[:, -1:])
+        parts = [call.layer.inputs_times(of_weight, of_bias, call.rows) for call in calls]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
     def strips(self, calls: list[Call], examples: slice = slice(None)) -> Iterator[Tensor] | None:
         """The same, in strips of positions.  # [G, b, t, I]"""
         if self.weight is None:

@@ -85,10 +85,11 @@ class ShardedDiagonalSum:
         self._subset: Subset = resolve_subset(network, "all", ())
         parameters = self._subset.parameters(network)
         self._shards = {name: ParameterShard.of(p, 0) for name, p in parameters.items()}
-        self._sums = {
-            name: torch.zeros(shard.local_shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-            for (name, p), shard in zip(parameters.items(), self._shards.values(), strict=True)
-        }
+        first = next(iter(parameters.values()))
+        dtype, sizes = torch.promote_types(first.dtype, torch.float32), [s.size for s in self._shards.values()]
+        self._total = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # of this process's shards
+        parts = zip(self._shards.items(), self._total.split(sizes), strict=True)
+        self._sums = {name: part.view(shard.local_shape) for (name, shard), part in parts}
         self._layers = {
             layer: plain_copy(network.get_submodule(layer), zeros=True).eval() for layer in self._subset.layers
         }
@@ -147,7 +148,7 @@ class ShardedDiagonalSum:
                 raise not_finite(name)
         n_data, n_outputs = counts.tolist()
         return Curvature(
-            structure=Diagonal(torch.cat([total.reshape(-1) for total in self._sums.values()])),
+            structure=Diagonal(self._total),
             subset=self._subset,
             likelihood=self._likelihood,
             kind=self._kind,

@@ -52,6 +52,7 @@ class GaussianWeights:
         self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
         self.draws = 0  # random draws so far; each has its number
         self.called_vl_loss = False  # by the training step that runs
+        self.n_steps = 0  # of this process
         self.checked_kinks = False  # in the fit that runs
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)

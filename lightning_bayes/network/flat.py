@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+SMALL = 2**20  # elements; larger tensors are copied one by one, because very large pieces of memory come slowly
+
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """A copy of all, in the widest of their dtypes.  # [P]"""
@@ -25,11 +27,14 @@ def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each, in one piece of memory for each device and dtype."""
+    """Of each; small ones in one piece of memory for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, t in enumerate(tensors):
-        groups.setdefault((t.device, t.dtype), []).append(index)
     copied = list(tensors)
+    for index, t in enumerate(tensors):
+        if t.numel() <= SMALL:
+            groups.setdefault((t.device, t.dtype), []).append(index)
+        else:
+            copied[index] = t.detach().clone()
     for indices in groups.values():
         group = [tensors[index] for index in indices]
         for index, part in zip(indices, parts(flat(group), group), strict=True):

@@ -55,9 +55,10 @@ def _is_flat(tensors: Sequence[Tensor], flat: Tensor) -> bool:
     sizes = [t.numel() for t in tensors]
     if sum(sizes) != len(flat) or any(t.device != flat.device for t in tensors):
         return False
-    parts = flat.detach().split(sizes)
-    same = [(t.detach().reshape(-1) == part).all() for t, part in zip(tensors, parts, strict=True)]
-    return bool(torch.stack(same).all())
+    pairs = list(zip((t.detach().reshape(-1) for t in tensors), flat.detach().split(sizes), strict=True))
+    if flat.device.type == "cpu" and all(t.dtype == flat.dtype for t in tensors):
+        return all(torch.equal(t, part) for t, part in pairs)
+    return bool(torch.stack([(t == part).all() for t, part in pairs]).all())
 
 
 def _sums(tensors: Sequence[Tensor]) -> Tensor:

@@ -213,11 +213,14 @@ class OutputGradients:
         f = self._forward.f
         totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
         for site, calls in self._layers():
-            a, g = (t.to(dtype) for t in self._factors(site, calls))
+            g = self._gradients(site, calls).to(dtype)
+            blocks = _blocks(finders, site.layout)
+            basis = None if columns else type(blocks[0]).input_basis(blocks, g)
+            rotated = None if basis is None else site.inputs_times(calls, basis.to(dtype))
+            a = _inputs(site, calls, g) if rotated is None else rotated
             for own in columns:
                 own.add(site.layout, a, g)
-            blocks = _blocks(finders, site.layout)
-            terms = type(blocks[0]).output_covariances(blocks, a, g, form)
+            terms = type(blocks[0]).output_covariances(blocks, a, g, form, in_basis=rotated is not None)
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
@@ -238,8 +241,12 @@ class OutputGradients:
         return {self._plan.leftover_layout(name): J.to(self._forward.dtype) for name, J in self._leftovers.items()}
 
     def _factors(self, site: Site, calls: list[Call]) -> tuple[Tensor, Tensor]:
-        g = site.gradients(calls, self._taken(calls)).to(self._forward.dtype)
+        g = self._gradients(site, calls)
         return _inputs(site, calls, g), g
+
+    def _gradients(self, site: Site, calls: list[Call]) -> Tensor:
+        """# [K, G, B, T, O]"""
+        return site.gradients(calls, self._taken(calls)).to(self._forward.dtype)
 
     def _layers(self) -> list[tuple[Site, list[Call]]]:
         """Those that were called."""

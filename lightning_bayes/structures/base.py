@@ -23,7 +23,7 @@ from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
 Self = TypeVar("Self", bound="Structure")
-_WIDE = 1200  # columns up to which a decomposition in float64 costs little
+_WIDE, _WIDER = 700, 1200  # columns from which on a decomposition in float64 costs time, and much
 
 
 class StructureError(ValueError):
@@ -46,12 +46,12 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     In float32 an eigenvalue is wrong by about `eps · λ_max`: of a layer with one raw-scaled input, all that belongs to
     the other inputs is lost, although the matrix itself still holds it. So float64 decomposes it. On one thread that
     takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and 296 ms), and 3.0 times for 2,305
-    (2.9 s); a wide matrix is therefore left to float32 if its diagonal says that nothing is lost, and LAPACK finds an
-    answer, which in float32 it does not always.
+    (2.9 s); a wide matrix is therefore left to float32 if little is lost, and LAPACK finds an answer, which in float32
+    it does not always.
     """
     if matrix.dtype == torch.float64:
         return torch.linalg.eigh(matrix)
-    if matrix.shape[-1] > _WIDE and not _is_graded(matrix):
+    if matrix.shape[-1] > _WIDE and not _is_graded(matrix) and (matrix.shape[-1] > _WIDER or not _is_ruled(matrix)):
         try:
             values, vectors = torch.linalg.eigh(matrix)
             if values.isfinite().all():
@@ -68,6 +68,13 @@ def _is_graded(matrix: Tensor) -> bool:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
     smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
     return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())
+
+
+def _is_ruled(matrix: Tensor) -> bool:
+    """Whether a few eigenvalues are so large, as those of inputs with a mean are, that rounding at their size is well
+    above that which the entries have themselves: `‖M‖ > 4 √d max(diag M)`."""
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return bool((torch.linalg.matrix_norm(matrix) > 4 * matrix.shape[-1] ** 0.5 * largest).any())
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,11 +242,18 @@ class Structure(ABC):
         return None
 
     @classmethod
+    def input_basis(cls: type[Self], blocks: Sequence[Self], g: Tensor) -> Tensor | None:
+        """What `output_covariances` for these gradients would multiply the inputs with first, for a layer that has its
+        own way to do so.  # [G, I, I]"""
+        return None
+
+    @classmethod
     def output_covariances(
-        cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm
+        cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
         """`J M⁻¹ Jᵀ` of one layer for several blocks `M` in one eigenbasis (several priors), from its inputs `a`
-        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`."""
+        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`. The
+        inputs may be in their `input_basis` already."""
         rows = form.arrange(layer_jacobian(a, g))
         return [form.quadratic(block, rows) for block in blocks]
 

@@ -109,7 +109,9 @@ class Diagonal(Structure):
         return lambda layout: Diagonal(layout.gather(values))
 
     @classmethod
-    def output_covariances(cls, blocks: Sequence[Diagonal], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+    def output_covariances(
+        cls, blocks: Sequence[Diagonal], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
+    ) -> list[Tensor]:
         shape = g.shape[1], g.shape[4], a.shape[3]  # [G, O, I]
         return rotated_covariances([block.values.reshape(shape).reciprocal() for block in blocks], a, g, form)
 

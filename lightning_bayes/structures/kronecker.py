@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from lightning_bayes.structures.base import Structure, StructureError, positive
 from lightning_bayes.structures.factor import Factor
-from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
+from lightning_bayes.structures.output_covariance import CovarianceForm, inputs_first, rotated_covariances
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,18 +169,26 @@ class Kronecker(Structure):
         terms = (G.unsqueeze(-1) * A.unsqueeze(-2) + other.shift) / positive(self.values)
         return self.left.spread(self.right.spread(terms, -1, frame=False), -2, frame=False).flatten()
 
+    @cached_property
+    def _inverse_values(self) -> Tensor:
+        """Kept, because every prediction needs it."""
+        return self._spread(self.values.reciprocal())
+
+    @classmethod
+    def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
+        first = blocks[0].right
+        whole = all(block.right.vectors is first.vectors and block.right.remainder is None for block in blocks)
+        return first.vectors if whole and inputs_first(g) else None
+
     @classmethod
     def output_covariances(
-        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm
+        cls, blocks: Sequence[Kronecker], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
-        if any(block.left.vectors is not blocks[0].left.vectors for block in blocks):  # their bases differ
-            return [cls.output_covariances([block], a, g, form)[0] for block in blocks]
-        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
         left, right = blocks[0].left, blocks[0].right
-        a = right.rotate(a.flatten(1, 2)).reshape(*a.shape[:3], -1)
-        rows = g.transpose(0, 1)  # [G, K, B, T, O]
-        g = left.rotate(rows.flatten(1, 3)).reshape(*rows.shape[:4], -1).transpose(0, 1)
-        return rotated_covariances([block._spread(block.values.reciprocal()) for block in blocks], a, g, form)
+        if any(block.left.vectors is not left.vectors for block in blocks):  # their bases differ
+            return [cls.output_covariances([block], a, g, form, in_basis)[0] for block in blocks]
+        variances = [block._inverse_values for block in blocks]
+        return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate)
 
     def parts(self) -> dict[str, Any]:
         states = {side: factor.to_list() for side, factor in (("left", self.left), ("right", self.right))}

@@ -6,13 +6,13 @@ never built. With `ã = a Q_A` and `g̃ = g Q_G`, a layer with one position adds
 
     Σ_kl = Σ_o g̃_ko (Σ_i ã_i² W_oi) g̃_lo,
 
-and one with shared positions `Σ_oi J̃_koi W_oi J̃_loi` with its rotated Jacobian `J̃ = Σ_t g̃ ãᵀ`, a few examples at a
-time. Several priors change only `W`.
+and one with shared positions `Σ_oi J̃_koi W_oi J̃_loi` with its rotated Jacobian `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`, a few
+examples at a time, rotated where it costs least. Several priors change only `W`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_bayes.structures.base import Structure
 
 CACHE = 2**22  # bytes of a layer's Jacobian that are worked on at a time
+Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
 class CovarianceForm:
@@ -55,9 +56,34 @@ def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
     return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
 
 
-def rotated_covariances(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
-    """For each `W` `[G, O, I]`, from rotated inputs and gradients."""
-    return (_unshared if g.shape[3] == 1 and not form.joint else _shared)(variances, a, g, form)
+def inputs_first(g: Tensor) -> bool:
+    """Whether it costs less to rotate a layer's inputs, of which there are `T` for each example, than its Jacobian,
+    which has `K·O` rows of their width."""
+    K, _, _, T, O = g.shape
+    return T <= K * O
+
+
+def rotated_covariances(
+    variances: Sequence[Tensor],
+    a: Tensor,
+    g: Tensor,
+    form: CovarianceForm,
+    left: Rotation | None = None,
+    right: Rotation | None = None,
+) -> list[Tensor]:
+    """For each `W` `[G, O, I]`, from inputs and gradients, which `right` and `left` rotate, unless they are rotated
+    already. The Jacobian is rotated in their place where it is smaller, and stays in the cache."""
+    (K, G, B, T, O), I = g.shape, a.shape[-1]
+    small = not form.joint and G * K * O * I * a.element_size() <= CACHE
+    if right is not None and (inputs_first(g) or not small):
+        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
+        a, right = right(a.flatten(1, 2), -1).reshape(G, B, T, -1), None
+    if left is not None and (2 * T <= I or not small):
+        rows = g.transpose(0, 1)  # [G, K, B, T, O]
+        g, left = left(rows.flatten(1, 3), -1).reshape(G, K, B, T, -1).transpose(0, 1), None
+    if T == 1 and not form.joint and left is None and right is None:
+        return _unshared(variances, a, g, form)
+    return _shared(variances, a, g, form, left, right)
 
 
 def _unshared(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
@@ -67,18 +93,28 @@ def _unshared(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: Covarianc
     return [form.weighted(g, (a2 @ W.mT).unsqueeze(2)).sum(0) for W in variances]
 
 
-def _shared(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
+def _shared(
+    variances: Sequence[Tensor],
+    a: Tensor,
+    g: Tensor,
+    form: CovarianceForm,
+    left: Rotation | None,
+    right: Rotation | None,
+) -> list[Tensor]:
     """Pieces that stay in the cache: a few examples at a time, and of a large layer a few of its outputs."""
     (G, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
     totals = [form.zeros(B, K, g) for _ in variances]
     examples = B if form.joint else max(1, CACHE // (G * K * O * I * a.element_size()))
-    outputs = max(1, CACHE // (G * K * I * a.element_size()))
+    outputs = O if left is not None else max(1, CACHE // (G * K * I * a.element_size()))
     for start, low in product(range(0, B, examples), range(0, O, outputs)):
         part, units = slice(start, start + examples), slice(low, low + outputs)
         gradient = g[:, :, part, :, units].permute(1, 2, 0, 4, 3)  # [G, b, K, o, T]
-        J = (gradient.flatten(2, 3) @ a[:, part]).reshape(*gradient.shape[:3], -1)  # [G, b, K, o·I]
+        J = (gradient.flatten(2, 3) @ a[:, part]).reshape(*gradient.shape[:4], -1)  # [G, b, K, o, I]
+        J = J if right is None else right(J.flatten(1, 3), -1).reshape(*J.shape[:4], -1)
+        J = J if left is None else left(J.permute(1, 2, 0, 3, 4), -2).permute(2, 0, 1, 3, 4)
+        J = J.flatten(3)  # [G, b, K, o·I]
         J = J.flatten(1, 2) if form.joint else J
         for total, W in zip(totals, variances, strict=True):
-            weights = W[:, units].reshape(G, *[1] * (J.ndim - 2), J.shape[-1])
+            weights = (W if left is not None else W[:, units]).reshape(G, *[1] * (J.ndim - 2), J.shape[-1])
             total[slice(None) if form.joint else part] += form.weighted(J, weights).sum(0)
     return totals

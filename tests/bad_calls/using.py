@@ -69,7 +69,7 @@ def _predict(t: Things, **given: Any) -> Any:
 predict = Table("predict", _predict, GaussianPosterior.predict)
 _inputs(predict)
 _drawing(predict)
-flags(predict, "calibrated", "differentiable")
+flags(predict, "calibrated", "differentiable", "split")
 predict("differentiable", 3, "must be True or False, got 3")
 _gradient = Of(lambda t: t.x.clone().requires_grad_(), "with gradients")
 for _predictive in ("glm", "bnn", "map"):

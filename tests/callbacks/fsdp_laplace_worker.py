@@ -18,7 +18,7 @@ from l2m_cases import wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -57,6 +57,7 @@ class Module(L.LightningModule):
         assert self.device_mesh is not None
         if self.device_mesh["tensor_parallel"].size() > 1:
             plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            plan["5"] = ColwiseParallel(output_layouts=Replicate())  # the last layer is cut, too
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
         data = self.device_mesh["data_parallel"]
         if data.size() > 1:

@@ -339,17 +339,22 @@ def test_factor_of_badly_scaled_inputs_keeps_its_small_eigenvalues_in_float32() 
     torch.testing.assert_close(factor.values.double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("scale", "dtype"), [(1.0, torch.float32), (3000.0, F64)])
+@pytest.mark.parametrize(
+    ("scale", "mean", "wider", "dtype"),
+    [(1.0, 0.0, 30, torch.float32), (3000.0, 0.0, 10, F64), (1.0, 50.0, 30, F64), (1.0, 50.0, 10, torch.float32)],
+)
 def test_wide_factors_are_decomposed_in_float64_where_float32_would_lose_something(
-    scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scale: float, mean: float, wider: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of inputs of very different sizes; of inputs with a large mean unless that would take very long."""
     used, original = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix.dtype) or original(matrix))
     monkeypatch.setattr(base, "_WIDE", 10)
-    A = torch.nn.functional.pad(graded(20, scale).float(), (0, 1, 0, 1))  # and a dead unit
+    monkeypatch.setattr(base, "_WIDER", wider)
+    A = torch.nn.functional.pad((graded(20, scale) + mean).float(), (0, 1, 0, 1))  # and a dead unit
     values = Factor.from_matrix(A).values
     assert used == [dtype]
-    torch.testing.assert_close(values.double(), torch.linalg.eigvalsh(A.double()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(values.double(), torch.linalg.eigvalsh(A.double()), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one prior", "a prior per parameter"])

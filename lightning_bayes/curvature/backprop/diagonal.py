@@ -88,7 +88,7 @@ class BatchDiagonal:
         total = CurvatureSum(network, plan, self.likelihood)
         with torch.enable_grad():
             total.add(x, y)
-        return total.finish().structure.diagonal()
+        return total.structure().diagonal()
 
     def _walk(self, threshold: float, signature: Signature, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         parameters = list(self.subset.parameters(network).values())

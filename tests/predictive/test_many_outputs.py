@@ -1,0 +1,238 @@
+"""Many outputs: functions of the linearised network that go through it several at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.autograd_functions import Cubed
+from helpers.networks import made
+from helpers.tensors import TIGHT, real, seeded
+from predictive_cases import linearised_draws
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_bayes import Categorical, LaplacePosterior, fit_laplace
+from lightning_bayes.curvature.linearised import Linearised
+from lightning_bayes.predictive import functions, sample_functions
+from lightning_bayes.predictive.output_law import MANY
+
+C = MANY + 6
+X, TOKENS = real(9, 3), torch.arange(36).reshape(9, 4) % 7
+Y = torch.arange(9) * 5 % C
+
+
+def image_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 2, padding=1, bias=False), nn.BatchNorm1d(4), nn.ReLU(),
+        nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(8, C),
+    )  # fmt: skip
+
+
+def token_network() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, C))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, C))
+
+
+class Custom(nn.Module):
+    """A function of its own, without a batching rule or forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Cubed.apply(self.inner(x)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
+    "mlp": (mlp, X, {}),
+    "last layer": (mlp, X, {"subset": "last_layer"}),
+    "one parameter": (mlp, X, {"subset": ["0.weight"]}),
+    "diagonal": (mlp, X, {"structure": "diag"}),
+    "full": (mlp, X, {"structure": "full", "subset": "last_layer"}),
+    "mask": (mlp, X, {"structure": "diag", "subset": torch.arange(16 + 5 * C) % 3 == 0}),
+    "convolutions and batch norm": (image_network, X, {}),
+    "embedding": (token_network, TOKENS, {}),
+}
+
+
+def fitted(name: str = "mlp") -> tuple[LaplacePosterior, Tensor]:
+    make, x, options = CASES[name]
+    network = made(make)
+    for p in network.buffers():  # statistics that are not those of a new network
+        if p.is_floating_point():
+            p.add_(0.3)
+    return fit_laplace(network, [(x, Y)], Categorical(), **{"curvature": "fisher_mc", **options}), x
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_draws_are_the_jacobian_times_the_weight_samples(name: str) -> None:
+    posterior, x = fitted(name)
+    drawn = sample_functions(posterior, x, 5, seeded(2))
+    torch.testing.assert_close(drawn, linearised_draws(posterior, x, 5, seeded(2)), **TIGHT)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 9, 100])
+def test_draws_do_not_depend_on_how_many_go_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, x = fitted("convolutions and batch norm")
+    expected = linearised_draws(posterior, x, 7, seeded(2))
+    monkeypatch.setattr(functions, "_together", lambda posterior, x: together)
+    torch.testing.assert_close(sample_functions(posterior, x, 7, seeded(2)), expected, **TIGHT)
+
+
+def test_predictions_do_not_depend_on_the_batch() -> None:
+    posterior, x = fitted()
+    whole = posterior.predict(x, generator=seeded(1), samples=6)
+    for n in (0, 8):
+        alone = posterior.predict(x[n : n + 1], generator=seeded(1), samples=6)
+        torch.testing.assert_close(alone.probs, whole.probs[n : n + 1], **TIGHT)
+        torch.testing.assert_close(alone.epistemic, whole.epistemic[n : n + 1], **TIGHT)
+
+
+def test_a_network_without_a_rule_takes_one_after_the_other() -> None:
+    network = made(Custom)
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    drawn = sample_functions(posterior, X, 4, seeded(2))
+    generator = seeded(2)
+    f = network(X)
+    rows = [torch.autograd.grad(f_c, list(network.parameters()), retain_graph=True) for f_c in f.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).reshape(*f.shape, -1)
+    moves = [posterior.sample(1, generator)[0] - posterior.mean for _ in range(4)]
+    torch.testing.assert_close(drawn, torch.stack([f.detach() + J @ move for move in moves]), **TIGHT)
+
+
+def test_a_wrong_batching_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, x = fitted()
+    right = Linearised._together
+
+    def wrong(self: Linearised, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        f, df = right(self, moves)
+        return f, df.flip(0)
+
+    monkeypatch.setattr(Linearised, "_together", wrong)
+    drawn = sample_functions(posterior, x, 5, seeded(2))
+    torch.testing.assert_close(drawn, linearised_draws(posterior, x, 5, seeded(2)), **TIGHT)
+
+
+def test_moments_are_those_of_the_closed_form() -> None:
+    posterior, x = fitted("last layer")
+    drawn = sample_functions(posterior, x[:3], 4000, seeded(2))
+    mean, covariance = posterior.functional(x[:3])
+    scale = covariance.diagonal(dim1=1, dim2=2).sqrt()
+    error = (drawn.mean(0) - mean) / (scale / 4000**0.5)
+    assert error.abs().max() < 5
+    second = torch.einsum("sbc,sbd->bcd", drawn - mean, drawn - mean) / 4000
+    of_error = (scale.unsqueeze(1) * scale.unsqueeze(2) * 2**0.5) / 4000**0.5
+    assert ((second - covariance) / of_error).abs().max() < 5
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+            rows = args[1] if func is torch.ops.aten.addmm.default else args[0]
+            self.products += rows.shape[-2] == 50 or rows.shape[0] == 50
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_samples_share_one_pass_of_the_network() -> None:
+    """Of a network with one layer, whose input does not move: `x W` once, and `x δW` once for all samples."""
+    network = made(lambda: nn.Linear(3, C))
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    x = real(50, 3)
+    few, many = Counted(), Counted()
+    with few:
+        sample_functions(posterior, x, 2)
+    with many:
+        sample_functions(posterior, x, 40)
+    assert many.products == few.products
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.fails_at = nn.Linear(3, C), 0, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise KeyboardInterrupt
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_an_exception_in_the_middle_leaves_the_network_as_it_was(call: int) -> None:
+    network = made(Failing).train()
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    network.calls, network.fails_at = 0, call
+    weights, state = network.layer.weight.detach().clone(), torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        posterior.predict(X, samples=4)
+    assert network.training
+    assert network.layer.weight.requires_grad
+    assert network.layer.weight.grad is None
+    assert torch.equal(network.layer.weight, weights)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_outputs_are_counted_without_another_forward_pass() -> None:
+    network = made(Failing)
+    posterior = fit_laplace(network, [(X, Y % 3)], Categorical(), "diag", subset=["layer.bias"])
+    network.calls = 0
+    posterior.predict(X, samples=4)
+    first, network.calls = network.calls, 0
+    posterior.predict(X, samples=4)
+    assert network.calls <= first
+    few = made(lambda: nn.Sequential(Failing(), nn.Linear(C, 3)))
+    posterior = fit_laplace(few, [(X, Y % 3)], Categorical(), "diag")
+    posterior.predict(X)
+    few[0].calls = 0
+    posterior.predict(X)
+    assert few[0].calls == 1
+
+
+# -- the split --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["probit", "pairwise"])
+def test_without_the_split_nothing_is_drawn(link: str) -> None:
+    posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical())
+    generator = seeded(1)
+    state = generator.get_state()
+    whole, alone = posterior.predict(X, link=link), posterior.predict(X, link=link, generator=generator, split=False)
+    assert torch.equal(generator.get_state(), state)
+    assert torch.equal(alone.probs, whole.probs)
+    assert torch.equal(alone.entropy, whole.entropy)
+    assert alone.epistemic.isnan().all()
+    assert alone.aleatoric.isnan().all()
+    assert alone.mutual_information is None
+    assert not whole.epistemic.isnan().any()
+
+
+@pytest.mark.parametrize(("predictive", "link"), [("glm", "bridge"), ("glm", "mc"), ("bnn", None), ("map", None)])
+def test_a_split_that_costs_nothing_stays(predictive: str, link: str | None) -> None:
+    posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical())
+    whole, alone = (
+        posterior.predict(X, predictive, link, samples=7, generator=seeded(1), split=split) for split in (True, False)
+    )
+    torch.testing.assert_close(alone.epistemic, whole.epistemic, rtol=0, atol=0)
+    torch.testing.assert_close(alone.aleatoric, whole.aleatoric, rtol=0, atol=0)
+
+
+def test_many_outputs_have_the_split_of_their_draws() -> None:
+    posterior, x = fitted()
+    whole, alone = (posterior.predict(x, samples=5, generator=seeded(1), split=split) for split in (True, False))
+    assert torch.equal(alone.epistemic, whole.epistemic)
+
+
+def test_a_temperature_is_applied_without_the_split() -> None:
+    posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical()).calibrate([(X, Y % 3)])
+    whole, alone = posterior.predict(X), posterior.predict(X, split=False)
+    torch.testing.assert_close(alone.probs, whole.probs, rtol=0, atol=0)
