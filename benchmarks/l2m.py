@@ -40,7 +40,7 @@ def jobs(quick: bool) -> list[Job]:
         for optimizer in OPTIMIZERS:
             name, repeats = f"l2m/snapshot/{network}/{optimizer}", 3 if quick else 40
             size = {"network": network, "optimizer": optimizer, "repeats": repeats}
-            queue.append(Job(name, measure_snapshot, size, unit="steps + copies", most=1, seconds=15))
+            queue.append(Job(name, measure_snapshot, size, unit="steps + copies", most=1, seconds=10))
     return queue
 
 

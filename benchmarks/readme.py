@@ -33,6 +33,10 @@ SHOWN = {  # rows, and what they are called
     "online_step/autoencoder 64×64/approx": "– 64×64",
     "l2m/snapshot/ResNet-18/Adam": "L2M's snapshot of the optimizer, ResNet-18: Adam",
     "l2m/snapshot/ResNet-18/AdamW": "– AdamW",
+    "many_classes/ResNet-18/fit": "fit to 64 images with 1,000 classes instead of 10: ResNet-18",
+    "many_classes/ViT-Tiny/fit": "– ViT-Tiny",
+    "many_classes/ResNet-18/predictive": "GLM predictive with 1,000 classes: ResNet-18",
+    "many_classes/ViT-Tiny/predictive": "– ViT-Tiny",
     "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
 }
 

@@ -128,7 +128,8 @@ def all_jobs(quick: bool = False) -> list[Job]:
 
 
 def test_a_default_run_takes_half_an_hour_at_most() -> None:
-    assert sum(job.seconds for job in chosen(all_jobs(), "")) <= 30 * 60
+    start = 20  # seconds for imports
+    assert start + sum(job.seconds for job in chosen(all_jobs(), "")) <= 30 * 60
 
 
 def test_cases_by_pattern() -> None:
