@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ def fit_laplace(
 def from_curvature(
     network: nn.Module,
     curvature: Curvature,
-    prior_precision: float | Tensor | Sequence[float] = 1.0,
+    prior_precision: float | Tensor | Sequence[float] | Callable[[], Tensor | float] = 1.0,
     *,
     temperature: float = 1.0,
     damping: str | None = None,

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,10 +99,14 @@ def fit_l2m(
         factor = fisher_factor(n_data, batch_size) / c**2
     with torch.inference_mode(False), torch.no_grad():
         H = _curvature(moments, factor, with_eps=scaling != "dataset")
-        δ = prior_precision
+        δ: Any = prior_precision
         if δ is None:
-            processes = Processes.current() if is_sharded(network) else Processes()
-            δ = _prior_from_weight_decay(moments, scaling, n_data / c, processes)
+            _warn_of_no_decay(moments)
+            decay = DecayPrior(moments, scaling, n_data / c)
+            if is_sharded(network):
+                δ = decay.formed(Processes.current())
+            else:
+                δ = decay.after(H, factor) if decay.follows_curvature else decay.formed()
     curvature = Curvature(
         structure=Diagonal(H),
         subset=Subset(tuple(moments), tuple(parameters[name].shape for name in moments)),
@@ -171,10 +176,7 @@ def _curvature(moments: dict[str, SecondMoment], factor: float, with_eps: bool) 
     return H
 
 
-def _prior_from_weight_decay(
-    moments: dict[str, SecondMoment], scaling: str, n_over_c: float, processes: Processes
-) -> Tensor | float:
-    """# a number or [P]"""
+def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
     without = [name for name, m in moments.items() if m.weight_decay == 0]
     if without:
         names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
@@ -183,18 +185,50 @@ def _prior_from_weight_decay(
             "or tune it",
             stacklevel=3,
         )
-    precisions = [decay_precision(m.weight_decay, scaling, n_over_c) for m in moments.values()]
-    decoupled = [scaling == "dataset" and m.decoupled and m.weight_decay > 0 for m in moments.values()]
-    if not any(decoupled) and len(set(precisions)) == 1:
-        return precisions[0]
-    δ, parts = _vector(moments)
-    means = _means([m.largest for m in moments.values()], processes) if any(decoupled) else [0.0] * len(moments)
-    for m, part, precision, varies, mean in zip(moments.values(), parts, precisions, decoupled, means, strict=True):
-        if varies:
-            adamw_precision(m, precision, mean, out=part)
-        else:
-            part.fill_(precision)
-    return δ
+
+
+@dataclass(frozen=True)
+class DecayPrior:
+    """The prior precision that weight decay stands for."""
+
+    moments: dict[str, SecondMoment]
+    scaling: str
+    n_over_c: float
+
+    @property
+    def _decoupled(self) -> list[bool]:
+        return [self.scaling == "dataset" and m.decoupled and m.weight_decay > 0 for m in self.moments.values()]
+
+    @property
+    def follows_curvature(self) -> bool:
+        """Whether it varies with `v̂`, of which the curvature is a multiple: not with AMSGrad's largest."""
+        return any(self._decoupled) and all(m.largest is m.buffer and not m.offset for m in self.moments.values())
+
+    def after(self, H: Tensor, factor: float) -> Callable[[], Tensor | float]:
+        """Its function of the curvature `H = factor · v̂`, which nothing changes: the optimizer's buffers go on."""
+        parts = H.split([m.buffer.numel() for m in self.moments.values()])
+        moments = {
+            name: replace(m, buffer=part, largest=part, correction=1 / factor)
+            for (name, m), part in zip(self.moments.items(), parts, strict=True)
+        }
+        return replace(self, moments=moments).formed
+
+    def formed(self, processes: Processes | None = None) -> Tensor | float:
+        """# a number or [P]"""
+        moments, decoupled = self.moments, self._decoupled
+        precisions = [decay_precision(m.weight_decay, self.scaling, self.n_over_c) for m in moments.values()]
+        if not any(decoupled) and len(set(precisions)) == 1:
+            return precisions[0]
+        δ, parts = _vector(moments)
+        means = [0.0] * len(moments)
+        if any(decoupled):
+            means = _means([m.largest for m in moments.values()], processes or Processes())
+        for m, part, precision, varies, mean in zip(moments.values(), parts, precisions, decoupled, means, strict=True):
+            if varies:
+                adamw_precision(m, precision, mean, out=part)
+            else:
+                part.fill_(precision)
+        return δ
 
 
 def _means(buffers: list[Tensor], processes: Processes) -> list[float]:

@@ -11,7 +11,7 @@ with the prior `N(m, Λ⁻¹)`: `Λ = diag(δ)` around zero unless another one i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 EVIDENCES = ("weights", "optimum")
+_FORMED = ("prior_precision", "precision")  # by `around` with a function, when one of them is asked for
 Laplace = TypeVar("Laplace", bound="LaplacePosterior")
 
 
@@ -60,13 +61,14 @@ class LaplacePosterior(GaussianPosterior):
         mean: Tensor,
         fingerprint: Tensor,
         curvature: Curvature,
-        prior_precision: float | Tensor | Sequence[float],
+        prior_precision: float | Tensor | Sequence[float] | Callable[[], Tensor | float],
         temperature: float = 1.0,
         damping: str | None = None,
         prior: Prior | None = None,
     ) -> Laplace:
-        """The posterior around these weights, which have this fingerprint."""
-        return cls(
+        """The posterior around these weights, which have this fingerprint. A prior precision that is a function, of
+        nothing that changes, is called when it is asked for."""
+        posterior = cls(
             network=network,
             subset=curvature.subset,
             likelihood=curvature.likelihood,
@@ -79,7 +81,25 @@ class LaplacePosterior(GaussianPosterior):
             prior=(prior or Prior()).to(mean),
             temperature=temperature,
             damping=damping,
-        ).with_prior(prior_precision)
+        )
+        if not callable(prior_precision):
+            return posterior.with_prior(prior_precision)
+        for name in _FORMED:
+            del posterior.__dict__[name]
+        posterior.__dict__["_form_prior"] = prior_precision
+        return posterior
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What is formed on demand; as with a `cached_property`, it is then an ordinary attribute."""
+            form = self.__dict__.get("_form_prior")
+            if name not in _FORMED or form is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                δ = as_precision(form(), self.subset, self.mean)
+                self.__dict__.update(prior_precision=δ, precision=self._precision(δ))
+            return self.__dict__[name]
 
     def _on(self, device: torch.device) -> dict[str, Any]:
         known = super()._on(device)

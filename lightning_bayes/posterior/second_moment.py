@@ -142,11 +142,12 @@ def _rule(optimizer: Optimizer) -> tuple[str, Any]:
 def _of_parameter(key: str, decay: Any, group: dict[str, Any], state: dict[str, Any], decoupled: bool) -> SecondMoment:
     t = float(state["step"])
     offset = 0.0 if decay is not None else float(group.get("initial_accumulator_value", 0.0))
+    buffer = local(state[key])
     return SecondMoment(
-        buffer=local(state[key]),
+        buffer=buffer,
         offset=offset,
         correction=1 / t if decay is None else 1 / (1 - float(decay(group)) ** t),
-        largest=local(state.get("max_exp_avg_sq", state[key])),
+        largest=local(state["max_exp_avg_sq"]) if "max_exp_avg_sq" in state else buffer,
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
         decoupled=decoupled,
