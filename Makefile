@@ -30,7 +30,7 @@ lint: $(VENV)/.test $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.recipes $(VENV)/.peers
+bench: $(VENV)/.recipes $(VENV)/.peers $(VENV)/.real
 	$(BIN)/python -m benchmarks $(if $(CASES),--cases '$(CASES)') $(if $(LIST),--list) $(if $(KEEP),--keep)
 
 practice: $(VENV)/.recipes $(VENV)/.peers

@@ -39,21 +39,22 @@ MOST: dict[str, dict[str, float]] = {
     "CNN": {"KFAC exact": 7, "KFAC Monte Carlo": 2, "exact diagonal": 6},
     "ResNet-18": {},  # runs, within 3 GB
 }
+SECONDS = {"MLP": 18, "CNN": 40}  # of each case of a default run
 
 
 def jobs(quick: bool) -> list[Job]:
     queue = []
     for network in MOST:
-        small, case = network != "ResNet-18", NETWORKS[network]
+        case, default = NETWORKS[network], network in SECONDS
         size = {"network": network, "examples": case.quick_examples if quick else case.examples}
         for fit in FITS:
             name, arguments = f"curvature/{network}/{fit}", {**size, "fit": fit, "repeats": 1 if quick else 8}
-            own = Job(f"{name}/{OURS}", measure_fit, {**arguments, "contender": OURS}, unit="epochs")
-            queue.append(replace(own, most=MOST[network].get(fit), default=small, seconds=25 if small else 120))
+            own = Job(f"{name}/{OURS}", measure_fit, {**arguments, "contender": OURS}, unit="epochs", default=default)
+            own = replace(own, seconds=SECONDS.get(network, 120))
+            queue.append(replace(own, most=MOST[network].get(fit)))
             for backend in peers.BACKENDS:
                 peer = replace(own, name=f"{name}/{backend}", arguments={**arguments, "contender": backend})
-                default = small and backend == peers.DEFAULT
-                queue.append(replace(peer, verb="refused", seconds=25 if small else 120, default=default))
+                queue.append(replace(peer, verb="refused", default=default and backend == peers.DEFAULT))
     return queue
 
 

@@ -40,7 +40,7 @@ def network() -> nn.Module:
 def jobs(quick: bool) -> list[Job]:
     default = {"approx"}
     return [
-        Job(f"diagonal/{side}²/{contender}", measure, size, unit="passes", seconds=20, default=contender in default)
+        Job(f"diagonal/{side}²/{contender}", measure, size, unit="passes", seconds=15, default=contender in default)
         for contender in CONTENDERS
         for side in (LARGE if contender in LINEAR else SMALL)[: 2 if quick else None]
         for size in [{"side": side, "contender": contender, "quick": quick}]

@@ -42,7 +42,7 @@ class Axis:
     sizes: tuple[int, ...]
     fits: tuple[str, ...]
     most: float | str | None = None
-    seconds: float = 4.4  # of a case
+    seconds: float = 6.0  # of a case
     seconds_per_size: float = 0.0
 
     def most_of(self, fit: str, plain: float) -> float:

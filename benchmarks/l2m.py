@@ -2,16 +2,19 @@
 
 Training: the time from one batch to the next in a Trainer with the callback, in such times without it. Snapshot:
 reading the optimizer's second moment into a posterior, in units of one step of that optimizer plus one copy of the
-weights. Memory is in vectors of the weights' size: what the posterior keeps (its mean and its curvature; once it is
-asked for, also the prior of decoupled weight decay), and what the process held at most while it was made.
+weights. Memory is in vectors of the weights' size: what the posterior keeps for itself of mean, curvature and prior,
+and what the process held at most while it was made.
 """
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.nn import functional as F
 from benchmarks.isolate import Job
 from benchmarks.measure import Result, noise, rounds, side_by_side
 from benchmarks.networks import NETWORKS, Batches
+from benchmarks.rows import Row
 
 TITLE = "L2M"
 TRAINING = ("MLP", "CNN")
@@ -40,7 +44,7 @@ def jobs(quick: bool) -> list[Job]:
         for optimizer in OPTIMIZERS:
             name, repeats = f"l2m/snapshot/{network}/{optimizer}", 3 if quick else 40
             size = {"network": network, "optimizer": optimizer, "repeats": repeats}
-            queue.append(Job(name, measure_snapshot, size, unit="steps + copies", most=1, seconds=15))
+            queue.append(Job(name, measure_snapshot, size, unit="steps + copies", most=1, seconds=10))
     return queue
 
 
@@ -119,16 +123,33 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Result:
     snapshot(*trained(nn.Linear(2, 2)))  # what is set up at first use is no part of it
     both = trained(NETWORKS[network].fresh())
     result = side_by_side(lambda: partial(snapshot, *both), partial(step_and_copy, *both), repeats)
-    posterior = snapshot(*both)
     weights = sum(p.numel() * p.element_size() for p in both[0].parameters())
-    vectors = [posterior.mean, posterior.curvature.structure.diagonal()]
-    formed = [t for t in (vars(posterior).get("prior_precision"),) if t is not None]
-    extra = {"vectors kept": _bytes([*vectors, *formed]) / weights}
-    extra["vectors with the prior"] = _bytes([*vectors, posterior.prior_precision]) / weights
+    extra = {"vectors kept": _kept(snapshot(*both), *both) / weights}
     if weights > VISIBLE:
         extra["vectors at most"] = result.added / weights
     return replace(result, extra=extra)
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def derived(rows: Sequence[Row]) -> list[Row]:
+    """One vector is to be kept."""
+    return [replace(row, most=1.05) for row in rows if row.name.endswith("/vectors kept")]
+
+
+def _kept(posterior: Any, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that the posterior alone has: in no weight, and in no state of the optimizer."""
+    of_training = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+    seen = {t.untyped_storage().data_ptr() for t in of_training if isinstance(t, Tensor)}
+    queue, kept = [posterior], 0
+    while queue:
+        thing = queue.pop()
+        key = thing.untyped_storage().data_ptr() if isinstance(thing, Tensor) else id(thing)
+        if key in seen or isinstance(thing, type | ModuleType | nn.Module | torch.optim.Optimizer):
+            continue
+        seen.add(key)
+        if isinstance(thing, Tensor):
+            kept += thing.untyped_storage().nbytes()
+        elif isinstance(thing, FunctionType):
+            queue += [cell.cell_contents for cell in thing.__closure__ or ()]
+        else:
+            queue += gc.get_referents(thing)
+    return kept

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 from benchmarks import peers
-from benchmarks.report import number, table
+from benchmarks.report import noise, number, table
 from benchmarks.rows import OURS, Row
 
 WIDTH = 140
@@ -33,6 +32,10 @@ SHOWN = {  # rows, and what they are called
     "online_step/autoencoder 64×64/approx": "– 64×64",
     "l2m/snapshot/ResNet-18/Adam": "L2M's snapshot of the optimizer, ResNet-18: Adam",
     "l2m/snapshot/ResNet-18/AdamW": "– AdamW",
+    "many_classes/ResNet-18/fit": "fit to 64 images with 1,000 classes instead of 10: ResNet-18",
+    "many_classes/ViT-Tiny/fit": "– ViT-Tiny",
+    "many_classes/ResNet-18/predictive": "GLM predictive with 1,000 classes: ResNet-18",
+    "many_classes/ViT-Tiny/predictive": "– ViT-Tiny",
     "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
 }
 
@@ -50,9 +53,7 @@ def block(conditions: str, rows: Sequence[Row]) -> str:
     by_name = {row.name: row for row in rows}
     lines = [line for name, label in SHOWN.items() if (line := _line(name, label, by_name))]
     dates = sorted({row.date[:10] for row in rows if row.date})
-    noise = [row.noise for row in rows if not math.isnan(row.noise)]
-    spread = f"A plain step or epoch against itself was {min(noise):.2f} to {max(noise):.2f}." if noise else ""
-    text = f"Measured on {' and '.join(dates[:: len(dates) - 1 or 1])}, {conditions}. {spread}"
+    text = f"Measured on {' and '.join(dates[:: len(dates) - 1 or 1])}, {conditions}. {noise(rows)}"
     said = fill(text.strip(), WIDTH, break_long_words=False)
     return f"{said}\n\n{table(('', 'lightning_bayes', 'laplace-torch'), lines)}"
 

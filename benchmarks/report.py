@@ -17,7 +17,7 @@ NOTE = (
 
 def markdown(conditions: str, rows: Sequence[Row], titles: Mapping[str, tuple[str, str]]) -> str:
     """All of it; `titles` has the title and the description of each topic."""
-    parts = [f"{conditions}.", NOTE, *([f"**{disturbed(rows)}**"] if disturbed(rows) else [])]
+    parts = [f"{conditions[:1].upper()}{conditions[1:]}.", f"{NOTE} {noise(rows)}"]
     for topic, (title, description) in titles.items():
         if of_topic := [row for row in rows if row.topic == topic]:
             parts += [f"## {title}", description.strip(), table(HEADERS, [_cells(row) for row in of_topic])]
@@ -33,13 +33,13 @@ def _cells(row: Row) -> list[str]:
     return [row.case, value, unit, row.target, row.reached, noise, number(row.seconds), memory(row)]
 
 
-def disturbed(rows: Sequence[Row]) -> str:
-    """How far the noise went, if it went far."""
-    off = [row for row in rows if abs(math.log(row.noise)) > math.log(1.1)] if rows else []
-    loads = [row.load for row in rows if not math.isnan(row.load)]
-    if not off and max(loads, default=0.0) < 3:
+def noise(rows: Sequence[Row]) -> str:
+    """How far from 1 the plain steps and epochs were against themselves, in nine of ten rows."""
+    off = sorted(abs(math.log(row.noise)) for row in rows if not math.isnan(row.noise))
+    if not off:
         return ""
-    return f"Not a still machine: plain against itself is off by over 10 % in {len(off)} of {len(rows)} rows."
+    share = math.exp(off[math.ceil(0.9 * len(off)) - 1]) - 1
+    return f"A plain step or epoch against itself was off by at most {share:.0%} in nine of ten rows."
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

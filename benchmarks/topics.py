@@ -20,6 +20,7 @@ from benchmarks import (
     input_gradients,
     l2m,
     lora,
+    many_classes,
     online_step,
     predictive,
     resnet18,
@@ -31,7 +32,8 @@ from benchmarks.rows import Row
 TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
-        *(curvature, resnet18, predictive, distributed, variational, online_step, diagonal, l2m, first_draw, growth),
+        *(curvature, resnet18, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
+        *(first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
     )
 }

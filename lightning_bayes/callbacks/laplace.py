@@ -29,6 +29,7 @@ from lightning_bayes.callbacks.sharded_fit import (
     InStep,
     check_sharded,
     check_sharded_data,
+    check_sharded_words,
     fit_diagonal,
     is_diagonal,
 )
@@ -287,6 +288,8 @@ class LaplaceCallback(PosteriorCallback):
             x = None if probe is None else self.read_by_targets(module, *probe)
             network, processes = self.network_in(module), data_processes(trainer)
             batches: ExactPass | InStep = data
+            if is_sharded(network):
+                check_sharded_words(self)  # `fit_now` may be called outside of a Trainer's run
             if is_sharded(network) and is_diagonal(self):
                 return fit_diagonal(self, network, data, (x, probe[1]), processes)
             if is_sharded(network):

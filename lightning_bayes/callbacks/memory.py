@@ -25,6 +25,7 @@ from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
 
+EVERY = 64  # steps between two looks at whether all was finite
 PIECE = 2**18  # weights that are worked on at a time, so that what is computed on the way stays in a CPU's cache
 
 
@@ -49,7 +50,9 @@ class MemoryRule:
         not_negative("initial_curvature", self.initial_curvature)
         positive("max_std", 1 if self.max_std is None else self.max_std)
 
-    def update(self, C: Tensor, diagonal: Tensor, n_data: int, examples: float, out: Tensor | None = None) -> Tensor:
+    def update(
+        self, C: Tensor, diagonal: Tensor, n_data: int, examples: float | Tensor, out: Tensor | None = None
+    ) -> Tensor:
         """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes; `out` may be the diagonal.  # [P]"""
         factor = n_data / examples if self.scaling == "dataset" else 1.0
         factor *= self.memory_factor if self.average else 1.0
@@ -75,6 +78,8 @@ class CurvatureMemory:
     _examples_measured: int = 0
     _waiting: Tensor | None = None  # since the last step
     _examples: int = 0
+    _steps: int = 0  # of this process
+    _is_finite: Tensor | None = None  # whether all that was added was
 
     def measure(self, diagonal: Tensor, examples: int) -> None:
         """A batch of this process; at several samples, several times."""
@@ -90,11 +95,10 @@ class CurvatureMemory:
         """The gradient of what was measured goes into the next step; several batches may be accumulated for one."""
         if self._measured is None:
             return
-        if not bool(self._measured.amax().isfinite()):  # the largest of what holds a NaN is one; none is below zero
-            raise CurvatureError(
-                "the curvature of a batch is not finite, and would stay so in memory: look for inputs or weights that "
-                "are not, or give max_std= for samples that go too far"
-            )
+        is_finite = self._measured.amax().isfinite()  # the largest of what holds a NaN is one; none is below zero
+        self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
+        if self._steps % EVERY == 0:  # before the optimizer moves
+            self.check()
         self._waiting = self._measured if self._waiting is None else self._waiting + self._measured
         self._examples += self._examples_measured
         self.forget()
@@ -109,8 +113,19 @@ class CurvatureMemory:
         b = torch.tensor(float(self._examples), dtype=torch.float64, device=self.C.device)
         processes.sum_([self._waiting, b])
         # Into the memory of what was waiting: whoever holds the old C keeps it as it was.
-        self.C = self.rule.update(self.C, self._waiting, self.n_data, float(b), out=self._waiting)
+        updated = self.rule.update(self.C, self._waiting, self.n_data, b, out=self._waiting)
+        self.C = torch.where(updated.amax().isfinite(), updated, self.C, out=updated)
         self._waiting, self._examples = None, 0
+        self._steps += 1
+
+    def check(self) -> None:
+        """Refuse to go on if the curvature of a batch was not finite. `C` is without it; to look after each step would
+        make the host wait for the device."""
+        if self._is_finite is not None and not self._is_finite:
+            raise CurvatureError(
+                "the curvature of a batch is not finite, and would stay so in memory: look for inputs or weights that "
+                "are not, or give max_std= for samples that go too far"
+            )
 
     def draw(self, number: int, seed: int, rank: int) -> Tensor:
         """The move to a sample whose noise belongs to the seed, the draw's number and the rank.  # [P]"""
@@ -122,6 +137,7 @@ class CurvatureMemory:
 
     def posterior(self, network: nn.Module, likelihood: Likelihood) -> LaplacePosterior:
         """Around the network's present weights."""
+        self.check()
         curvature = Curvature(
             structure=Diagonal(self.C if self.rule.scale == 1 else self.C * self.rule.scale),
             subset=self.subset,
@@ -133,6 +149,7 @@ class CurvatureMemory:
         return from_curvature(network, curvature, self.rule.prior_precision)
 
     def state(self) -> dict[str, Any]:
+        self.check()
         return {"C": self.C, "names": list(self.subset.names), "draws": self.draws}
 
     def load(self, state: dict[str, Any]) -> None:

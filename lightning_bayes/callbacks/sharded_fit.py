@@ -23,7 +23,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.sharded_diagonal import CURVATURES, ShardedDiagonalSum
-from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network import DataError, NetworkError, Processes, inputs
 from lightning_bayes.network.gathered_layer import GatheredLayer, LayerWatch, watching
 from lightning_bayes.network.output import output_of, unviewed
 from lightning_bayes.posterior import ShardedPosterior
@@ -47,9 +47,17 @@ def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
     who = type(callback).__name__
     if class_name(trainer.strategy, {_SHARDED}) is None or not callback.fits_shards:
         refuse_sharded(trainer, who)
-        return
+    else:
+        check_sharded_words(callback)
+
+
+def check_sharded_words(callback: LaplaceCallback) -> None:
+    """Refuse what cannot run where weights are sharded over processes."""
+    who = type(callback).__name__
     if callback.subset != "last_layer" and not is_diagonal(callback):
-        refuse_sharded(trainer, who, _WAY_OUT)
+        raise RuntimeError(
+            f"{who} needs every process to hold the whole network, which {_SHARDED} does not: {_WAY_OUT}"
+        )
     refused = {
         f"structure={callback.structure!r}": callback.structure not in STRUCTURES,
         "gp_points=": callback.points.points != 0,
@@ -133,18 +141,29 @@ class FirstStep:
     def __init__(self, network: nn.Module) -> None:
         self._stack, self._read_as = ExitStack(), output_of(network)
         self._watch: LayerWatch = self._stack.enter_context(watching(network))
-        self._stack.callback(unviewed(network).register_forward_hook(self._note).remove)
+        self._problem: NetworkError | None = None
+        self._stack.callback(unviewed(network).register_forward_pre_hook(self._begin).remove)
+        self._stack.callback(unviewed(network).register_forward_hook(self._look).remove)
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._watch.f is None:
-            f = self._read_as.select(output)
-            self._watch.f = None if f is None else f.detach()
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._watch.calls.clear()
+
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        """At each run of the network, of which a step may have several."""
+        f = self._read_as.select(output)
+        self._watch.f = None if f is None else f.detach()
+        try:
+            if f is not None:
+                self._watch.features()
+        except NetworkError as problem:
+            self._problem = problem
 
     def end(self) -> None:
-        """Before the optimizer's step: an error for a layer that cannot be."""
+        """Before the optimizer's step: an error for a layer that cannot be gathered. A step that does not call the
+        network as the fit will shows nothing."""
         self.stop()
-        if self._watch.f is not None:  # else the step has not called the network as the fit will
-            self._watch.features()
+        if self._problem is not None:
+            raise self._problem
 
     def stop(self) -> None:
         self._stack.close()

@@ -82,7 +82,7 @@ def fit_curvature(
             pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
         rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default. Of
             "kron", how many each factor keeps beside a remainder: at most so many, or, "auto", those of factors wider
-            than 1,000 that hold 99 % of the trace; all by default.
+            than 1,000 that hold 99 % of the trace, up to a half; all by default.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.

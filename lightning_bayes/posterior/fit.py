@@ -76,7 +76,7 @@ def fit_laplace(
             number of outputs and features), "mixed" (exact where layers are narrow), or "auto" (exact if all are).
         rank: how many eigenpairs of the curvature `structure="lowrank"` keeps, by several passes over `loader`; 100 by
             default. Of "kron", how many each factor keeps, beside a remainder: at most so many; or, "auto", of factors
-            wider than 1,000 those that hold 99 % of the trace, up to a quarter. By default all.
+            wider than 1,000 those that hold 99 % of the trace, up to a half. By default all.
         gp_points: how many training points to keep, for `predict(predictive="gp")`; None keeps all. They become part of
             the posterior's state and file.
         gp_selection: which: "random", or those with the largest "leverage", in a second pass; see `training_points`.

@@ -179,6 +179,7 @@ class ShardedPosterior(LaplacePosterior):
             "type": type(self).__name__,
             "likelihood": self.likelihood.to_state(),
             "n_data": int(self.n_data),
+            "kind": self.curvature.kind,
             **{name: self._by_parameter(vector) for name, vector in vectors.items()},
         }
 
@@ -196,7 +197,7 @@ class ShardedPosterior(LaplacePosterior):
             structure=Diagonal(H),
             subset=subset,
             likelihood=likelihood or likelihood_from(state["likelihood"], device),
-            kind="second_moment",
+            kind=state.get("kind", "second_moment"),  # of older states
             n_data=state["n_data"],
             n_outputs=0,
         )
@@ -208,6 +209,7 @@ class ShardedPosterior(LaplacePosterior):
 
         state = self.state_dict()
         plain = {"n_data": torch.tensor(state["n_data"]), "likelihood": _packed(state["likelihood"])}
+        plain["kind"] = _packed({"kind": state["kind"]})
         tensors = {**plain, **{vector: state[vector] for vector in VECTORS}}
         with _quiet():
             checkpoint.save(tensors, storage_writer=checkpoint.FileSystemWriter(str(path), overwrite=True))
@@ -238,16 +240,19 @@ def _read(path: str | PathLike[str], network: nn.Module) -> dict[str, Any]:
             "has no such parameter"
         )
     state: dict[str, Any] = {"n_data": torch.tensor(0)}
-    if "likelihood" in stored:  # older folders have none
-        state["likelihood"] = torch.empty(stored["likelihood"].size, dtype=torch.uint8)
+    packed = [key for key in ("likelihood", "kind") if key in stored]  # older folders have none
+    for key in packed:
+        state[key] = torch.empty(stored[key].size, dtype=torch.uint8)
     for vector in VECTORS:
         dtypes = {name: stored[f"{vector}.{name}"].properties.dtype for name in parameters}
         state[vector] = {name: torch.empty_like(p, dtype=dtypes[name]) for name, p in parameters.items()}
     with _quiet():
         checkpoint.load(state, checkpoint_id=str(path))
     state["n_data"] = int(state["n_data"])
-    if "likelihood" in state:
-        state["likelihood"] = _unpacked(state["likelihood"])
+    for key in packed:
+        state[key] = _unpacked(state[key])
+    if "kind" in state:
+        state["kind"] = state["kind"]["kind"]
     return state
 
 

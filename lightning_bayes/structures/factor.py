@@ -19,6 +19,7 @@ The pairs come from
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ Rank = int | str | None  # eigenpairs that a factor keeps: at most so many, "aut
 
 WIDE = 1000  # "auto" leaves narrower factors as they are
 SHARE = 0.99  # of the trace that "auto" keeps in eigenpairs
-MOST = 4  # a Krylov space is at most this part of the whole
+MOST = 2  # a Krylov space is at most this part of the whole
 BLOCK = 64  # vectors at a time
 
 
@@ -79,7 +80,7 @@ class Factor:
         detached = replace(gram, array=gram.array.detach())
         n = min(gram.array.shape[-2:])  # at most so many eigenvalues are not zero
         most = n if rank is None or (rank == "auto" and n <= WIDE) else rank
-        if isinstance(most, int) and MOST * most >= n:
+        if isinstance(most, int) and 2 * most >= n // MOST:
             values, vectors = _of_rows(detached.array) if gram.is_rows else eigh(detached.array)
         else:
             values, vectors = _krylov(detached, most)
@@ -103,6 +104,11 @@ class Factor:
     @property
     def can_grow(self) -> bool:
         return self.vectors is None or self.kept is not None
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.remainder is None or not bool(self.remainder.any())
 
     @property
     def spectrum(self) -> Tensor:

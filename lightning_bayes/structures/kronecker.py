@@ -152,7 +152,7 @@ class Kronecker(Structure):
         return self._times(positive(self.values).reciprocal(), vectors)
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        return self._times(positive(self.values).rsqrt(), vectors)
+        return self._times(self._inverse_roots, vectors)
 
     def logdet(self) -> Tensor:
         return self.left.count(self.right.count(self.values.log(), -1), -2).sum()
@@ -170,9 +170,16 @@ class Kronecker(Structure):
         return self.left.spread(self.right.spread(terms, -1, frame=False), -2, frame=False).flatten()
 
     @cached_property
+    def _inverse_roots(self) -> Tensor:
+        """Kept, because every draw needs it, and looking whether all are positive waits for the device."""
+        with torch.inference_mode(False):
+            return positive(self.values).rsqrt()
+
+    @cached_property
     def _inverse_values(self) -> Tensor:
         """Kept, because every prediction needs it."""
-        return self._spread(self.values.reciprocal())
+        with torch.inference_mode(False):
+            return self._spread(self.values.reciprocal())
 
     @classmethod
     def input_basis(cls, blocks: Sequence[Kronecker], g: Tensor) -> Tensor | None:
@@ -203,8 +210,20 @@ class Kronecker(Structure):
         return self.left.spread(self.right.spread(values, -1), -2)
 
     def _times(self, values: Tensor, vectors: Tensor) -> Tensor:
-        """`(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ v`.  # [..., P]"""
-        return self.rotate_back(self.rotate(vectors) * self._spread(values))
+        """`(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ v`. What `A` leaves out has one number for each eigenvalue of `G`, and
+        where that is none of `A`, one number alone: it is not rotated.  # [..., P]"""
+        V, Q, k = vectors.unflatten(-1, self.shape), self.right.vectors, self.right.values.shape[-1]
+        if Q is None or self.right.remainder is None:
+            return self.rotate_back(self.rotate(vectors) * self._spread(values))
+        inside = V @ Q
+        rest = V - inside @ Q.mT
+        one = self.right.is_whole and not (isinstance(self.shift, Tensor) and self.shift.ndim)
+        rest = rest * values[..., :1, k:] if one else self._left_times(values[..., k:], rest)
+        return (self._left_times(values[..., :k], inside) @ Q.mT + rest).flatten(-3)
+
+    def _left_times(self, values: Tensor, V: Tensor) -> Tensor:
+        """`Q_G (values ∘ Q_Gᵀ V)`.  # [..., g, O, n]"""
+        return self.left.rotate_back(self.left.rotate(V, -2) * self.left.spread(values, -2), -2)
 
     def _diagonal_of(self, values: Tensor) -> Tensor:
         """The diagonal of `(Q_G ⊗ Q_A) diag(values) (Q_G ⊗ Q_A)ᵀ`, by squared eigenvectors.  # [P]"""

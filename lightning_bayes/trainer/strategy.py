@@ -15,11 +15,14 @@ from lightning_bayes.trainer.private import callbacks_of, class_name, set_callba
 _SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
-def refuse_sharded(trainer: Trainer, who: str, way_out: str = "use strategy='ddp' or a single device") -> None:
+def refuse_sharded(trainer: Trainer, who: str) -> None:
     """Raise under a strategy that leaves no process with the whole network."""
     kind = class_name(trainer.strategy, _SHARDED)
     if kind is not None:
-        raise RuntimeError(f"{who} needs every process to hold the whole network, which {kind} does not: {way_out}")
+        raise RuntimeError(
+            f"{who} needs every process to hold the whole network, which {kind} does not: use "
+            "strategy='ddp' or a single device"
+        )
 
 
 def data_processes(trainer: Trainer | None) -> Processes:

@@ -128,7 +128,8 @@ def all_jobs(quick: bool = False) -> list[Job]:
 
 
 def test_a_default_run_takes_half_an_hour_at_most() -> None:
-    assert sum(job.seconds for job in chosen(all_jobs(), "")) <= 30 * 60
+    start = 20  # seconds for imports
+    assert start + sum(job.seconds for job in chosen(all_jobs(), "")) <= 30 * 60
 
 
 def test_cases_by_pattern() -> None:
@@ -139,6 +140,7 @@ def test_cases_by_pattern() -> None:
 
 
 def test_names_of_cases() -> None:
+    pytest.importorskip("timm")
     jobs = all_jobs()
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
@@ -172,8 +174,8 @@ def test_the_table_of_a_readme() -> None:
     text = readme.with_table(before, "2 cores; torch 2", ROWS)
     assert readme.with_table(text, "2 cores; torch 2", ROWS) == text
     assert text.startswith("# Title\n") and text.endswith("\n\nafter\n") and "old" not in text  # noqa: PT018
-    assert "Measured on 2026-01-02 and 2026-01-03, 2 cores; torch 2. A plain step or epoch against itself" in text
-    assert "0.98 to 1.04" in text
+    assert "Measured on 2026-01-02 and 2026-01-03, 2 cores; torch 2. A plain step or epoch" in text
+    assert "off by at most 4% in nine of ten rows" in " ".join(text.split())
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in text.splitlines() if line.startswith("| ")]
     assert cells[2:] == [["0.013 s, + 20 MB", "gave up after 30 s"], ["4.25 epochs", ""]]
     with pytest.raises(ValueError, match="the README has no"):

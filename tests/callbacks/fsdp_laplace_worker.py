@@ -149,9 +149,23 @@ class Scenarios:
         self.results["loaded"] = loaded.predict(own).probs
         loaded = GaussianPosterior.from_state_dict(model, callbacks["full"].posterior.state_dict())
         self.results["from state"] = loaded.predict(own).probs
+        self.one_example(model, fit)
         with torch.no_grad():
             model.net[0].weight.mul_(1.001)
         self.results["stale"] = error(lambda: callbacks["kron"].predict(own))
+
+    def one_example(self, model: Module, fit: L.Trainer) -> None:
+        """After the run; of several processes, one has data."""
+        one = DataLoader(wide(labelled(1)), 4)
+        same: dict[str, Any] = {"tune": None, "calibrate": None, "save": False}
+        last = laplace(subset="last_layer", **same).fit_now(fit, model, one)
+        self.results["one example"] = last.precision.to_dense()
+        all_words = {**same, "structure": "diag", "curvature": "empirical_fisher", "predictive": "bnn"}
+        posterior: Any = laplace(**all_words).fit_now(fit, model, one)
+        H = posterior.precision.diagonal()
+        self.results["one example, all weights"] = posterior.gathered(H) if self.world > 1 else H
+        if self.world > 1:
+            self.results["fit_now of all"] = error(lambda: laplace().fit_now(fit, model, one))
 
     def all_weights(self) -> None:
         exact = DataLoader(wide(labelled(EXAMPLES)), GLOBAL // 2)

@@ -101,6 +101,14 @@ def test_the_file_is_an_ordinary_one(world: Any) -> None:
         close(rows(several, n_data, key), alone[case]["glm"], key)
 
 
+def test_a_process_without_data_runs_along(world: Any) -> None:
+    alone, several, _, _ = world
+    for result in several:
+        for key in ("one example", "one example, all weights"):
+            close(result[key], alone[key], key)
+        assert "LaplaceCallback needs every process to hold the whole network" in result["fit_now of all"]
+
+
 def test_other_weights_are_noticed_on_all_processes(world: Any) -> None:
     for result in world[1]:
         assert "not those the posterior was fitted to" in result["stale"]

@@ -407,3 +407,22 @@ def test_shuffled_data_of_a_dataloader_are_counted(tmp_path: Path) -> None:
     run = trained(tmp_path, Autoencoder(), DataLoader(data, EXAMPLES, shuffle=True), callback, max_epochs=1)  # type: ignore[arg-type]
     same(run.C, ByHand(Autoencoder(), EXAMPLES).curvature(flat(Autoencoder()), data))
     assert run.callback.posterior.n_data == EXAMPLES
+
+
+def test_curvature_of_a_later_batch_that_is_not_finite_is_left_out_and_told(tmp_path: Path) -> None:
+    """The memory is as if that batch had none; what would be saved of it is refused."""
+    batches = [vectors()[0], 1e200 * vectors()[1], *vectors()[2:]]
+    assert len(batches) == 3
+
+    class Tame(Autoencoder):
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch.clamp(-10, 10))
+
+    callback = online(n_data=EXAMPLES)
+    with pytest.raises(RuntimeError, match="the curvature of a batch is not finite"):
+        trained(tmp_path, Tame(), batches, callback)
+    memory = callback._memory
+    assert memory is not None
+    assert memory.C.isfinite().all()
+    with pytest.raises(RuntimeError, match="the curvature of a batch is not finite"):
+        memory.state()

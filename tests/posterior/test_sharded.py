@@ -1,7 +1,7 @@
 """`ShardedPosterior` on one process: places, draws, densities; on several it is tested beside the callbacks."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,20 @@ def vectors(posterior: ShardedPosterior) -> tuple[Tensor, ...]:
     return posterior.mean, posterior.curvature.structure.diagonal(), δ, posterior.precision.diagonal()
 
 
+def test_a_saved_posterior_knows_of_which_curvature_it_is(tmp_path: Path) -> None:
+    """On which its noise depends: the Fisher has `1/σ²`, an optimizer's second moment `1/σ⁴`."""
+    net, whole, _ = trained()
+    sampled = ShardedPosterior.from_curvature(net, replace(whole.curvature, kind="fisher_mc"), 1.0)
+    sampled.save(tmp_path / "kept")
+    for again in (
+        ShardedPosterior.load(tmp_path / "kept", net),
+        GaussianPosterior.from_state_dict(net, sampled.state_dict()),
+    ):
+        assert isinstance(again, ShardedPosterior)
+        assert again.curvature.kind == "fisher_mc"
+        assert again.gather(net).noise_power == -2
+
+
 def test_a_state_is_that_of_the_same_posterior() -> None:
     net, _, posterior = trained()
     again = GaussianPosterior.from_state_dict(net, posterior.state_dict())
@@ -299,7 +313,7 @@ def test_a_state_is_that_of_the_same_posterior() -> None:
 def test_a_folder_of_an_older_version_needs_the_likelihood(tmp_path: Path) -> None:
     net, _, posterior = trained()
     state = {**posterior.state_dict(), "n_data": torch.tensor(N)}
-    for key in ("format", "type", "likelihood"):
+    for key in ("format", "type", "likelihood", "kind"):
         del state[key]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
