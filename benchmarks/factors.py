@@ -1,6 +1,6 @@
 """What a rank of Kronecker factors leaves out, against the time that it saves, on trained networks with wide layers.
 
-    LIGHTNING_BAYES_DATA=… python -m benchmarks.factors    # about ten minutes; the table of docs/structures.md
+    LIGHTNING_BAYES_DATA=… python -m benchmarks.factors    # a quarter of an hour; the tables of docs/structures.md
 
 An MLP and a CNN on FashionMNIST, a residual network on CIFAR-10, trained by Adam; their posteriors are fitted to 2,048
 of the training images, once, and the factors decomposed again for each rank. Factors of at most 1,000 columns stay
