@@ -87,6 +87,7 @@ def test_networks_page_reads_a_tagger() -> None:
     batch = names["batch"]
     assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
     assert names["callback"].output == "logits"
+    assert names["of_images"].predict(names["images"], samples=3).probs.shape == (40, 300)
 
 
 def test_metrics() -> None:
