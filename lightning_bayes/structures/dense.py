@@ -7,9 +7,9 @@ factors and priors, and its negative eigenvalues are taken for the zeros they ar
     H = Q diag(λ) Qᵀ,    M⁻¹ = Q diag(1/(factor · max(λ, 0) + shift)) Qᵀ.
 
 A prior that differs between parameters has no such form: `M` has a Cholesky factor in float64 then. So has one whose
-`H` is part of a graph, because equal eigenvalues have no derivatives. Draws are always made by `M = LLᵀ`, which takes a
-thirtieth of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and a matrix has only one `L`. `H` is clamped before, which takes its
-eigenvalues after all, only where its rounding counts beside the prior.
+`H` is part of a graph, because equal eigenvalues have no derivatives. Draws are made by `M = LLᵀ`, which takes a
+thirtieth of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and a matrix has only one `L`. Only where the rounding of `H` counts beside
+the prior, which its eigenvalues must mend, they are made by the symmetric root.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dense(Structure):
     ) -> None:
         self.matrix, self.factor, self.shift = matrix, factor, shift
         self._eigen_of_matrix = eigen_of_matrix or Kept[Eigen]()
-        self._eigen_of_sum, self._cholesky_of_sum = Kept[Eigen](), Kept[Tensor]()  # of M itself
+        self._cholesky_of_sum, self._clamps = Kept[Tensor](), Kept[bool]()
 
     @property
     def size(self) -> int:
@@ -111,9 +111,12 @@ class Dense(Structure):
         return (vectors @ Q * positive(values).reciprocal().to(Q)) @ Q.mT
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`v L⁻¹` of `M = LLᵀ`."""
+        """`v L⁻¹` of `M = LLᵀ`; `v M^(-1/2)` where `H` had to be clamped and has a form with its eigenvalues."""
+        if self._needs_clamping and not self._has_cholesky:
+            values, Q = self._eigen
+            return (vectors @ Q * positive(values).rsqrt().to(Q)) @ Q.mT
         if not self._has_prior:
-            positive(self._eigen[0])
+            positive(self._eigen[0])  # which a Cholesky factor may not notice
         rows = vectors.reshape(-1, self.size).double()
         solved = torch.linalg.solve_triangular(self._cholesky, rows, upper=False, left=False)
         return solved.reshape(vectors.shape).to(vectors.dtype)
@@ -150,9 +153,7 @@ class Dense(Structure):
 
     @property
     def _eigen(self) -> Eigen:
-        """Of `M`.  # [P], [P, P]"""
-        if self._has_many_shifts:
-            return self._eigen_of_sum.get(lambda: self._decompose(self._matrix()), self._is_in_graph)
+        """Of `M`, with one shift, or without any.  # [P], [P, P]"""
         λ, Q = self._of_matrix()
         values = λ.clamp(min=0) * self.factor + self.shift
         if not self._has_prior:
@@ -177,9 +178,9 @@ class Dense(Structure):
         """`M` in float64, of an `H` that is clamped if need be.  # [P, P]"""
         H = self.matrix.double()
         if self._needs_clamping:
-            λ, Q = self._decompose(self.matrix.detach()) if self.matrix.requires_grad else self._of_matrix()
+            λ, Q = torch.linalg.eigh(H.detach())
             negative = int((λ < 0).sum())  # the first, as eigenvalues rise
-            Q = Q[:, :negative].double()
+            Q = Q[:, :negative]
             H = H - (Q * λ[:negative]) @ Q.mT
         return H * self.factor + torch.diag(self._shifts(H))
 
@@ -189,6 +190,10 @@ class Dense(Structure):
 
     @property
     def _needs_clamping(self) -> bool:
+        return self._clamps.get(self._counts_rounding, in_graph=False)
+
+    @torch.no_grad()
+    def _counts_rounding(self) -> bool:
         """Whether negative eigenvalues of `factor · H` may be more than a slight part of the prior. They are rounding,
         as a bound says without a decomposition; otherwise a positive definite `factor · H + SLIGHT · shift` does."""
         H, smallest = self.matrix.detach(), torch.as_tensor(self.floor).detach().double()

@@ -375,6 +375,21 @@ def test_float32_matrix_with_negative_rounding_is_the_curvature_without_it_in_ev
     torch.testing.assert_close((Dense(H).scale(2.0).add_prior(2 * δ).logdet()).double(), torch.logdet(2 * P))
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["one prior", "a prior per parameter"])
+@pytest.mark.parametrize("largest", [2, 3, 4, 5])
+def test_draws_of_a_float32_matrix_have_the_covariance_of_solve_whatever_the_prior(largest: int, many: bool) -> None:
+    """From priors beside which rounding is nothing to those that are all but lost in it."""
+    x = random(20, 60, seed=48) * torch.logspace(0, largest, 60, dtype=F64)
+    for δ in (1e2, 1.0, 1e-3, 1e-6):
+        if many and 10 ** (2 * largest) / δ > 1e12:
+            continue  # beyond a Cholesky factor in float64
+        prior = torch.linspace(δ, 2 * δ, 60) if many else torch.tensor(δ)
+        M = Dense((x.mT @ x).float()).add_prior(prior)
+        R, Σ = M.root_solve(torch.eye(60)).double(), M.solve(torch.eye(60)).double()
+        σ = Σ.diagonal().abs().sqrt()
+        torch.testing.assert_close(R.mT @ R / σ.outer(σ), Σ / σ.outer(σ), rtol=0, atol=5e-3)
+
+
 def test_singular_matrices_have_log_determinant_minus_infinity() -> None:
     rows = random(2, 4, seed=45)
     assert Dense(rows.mT @ rows - 1e-15 * torch.eye(4, dtype=F64)).logdet() == -torch.inf
