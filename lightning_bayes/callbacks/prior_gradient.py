@@ -52,7 +52,7 @@ class PriorGradient:
         self.subset: Subset | None = None  # from an epoch's first batch on
         self._x: Any = None  # of that batch
         self._n_targets = 1
-        self._of_layers: dict[str, float] | None = None  # the given prior precision
+        self._of_layers: dict[str, float] = {}  # the given prior precision
         self.n_data = 0  # N
         self._said_n_data = False
         self.batches = 0  # whose gradients wait for the step
@@ -105,7 +105,7 @@ class PriorGradient:
 
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
         """`δ` of each parameter; what is not learned yet is what was given."""
-        if self._of_layers is None:  # as numbers, which a step need not wait for
+        if self._of_layers.keys() != set(subset.layers):  # as numbers, which a step need not wait for
             given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64))
             self._of_layers = dict(zip(subset.layers, given.expand(len(subset.layers)).tolist(), strict=True))
         δ = {**self._of_layers, **learned.prior_precision}

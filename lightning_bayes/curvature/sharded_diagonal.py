@@ -173,6 +173,8 @@ def _watching(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str,
                     f"{layer} runs more than once for one input, and of a sharded network the gradients of both runs "
                     f"are not brought together: {_WAY_OUT}"
                 )
+            if not args:
+                raise CurvatureError(f"{layer} gets its input by a keyword, which is not noted: pass it by position")
             versions[layer] = Version.of(args[0].detach())
 
         def after(module: nn.Module, args: Any, z: Tensor) -> None:  # before what it does with an output

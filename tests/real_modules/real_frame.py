@@ -20,7 +20,7 @@ from helpers.untouched import untouched
 from torch import Tensor
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
-from lightning_bayes.curvature import blocks
+from lightning_bayes.curvature import input_sum
 from lightning_bayes.posterior import used_data
 from lightning_bayes.trainer.module import split_batch
 
@@ -124,7 +124,8 @@ class Journey:
         module, callback, _ = self.fitted
         # What is gathered up to a bound, whatever the number of batches, goes after each batch: rows of a block, and
         # hashes of examples.
-        monkeypatch.setattr(blocks, "FULL", 1)
+        monkeypatch.setattr(input_sum, "FULL", 1)
+        monkeypatch.setattr(input_sum, "WIDE", 10**6)
         monkeypatch.setattr(used_data, "MANY", 0)
         k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
         x = self.split(module, batch)

@@ -24,7 +24,14 @@ from lightning_bayes.trainer import private
 
 ROOT = Path(lightning_bayes.__file__).parent
 DOOR = ROOT / "trainer" / "private.py"
-TORCH = {*dir(nn.Conv2d(1, 1, 1)), *dir(torch.Tensor), "_last_lr", "_schedulers"}  # the last two of schedulers
+FOREACH = (name for name in dir(torch) if name.startswith("_foreach_"))  # by which torch's own optimizers work
+TORCH = {
+    *dir(nn.Conv2d(1, 1, 1)),
+    *dir(torch.Tensor),
+    *FOREACH,
+    "_last_lr",
+    "_schedulers",
+}  # the last two of schedulers
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
