@@ -33,6 +33,7 @@ WIDE = 1000  # "auto" leaves narrower factors as they are
 SHARE = 0.99  # of the trace that "auto" keeps in eigenpairs
 MOST = 2  # a Krylov space is at most this part of the whole
 BLOCK = 64  # vectors at a time
+ROUNDING = 32  # times eps: by this the squares of a row of all eigenvectors may differ from one
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +123,15 @@ class Factor:
 
     @property
     def squares(self) -> Tensor:
-        """By which `diag f(M)` is a product with `f(spectrum)`.  # [g, d, k] or [g, d, k + 1]"""
+        """By which `diag f(M)` is a product with `f(spectrum)`. What rounding leaves of a coordinate that the
+        eigenvectors span is zero: `f(ρ)` may be many times their `f(λ)`.  # [g, d, k] or [g, d, k + 1]"""
         assert self.vectors is not None
         squares = self.vectors.square()
         if self.remainder is None:
             return squares
-        return torch.cat([squares, (1 - squares.sum(-1, keepdim=True)).clamp(min=0)], -1)
+        rest = 1 - squares.sum(-1, keepdim=True, dtype=torch.float64)
+        rest = torch.where(rest <= ROUNDING * torch.finfo(squares.dtype).eps, 0, rest)
+        return torch.cat([squares, rest.to(squares.dtype)], -1)
 
     @property
     def matrix(self) -> Tensor:
@@ -196,16 +200,13 @@ class Factor:
             return Factor.from_matrix(self.matrix + other.matrix, keep, rank)
         if self.values.shape[-1] + other.values.shape[-1] >= self.size:
             return Factor.from_matrix(self.matrix + other.matrix, keep, rank)
-        rows = torch.cat([self._rows_above_remainder(), other._rows_above_remainder()], -2)
-        remainder = self.remainder + other.remainder
-        found = Factor.of(Gram(rows, is_rows=True))
-        return replace(found, values=found.values + remainder, remainder=remainder, rank=rank)
-
-    def _rows_above_remainder(self) -> Tensor:
-        """`X` with `M = XᵀX + ρI`.  # [g, k, d]"""
         assert self.vectors is not None
-        assert self.remainder is not None
-        return (self.vectors * (self.values - self.remainder).clamp(min=0).sqrt().unsqueeze(-2)).mT
+        assert other.vectors is not None
+        both, remainder = torch.cat([self.vectors, other.vectors], -1), self.remainder + other.remainder
+        above = [f.values.double() - f.remainder.double() for f in (self, other) if f.remainder is not None]
+        values, vectors = _of_products(both, torch.cat(above, -1))
+        values = (values + remainder.double()).clamp(min=0).to(remainder.dtype)
+        return Factor(vectors, values, None, remainder, rank)
 
     def decomposed(self) -> Factor:
         """Without the matrix itself."""
@@ -250,6 +251,15 @@ def _of_rows(X: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).to(X.dtype), vectors.to(X.dtype)
 
 
+def _of_products(V: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenpairs of `V diag(s) Vᵀ`, of numbers `s` in float64 that may be below zero: a Krylov space finds
+    eigenvalues below the remainder, too. Only the eigenvalues have derivatives.  # [g, k], [g, d, k]"""
+    Q, R = torch.linalg.qr(V.double())
+    turn = torch.linalg.eigh(R * s.detach().unsqueeze(-2) @ R.mT).eigenvectors
+    values = ((R.mT @ turn).square() * s.unsqueeze(-1)).sum(-2)
+    return values, (Q @ turn).to(V.dtype)
+
+
 def _largest(values: Tensor, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """In the order that they have.  # [g, k], [g, d, k]"""
     if k >= values.shape[-1]:
@@ -265,8 +275,7 @@ def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
     all_of_it = 1 - 10 * torch.finfo(gram.array.dtype).eps
     most, share = (n // MOST, SHARE) if isinstance(rank, str) else (2 * rank, all_of_it)
     Q, MQ = (gram.array.new_empty(g, d, BLOCK * -(-most // BLOCK)) for _ in range(2))
-    noise = torch.randn(d, BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = gram.matmul(noise.to(Q).expand(g, -1, -1))  # drawn on the CPU: the same on every device
+    product = gram.matmul(_noise(Q[..., :BLOCK], seed=0))
     trace = gram.diagonal.double().sum(-1)
     captured, m = torch.zeros_like(trace), 0
     while m == 0 or (m < most and (captured < share * trace).any()):
@@ -281,7 +290,22 @@ def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
 
 
 def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
-    """Of its columns, what is orthogonal to all that came before, made so twice.  # [g, d, b]"""
-    for _ in range(2):
-        block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
+    """Of its columns, what is orthogonal to all that came before, made so twice. The second time takes little from a
+    column, unless only rounding was left of it: noise takes its place, for the space has no more directions.
+    # [g, d, b]"""
+
+    def outside(block: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.linalg.qr(block - basis @ (basis.mT @ block))
+
+    block, R = outside(outside(block)[0])
+    lost = R.diagonal(dim1=-2, dim2=-1).abs() < 0.9  # with less, errors would grow from block to block
+    if lost.any():
+        noise = _noise(block, seed=1 + basis.shape[-1])
+        block, _ = outside(outside(torch.where(lost.unsqueeze(-2), noise, block))[0])
     return block
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Drawn on the CPU: the same on every device and process.  # [g, d, b]"""
+    noise = torch.randn(like.shape[-2:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return noise.to(like).expand_as(like)

@@ -97,6 +97,15 @@ def test_a_rank_is_that_of_each_factor(rank: int, wide: None) -> None:
     assert found.log_marginal_likelihood() <= exact.log_marginal_likelihood() + 1e-9  # a flat remainder, by Jensen
 
 
+@pytest.mark.parametrize("rank", [100, "auto"])
+def test_the_precision_of_a_wide_layer_with_dead_inputs_has_an_inverse(rank: Any) -> None:
+    x = torch.zeros(1500, 1100)
+    x[:, :250] = real(1500, 250, seed=9).float()
+    M = fit_laplace(nn.Linear(1100, 3), [(x, torch.arange(1500) % 3)], rank=rank).precision
+    v = real(1, 3303, seed=10).float()
+    assert (M.solve(M.matmul(v)) - v).norm() <= 1e-3 * v.norm()
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_file_holds_the_same_posterior(rank: Any, wide: None, tmp_path: Path) -> None:
     posterior = fit_laplace(cnn(), batches(7, 2), rank=rank, prior_precision=[0.5, 1.0, 2.0])

@@ -120,6 +120,75 @@ def test_matrices_of_low_rank_are_found_whole(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found.matrix, root @ root.mT, **TIGHT)
 
 
+def inputs_of_which_few_are_live(live: int, d: int) -> Tensor:
+    X = torch.zeros(1, 200, d, dtype=F64)
+    X[..., :live] = random(1, 200, live, seed=78)
+    return X.mT @ X
+
+
+EXHAUSTED: dict[str, tuple[Tensor, Any]] = {  # Krylov spaces that end before they are as large as is asked for
+    "dead inputs": (inputs_of_which_few_are_live(25, 131), "auto"),
+    "dead inputs and a rank": (inputs_of_which_few_are_live(14, 131), 15),
+    "live inputs are whole blocks": (inputs_of_which_few_are_live(16, 131), 20),
+    "identity": (torch.eye(131, dtype=F64).unsqueeze(0), 20),
+    "uniform classes": ((torch.eye(131, dtype=F64) / 131 - 1 / 131**2).unsqueeze(0), "auto"),
+    "zeros": (torch.zeros(1, 131, 131, dtype=F64), "auto"),
+    "a group of zeros": (torch.stack([decaying(1, 131)[0], torch.zeros(131, 131, dtype=F64)]), "auto"),
+    "a group of few live inputs": (torch.cat([decaying(1, 131), inputs_of_which_few_are_live(5, 131)]), 25),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("name", EXHAUSTED)
+def test_an_exhausted_krylov_space_has_an_orthonormal_basis(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant, value in {"BLOCK": 8, "WIDE": 60, "SHARE": 1 - 1e-6}.items():
+        monkeypatch.setattr(factor, constant, value)
+    (matrix, rank), eps = EXHAUSTED[name], torch.finfo(dtype).eps
+    found = Factor.from_matrix(matrix.to(dtype), rank=rank)
+    assert found.remainder is not None
+    assert orthonormal(found.to(dtype=F64), rtol=0, atol=20 * eps)
+    trace = matrix.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
+    torch.testing.assert_close(found.trace.double(), trace, rtol=20 * eps, atol=0)
+    M = Kronecker(Factor.from_matrix(spd(len(matrix), 2, seed=79).to(dtype)), found).add_prior(1.0)
+    v = random(3, M.size, seed=80).to(dtype)
+    assert (M.solve(M.matmul(v)) - v).norm() <= 3000 * eps * v.norm()  # eigenvalues of up to 500 and a prior of one
+
+
+def test_the_sum_of_eigenvalues_below_the_remainder_keeps_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Krylov space has the least eigenvalues, too."""
+    for constant, value in {"BLOCK": 5, "WIDE": 30}.items():
+        monkeypatch.setattr(factor, constant, value)
+    matrices = [
+        torch.stack([torch.diag(torch.linspace(1, 0, 61, dtype=F64)), decaying(1, 61)[0]]),
+        spd(2, 61, seed=81),
+    ]
+    first, second = (Factor.from_matrix(matrix, rank="auto") for matrix in matrices)
+    assert first.remainder is not None
+    assert (first.values < first.remainder).any()
+    for other in (first, second):
+        total = first.plus(other)
+        assert total.values.shape == (2, 60)
+        assert orthonormal(total, rtol=0, atol=1e-12)
+        torch.testing.assert_close(total.trace, first.trace + other.trace, **TIGHT)
+        torch.testing.assert_close(total.matrix, first.matrix + other.matrix, **TIGHT)
+
+
+def test_the_eigenvalues_of_a_sum_have_derivatives() -> None:
+    first, second = (Factor.from_matrix(spd(2, 7, seed=seed), rank=2) for seed in (68, 69))
+
+    def total(number: Tensor) -> Tensor:
+        return first.scale(number).plus(second).matmul(random(2, 7, 1, seed=82)).sum()
+
+    def trace(number: Tensor) -> Tensor:
+        return first.scale(number).plus(second).trace.sum()
+
+    number = torch.tensor(1.5, dtype=F64, requires_grad=True)
+    assert torch.isfinite(torch.autograd.grad(total(number), number)[0])
+    torch.testing.assert_close(torch.autograd.grad(trace(number), number)[0], first.trace.sum(), **TIGHT)
+
+
 @pytest.mark.parametrize(("k", "kept"), [(2, 4), (4, 7)])
 def test_the_sum_of_two_keeps_what_both_keep(k: int, kept: int) -> None:
     first, second = (Factor.from_matrix(spd(2, 7, seed=seed), rank=k) for seed in (68, 69))
@@ -192,3 +261,16 @@ def test_variances_of_directions_that_the_data_determine_are_right_in_float32() 
     X64 = X[0].double()
     expected = 2 * (X64 @ torch.linalg.solve(X64.mT @ X64 + torch.eye(40, dtype=F64), X64.mT)).diagonal()
     torch.testing.assert_close(found.flatten().double(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("ratio", [1e4, 1e6, 1e8])
+def test_variances_of_weights_that_the_data_determine_are_right(ratio: float, dtype: torch.dtype) -> None:
+    X = torch.zeros(1, 10, 300, dtype=F64)
+    X[..., :10] = torch.linalg.qr(random(1, 10, 10, seed=83)).Q
+    right = Factor.of(Gram(X.to(dtype), is_rows=True))
+    M = Kronecker(Factor.from_matrix(ratio * torch.eye(2, dtype=dtype).unsqueeze(0)), right).add_prior(1.0)
+    expected = torch.ones(2, 300, dtype=F64)
+    expected[:, :10] = 1 / (ratio + 1)
+    found = M.inverse_diagonal().view(2, 300).double()
+    torch.testing.assert_close(found, expected, rtol=10 * torch.finfo(dtype).eps, atol=0)
