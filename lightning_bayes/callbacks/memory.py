@@ -11,6 +11,7 @@ gradients are no part of a checkpoint.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ class CurvatureMemory:
     n_data: int  # N
     rule: MemoryRule
     global_step: int
+    look: Callable[[], None] = lambda: None  # raises what was wrong with outputs or targets
     draws: int = 0  # samples so far; each has its number, and so the same noise after a restart
     _measured: Tensor | None = None  # Σ diag(JᵀΛJ) of this batch, whose gradient may not count
     _examples_measured: int = 0
@@ -120,12 +122,13 @@ class CurvatureMemory:
 
     def check(self) -> None:
         """Refuse to go on if the curvature of a batch was not finite. `C` is without it; to look after each step would
-        make the host wait for the device."""
+        make the host wait for the device. The same of its outputs and targets."""
         if self._is_finite is not None and not self._is_finite:
             raise CurvatureError(
                 "the curvature of a batch is not finite, and would stay so in memory: look for inputs or weights that "
                 "are not, or give max_std= for samples that go too far"
             )
+        self.look()
 
     def draw(self, number: int, seed: int, rank: int) -> Tensor:
         """The move to a sample whose noise belongs to the seed, the draw's number and the rank.  # [P]"""

@@ -141,6 +141,7 @@ class SampledNetwork:
                 f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
             )
         self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
+        memory.look = diagonal.look
         names_in_module = {id(p): name for name, p in module.named_parameters()}
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
 

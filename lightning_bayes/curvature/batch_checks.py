@@ -20,10 +20,12 @@ EVERY = 64  # batches between two looks
 
 class BatchChecks:
     """The outputs, inputs and targets of the batches of a pass; `overflowing` names a parameter whose sums are not
-    finite."""
+    finite, and `what` is counted."""
 
-    def __init__(self, likelihood: Likelihood, overflowing: Callable[[], str | None]) -> None:
-        self._likelihood, self._overflowing = likelihood, overflowing
+    def __init__(
+        self, likelihood: Likelihood, overflowing: Callable[[], str | None] = lambda: None, what: str = "batch"
+    ) -> None:
+        self._likelihood, self._overflowing, self._what = likelihood, overflowing, what
         self._count = self._looked_at = 0  # batches
         self._noting = -1  # the last of which there is a note
         self._noted: Tensor | None = None  # four numbers of each that was not looked at yet [EVERY, 4]
@@ -33,16 +35,12 @@ class BatchChecks:
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
         """Returns the targets, zero where they are wrong: such may not break what comes before the next look. Of parts
         of the same batch, which may come again, nothing is noted."""
-        if type(self._likelihood).check is Likelihood.check:
-            self._likelihood.check_fit(f, y)
-        else:  # of the author's own
-            self._likelihood.check(f, y)
+        check_fit(self._likelihood, f, y)
         if self._noting == self._count:
             return y
         self._noting = self._count
-        wrong = self._likelihood.wrong_targets(f, y)  # [*y.shape]
-        first = y.flatten().take(wrong.flatten().byte().argmax().reshape(1))[0]
-        numbers = (f.isfinite().all().logical_not(), inputs.nonfinite(x, f.device), wrong.any(), first)
+        wrong, *of_targets = wrong_in(self._likelihood, f, y)
+        numbers = (f.isfinite().all().logical_not(), inputs.nonfinite(x, f.device), *of_targets)
         if self._noted is None:
             self._noted = torch.zeros(EVERY, len(numbers), dtype=torch.float64, device=f.device)
         self._noted[self._count - self._looked_at] = torch.stack([number.double() for number in numbers])
@@ -61,13 +59,46 @@ class BatchChecks:
         for batch, (bad_output, bad_input, bad_target, target) in enumerate(numbers, start=first):
             if bad_output:
                 culprit = "its input has" if bad_input else "its weights or activations overflow: it has"
-                raise DataError(f"batch {batch}: the network's output is not finite; {culprit} NaN or infinite values")
+                raise DataError(
+                    f"{self._what} {batch}: the network's output is not finite; {culprit} NaN or infinite values"
+                )
             if bad_target:
                 raise self._likelihood.wrong_target(target, self._outputs)
             if bad_input and self._with_nonfinite_input is None:
                 self._with_nonfinite_input = batch
         if self._with_nonfinite_input is not None and (name := self._overflowing()) is not None:
             raise DataError(
-                f"batch {self._with_nonfinite_input}: its input has NaN or infinite values, with which the curvature "
-                f"of {name} is not finite"
+                f"{self._what} {self._with_nonfinite_input}: its input has NaN or infinite values, with which the "
+                f"curvature of {name} is not finite"
             )
+
+
+class FirstWrong:
+    """The numbers of the first batch with which something is wrong, of any number of batches."""
+
+    def __init__(self) -> None:
+        self._noted: Tensor | None = None
+
+    def note(self, is_wrong: Tensor, *numbers: Tensor) -> None:
+        new = torch.stack([number.detach().double() for number in (is_wrong, *numbers)])
+        self._noted = new if self._noted is None else torch.where(self._noted[0] > 0, self._noted, new)
+
+    def look(self) -> list[float] | None:
+        """The numbers since the last look; None if nothing was wrong."""
+        noted, self._noted = self._noted, None
+        is_wrong, *numbers = [0.0] if noted is None else noted.tolist()
+        return numbers if is_wrong else None
+
+
+def check_fit(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
+    """What is free; and all that a `check` of the author's own does."""
+    if type(likelihood).check is Likelihood.check:
+        likelihood.check_fit(f, y)
+    else:
+        likelihood.check(f, y)
+
+
+def wrong_in(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which targets are wrong, whether any is, and the first that is."""
+    wrong = likelihood.wrong_targets(f, y)  # [*y.shape]
+    return wrong, wrong.any(), y.flatten().take(wrong.flatten().byte().argmax().reshape(1))[0]

@@ -76,6 +76,7 @@ class CurvatureSum:
         updatable: bool = False,
         first_example: int = 0,
         rank: Rank = None,
+        checks: BatchChecks | None = None,
     ) -> None:
         self._network, self._plan, self._first = network, plan, first_example
         self._root_at = root_at  # instead of the likelihood's own at the network's outputs
@@ -93,7 +94,7 @@ class CurvatureSum:
         self._accumulator.keeps_factors, self._accumulator.rank = updatable, rank
         self._gradients = [torch.zeros_like(p, dtype=dtype) for p in self._parameters.values()]  # of the loss
         self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
-        self._checks = BatchChecks(likelihood, self._overflowing)
+        self._checks = checks or BatchChecks(likelihood, self._overflowing)
 
     def blocks(self) -> list[tuple[str, str]]:
         """Which parameter is in which kind of block, for the log."""

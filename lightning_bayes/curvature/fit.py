@@ -227,7 +227,7 @@ def log_likelihood(
     check_processes(processes)
     totals = torch.zeros(5, dtype=torch.float64, device=inputs.device_of(network))
     with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
-        checks = BatchChecks(likelihood, lambda: None)
+        checks = BatchChecks(likelihood)
         for batch in loader:
             x, y = _prepare(network, batch)
             f = inputs.call(network, x)

@@ -6,10 +6,10 @@ from lightning_bayes.mixins.log_sigma import PatternError
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
 from lightning_bayes.mixins.options import OptionError, VariationalOptions
 from lightning_bayes.mixins.prior_std import PriorStdError
+from lightning_bayes.mixins.step_checks import StepError
 from lightning_bayes.mixins.variational import VariationalMixin
 from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin
 from lightning_bayes.mixins.variational_laplace import VariationalLaplaceMixin
-from lightning_bayes.mixins.watched_step import StepError
 
 __all__ = [
     "LogSigmaMultiplierMixin",

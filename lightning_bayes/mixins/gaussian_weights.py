@@ -24,6 +24,7 @@ from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, check_patterns, matches
 from lightning_bayes.mixins.options import VariationalOptions
 from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
+from lightning_bayes.mixins.step_checks import StepChecks
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.flat import flat, parts
@@ -52,7 +53,7 @@ class GaussianWeights:
         self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
         self.draws = 0  # random draws so far; each has its number
         self.called_vl_loss = False  # by the training step that runs
-        self.n_steps = 0  # of this process
+        self.checks = StepChecks(module, options.likelihood)
         self.checked_kinks = False  # in the fit that runs
         weights = self._candidates()
         stds, self.decayed = find_priors(options.prior_std, weights, self.network)
@@ -146,12 +147,12 @@ class GaussianWeights:
         return torch.stack([kl_divergence(μ, log_σ, self._s(n)) for n, (μ, log_σ) in self.pairs().items()]).sum()
 
     @torch.no_grad()
-    def add_kl(self, value: Tensor, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    def add_kl(self, value: Tensor, gradients: Gradients, is_wrong: Tensor) -> tuple[Tensor, Tensor]:
         """The KL divergence, and the loss `value + β/N · KL`, which passes on the known `gradients` of `value` and
-        those of the KL divergence."""
+        those of the KL divergence; zeros where the step is wrong."""
         pairs = self.pairs()
         if not pairs:
-            kl = value.new_zeros(())
+            kl, gradients = value.new_zeros(()), without_wrong(gradients, is_wrong)
         else:
             μ, log_σ = ([pair[which] for pair in pairs.values()] for which in (0, 1))
             kl, of_μ, of_log_σ = kl_with_gradients(μ, log_σ, [self._s(name) for name in pairs], self.kl_weight)
@@ -159,7 +160,9 @@ class GaussianWeights:
             both = [p for p in sums if p in gradients]
             if both:
                 torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
-            gradients = gradients | sums
+            for t in sums.values():
+                t.masked_fill_(is_wrong, 0)
+            gradients = without_wrong({p: g for p, g in gradients.items() if p not in sums}, is_wrong) | sums
         with torch.enable_grad():
             return kl, with_known_gradient(value + self.kl_weight * kl, gradients)
 
@@ -188,7 +191,7 @@ class GaussianWeights:
 
     def begin(self, trainer: Trainer) -> None:
         """What is known only when optimizers and data are there: N, and a prior from weight decay."""
-        self.checked_kinks = False
+        self.checked_kinks, self.checks = False, StepChecks(self.module, self.options.likelihood)
         if self.options.n_data is None:
             self.n_data = count_examples(trainer, "set variational={'n_data': …}")
         assert self.n_data is not None
@@ -255,6 +258,12 @@ def kl_with_gradients(
     twice = torch.dot(of_μ, of_μ) + distance.neg_().add_(of_log_σ).sum()
     torch._foreach_mul_(parts(of_μ, μ), [weight / t for t in s])
     return 0.5 * twice, parts(of_μ, μ), parts(of_log_σ.mul_(weight), log_σ)
+
+
+@torch.no_grad()
+def without_wrong(gradients: Gradients, is_wrong: Tensor) -> Gradients:
+    """The gradients, or zeros where `is_wrong`, on the device. They may be NaN, which times zero is NaN."""
+    return {p: g.masked_fill(is_wrong, 0) for p, g in gradients.items()}
 
 
 def with_known_gradient(value: Tensor, gradients: Gradients) -> Tensor:

@@ -198,8 +198,8 @@ def shared_step_size(v: Gradients, change: Tensor, reach: Tensor, S: int) -> Ten
 
 
 def _root(v: Gradients) -> float:
-    """Of the precision of the weights' numbers."""
-    return torch.finfo(next(iter(v.values())).dtype).eps ** 0.5
+    """Of the precision of the weights' numbers, the coarsest if they differ; `v` itself is in the finest."""
+    return max(torch.finfo(p.dtype).eps for p in v) ** 0.5
 
 
 def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

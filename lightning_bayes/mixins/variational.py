@@ -109,6 +109,14 @@ class VariationalCallback(PosteriorCallback):
         super().on_train_start(trainer, pl_module)
         self._q.begin(trainer)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._q.checks.look()
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._q.checks.look()
+        super().on_train_end(trainer, pl_module)
+
 
 def _same_place(a: GaussianPosterior, b: GaussianPosterior) -> bool:
     return unviewed(a.network) is unviewed(b.network) and a.subset.names == b.subset.names and a.device == b.device

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import some
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
 from lightning_bayes.mixins.local_reparameterization import LocalReparameterization, local_parameters
+from lightning_bayes.mixins.step_checks import StepError
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.mixins.watched_step import Step, StepError, run_step
+from lightning_bayes.mixins.watched_step import Step, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.borrowed import kept_buffers
@@ -51,6 +52,7 @@ class VariationalInferenceMixin(VariationalMixin):
         θ, log_σ = [*q.trainable(), *q.log_sigma.parameters()], dict(q.pairs().values())
         gradients: Gradients = {}
         nll: Any = 0.0
+        is_wrong: Any = False
         for sample in range(n):
             q.draws += 1
             with sampled_weights(q, log_σ) as moves, kept_buffers(self, keep=sample > 0):
@@ -58,14 +60,14 @@ class VariationalInferenceMixin(VariationalMixin):
                 if not isinstance(step, Step):
                     return step
                 g = scaled_gradients(q, step.loss, θ)
-            nll = nll + step.loss.detach() / n
+            nll, is_wrong = nll + step.loss.detach() / n, is_wrong | step.is_wrong
             used = [μ for μ in moves if μ in g]
             if used:
                 of_log_σ = [moves[μ] for μ in used]
                 torch._foreach_mul_(of_log_σ, [g[μ] for μ in used])  # g σ ε
                 g |= {log_σ[μ]: t for μ, t in zip(used, of_log_σ, strict=True)}
             gradients |= g if n == 1 else {p: gradients.get(p, 0) + t / n for p, t in g.items()}
-        kl, loss = q.add_kl(nll, gradients)
+        kl, loss = q.add_kl(nll, gradients, is_wrong)
         q.log(len(step.f), nll, kl)
         return step.with_loss(loss)
 

@@ -24,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
-from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients, with_known_gradient, without_wrong
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term, with_true_labels
+from lightning_bayes.mixins.step_checks import StepError
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.mixins.watched_step import Step, StepError, run_step
+from lightning_bayes.mixins.watched_step import Step, run_step
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.trainer.loss_check import mean_nll
@@ -61,10 +62,12 @@ class VariationalLaplaceMixin(VariationalMixin):
                 return step
             if _uses_differences(q, step):
                 squared_gradient, gradients = _by_differences(q, step)
-                kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients)
+                kl, loss = q.add_kl(step.loss.detach() + squared_gradient, gradients, step.is_wrong)
                 q.log(len(step.f), step.loss, kl, squared_gradient)
             else:
                 loss = _exact_loss(q, step.loss, step.f, step.y)
+                gradients = gradients_of(loss, [*q.trainable(), *q.log_sigma.parameters()])
+                loss = with_known_gradient(loss, without_wrong(gradients, step.is_wrong))
             if not q.checked_kinks:
                 q.checked_kinks = True
                 warn_piecewise_linear(step.call.network, None if step.call.kwargs else step.call.args)

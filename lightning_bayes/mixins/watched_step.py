@@ -17,18 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
+from lightning_bayes.mixins.step_checks import StepError, explicitly
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import Buffers, kept_buffers
 from lightning_bayes.network.output import Output
 from lightning_bayes.network.recomputation import refuse_recomputation
 from lightning_bayes.trainer.loss_check import mean_nll
 from lightning_bayes.trainer.module import call_step, split_batch
-
-EVERY = 64  # steps between two in which numbers are looked at, which makes the host wait for the device
-
-
-class StepError(RuntimeError):
-    """A `training_step` that cannot be made variational as it is; the message says what to change."""
 
 
 @dataclass
@@ -48,6 +43,18 @@ class ForwardCall:
     @property
     def output(self) -> Any:
         return self._read(self.returned)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The one among what was returned that holds the outputs."""
+        tensor = self.read_as.select(self.returned)
+        assert tensor is not None
+        return tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The outputs in it; or, in its gradient, theirs."""
+        f = self.read_as.arranged(tensor)
+        return self.x.rows(f) if isinstance(self.x, inputs.Container) else f
 
     def _read(self, returned: Any) -> Any:
         f = self.read_as(returned)
@@ -85,7 +92,8 @@ class Step:
     loss: Tensor  # the mean NLL of the true labels
     call: ForwardCall
     f: Tensor
-    y: Tensor
+    y: Tensor  # without those that are wrong
+    is_wrong: Tensor  # whether the step may not count
 
     def with_loss(self, loss: Tensor) -> Any:
         return {**self.returned, "loss": loss} if isinstance(self.returned, dict) else loss
@@ -118,15 +126,13 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     if isinstance(y, Tensor):
         q.read_as = q.read_as.with_targets(call.returned, y, options.likelihood.chooses_one_class)
     call.read_as, call.x = q.read_as, inputs.contained(q.network, x, y)
-    f, is_checked = call.output, q.n_steps % EVERY == 0
-    q.n_steps += 1
-    if is_checked:
-        options.likelihood.check(f.detach(), y)
-    if options.loss == "likelihood":
+    f, takes_returned, looks_now = call.output, options.loss == "returned", q.checks.looks_now
+    y, is_wrong = q.checks.add(f.detach(), y, loss if takes_returned else None)
+    if not takes_returned:
         loss = mean_nll(options.likelihood, f, y)
-    elif is_checked:
-        _check_loss(module, loss, mean_nll(options.likelihood, f.detach(), y), f)
-    return Step(returned, loss, call, f, y)
+    elif looks_now and loss.requires_grad:
+        q.checks.check_graph(loss, call.tensor, call.read, y)
+    return Step(returned, loss, call, f, y, is_wrong)
 
 
 @contextmanager
@@ -179,23 +185,5 @@ def _one_call(calls: list[ForwardCall], module: nn.Module, path: str | None, out
     what = f"the network {path!r}" if path else f"{type(module).__name__}.forward (the network, by default)"
     raise StepError(
         f"training_step called {what} {len(calls)} times, not once: {'' if path else 'call self(x) once in it, or '}"
-        f"name the submodule that maps x to f with variational={{'network': …}} ({children}){_explicitly(module)}"
+        f"name the submodule that maps x to f with variational={{'network': …}} ({children}){explicitly(module)}"
     )
-
-
-def _check_loss(module: nn.Module, loss: Tensor, nll: Tensor, f: Tensor) -> None:
-    """The returned loss must be the mean NLL, up to rounding, or both NaN."""
-    a, b = float(loss.detach()), float(nll.detach())
-    rounding = torch.finfo(f.dtype).eps ** 0.5 * max(1.0, abs(b))
-    if a == b or (a != a and b != b) or abs(a - b) <= rounding:
-        return
-    raise StepError(
-        f"training_step returned {a:.6g}, but the mean negative log-likelihood of the network's outputs is {b:.6g}: "
-        "return that mean (over examples, constants included); or check variational's 'likelihood' (a regression's "
-        "noise too) and 'network'; or set variational={'loss': 'likelihood'} to train on the likelihood whatever the "
-        f"step returns (a mean squared error, a mean over outputs){_explicitly(module)}"
-    )
-
-
-def _explicitly(module: nn.Module) -> str:
-    return "; a step of another form can return self.vl_loss(f, y)" if hasattr(module, "vl_loss") else ""

@@ -12,7 +12,7 @@ compiled step, or if the step does not call the network as a module), the values
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,12 @@ def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def compare_gradients(
-    likelihood: Likelihood, loss: Tensor, outputs: list[Tensor], y: Tensor, scale: float, reading: Reading
+    likelihood: Likelihood,
+    loss: Tensor,
+    outputs: list[Tensor],
+    y: Tensor,
+    scale: float,
+    reading: Callable[[Tensor], Tensor],
 ) -> LossFit | None:
     """A `LossFit` from the graph of `loss` (times `scale`), in which `outputs` are as the network returned them; None
     where that says nothing."""

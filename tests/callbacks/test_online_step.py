@@ -32,8 +32,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_bayes import OnlineLaplaceCallback
-from lightning_bayes.curvature.backprop import RuleError
+from lightning_bayes import Gaussian, OnlineLaplaceCallback
+from lightning_bayes.curvature import choose_subset
+from lightning_bayes.curvature.backprop import BatchDiagonal, RuleError
+from lightning_bayes.likelihoods import LikelihoodError
+from lightning_bayes.network import DataError
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
@@ -359,6 +362,45 @@ def test_a_batch_that_is_no_pair_is_refused(tmp_path: Path) -> None:
 
 def test_targets_that_do_not_belong_to_the_likelihood_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, Autoencoder(), online(likelihood="classification", n_data=EXAMPLES), "target", Exception)
+
+
+class Bits(Autoencoder):  # a bottleneck, which `exact` walks through
+    """Looks at no target."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1].clamp(0, 1))
+
+
+class SortedBits(Bits):  # without a rule, so that `exact` goes by columns
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sort(1)[0]
+
+
+@pytest.mark.parametrize("at", ["mean", "sample"])
+@pytest.mark.parametrize(
+    ("kind", "hessian"), [(Bits, "exact"), (SortedBits, "exact"), (Bits, "approx"), (Bits, "mixed")]
+)
+def test_a_wrong_target_of_a_later_batch_is_told(tmp_path: Path, kind: type, hessian: str, at: str) -> None:
+    """When numbers are looked at next: at the end of this short training."""
+    data = [(x, (x > 0).double()) for x in vectors(32)]
+    data[6][1][1, 2] = 2.0
+    callback = online(likelihood="binary", n_data=32, hessian=hessian, threshold=2, at=at)
+    with pytest.raises(LikelihoodError, match="Bernoulli needs targets that are 0 or 1, got 2"):
+        trained(tmp_path, kind(), data, callback)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(Autoencoder, "exact"), (Sorting, "exact"), (Autoencoder, "approx")])
+def test_a_batch_without_finite_outputs_has_a_number_of_its_own(kind: type, mode: str) -> None:
+    """Also by columns, batch after batch; the first is looked at as soon as it is through."""
+    model, x = kind().double(), vectors()[0]
+    diagonal = BatchDiagonal(model, choose_subset(model, x, "all"), Gaussian(), mode)
+    for batch in (x, x, x * torch.nan):
+        diagonal(batch, x)
+    with pytest.raises(DataError, match="curvature measurement 2: the network's output is not finite; its input"):
+        diagonal.look()
+    diagonal = BatchDiagonal(model, choose_subset(model, x, "all"), Gaussian(), mode)
+    with pytest.raises(LikelihoodError, match="the target -?inf"):
+        diagonal(x, x / 0)
 
 
 def test_data_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ tested beside the other methods.
 import copy
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from helpers.tensors import real as draw
+from torch import Tensor, nn
 from variational_cases import VL, gradients, images, options, spread, targets, vl
 
+from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
 from lightning_bayes.mixins import squared_gradient as sg
-from lightning_bayes.mixins import variational_laplace
 from lightning_bayes.mixins.variational_laplace import draw_sign
 
 
@@ -109,3 +112,29 @@ def test_16_bit_weights_are_too_coarse() -> None:
     module = VL("mlp", variational=options(method="two_passes")).to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"16-bit weights are too coarse for method='two_passes': use 'exact' or 'aut"):
         module.training_step((images(6).to(torch.bfloat16), targets("classification", 6)), 0)
+
+
+class TwoPrecisions(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(10, 16), nn.Linear(16, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x.to(self.a.weight.dtype))).double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class BayesTwoPrecisions(VariationalLaplaceMixin, TwoPrecisions):
+    pass
+
+
+@pytest.mark.parametrize("method", ["two_passes", "finite_difference"])
+def test_the_coarsest_weights_say_how_far_to_go(method: str) -> None:
+    """A step for float64 would be lost in the rounding of float32."""
+    x, y = draw(32, 10, seed=1), targets("classification", 32)
+    module, exact = (BayesTwoPrecisions(variational=options(method=m)) for m in (method, "exact"))
+    exact.double()
+    assert relative(step(module, x, y), step(exact, x, y)) < 5e-3

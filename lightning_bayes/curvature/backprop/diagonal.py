@@ -27,6 +27,7 @@ from lightning_bayes.curvature.accumulate import DiagonalAccumulator
 from lightning_bayes.curvature.backprop.op import RuleError
 from lightning_bayes.curvature.backprop.trace import Probe, Signature, probe, run
 from lightning_bayes.curvature.backprop.walk import Walk
+from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import CurvatureSum
 from lightning_bayes.curvature.graph import keeps_rows, uses
 from lightning_bayes.curvature.output_checks import check_output
@@ -41,7 +42,8 @@ THRESHOLD = 256  # features per example up to which "mixed" carries the whole ma
 
 class BatchDiagonal:
     """`diag Σₙ JₙᵀΛₙJₙ` of the weights of `subset`, batch by batch. The first batch shows which way is the cheapest;
-    what cannot be done is refused with it, by name."""
+    what cannot be done is refused with it, by name. Outputs and targets are looked at now and then; `checks=False` is
+    for a caller that does."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class BatchDiagonal:
         likelihood: Likelihood,
         mode: str = "auto",
         threshold: float = THRESHOLD,
+        checks: bool = True,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}: use one of {', '.join(map(repr, MODES))}")
@@ -57,6 +60,7 @@ class BatchDiagonal:
             raise ValueError(f"threshold must not be negative, got {threshold}")
         self.network, self.subset, self.likelihood = network, subset, likelihood
         self.mode, self.threshold = mode, threshold
+        self._checks = BatchChecks(likelihood, what="curvature measurement") if checks else None
         self._way: Callable[[nn.Module, Any, Tensor], Tensor] | None = None
 
     def __call__(self, x: Any, y: Tensor) -> Tensor:
@@ -66,6 +70,11 @@ class BatchDiagonal:
             x = _own(x)
             self._way = self._way or self._find_way(network, x)
             return self._way(network, x, y)
+
+    def look(self) -> None:
+        """Raise what was wrong with the outputs or targets of a batch since the last look."""
+        if self._checks is not None:
+            self._checks.look()
 
     def _find_way(self, network: nn.Module, x: Any) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         threshold = {"exact": math.inf, "approx": 0.0}.get(self.mode, self.threshold)
@@ -85,7 +94,7 @@ class BatchDiagonal:
 
     def _by_columns(self, plan: Plan, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         """The path of `fit_curvature`, for this batch alone."""
-        total = CurvatureSum(network, plan, self.likelihood)
+        total = CurvatureSum(network, plan, self.likelihood, checks=self._checks)
         with torch.enable_grad():
             total.add(x, y)
         return total.structure().diagonal()
@@ -93,7 +102,9 @@ class BatchDiagonal:
     def _walk(self, threshold: float, signature: Signature, network: nn.Module, x: Any, y: Tensor) -> Tensor:
         parameters = list(self.subset.parameters(network).values())
         f, ops = run(network, self.subset, x)
-        self.likelihood.check_fit(f, y)
+        if self._checks is not None:
+            y = self._checks.add(x, f.detach(), y)
+            self._checks.end_batch()
         walk = Walk(ops, f, signature.kinds_of(ops) if threshold > 0 else {}, threshold, parameters)
         by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
@@ -110,7 +121,7 @@ class DiagonalSum(CurvatureSum):
         self, network: nn.Module, plan: Plan, likelihood: Likelihood, hessian: str, processes: Processes | None
     ) -> None:
         super().__init__(network, plan, likelihood, processes=processes)
-        self._of_batch = BatchDiagonal(network, replace(plan.subset, mask=None), likelihood, hessian)
+        self._of_batch = BatchDiagonal(network, replace(plan.subset, mask=None), likelihood, hessian, checks=False)
 
     def blocks(self) -> list[tuple[str, str]]:
         return [(name, f"{self._of_batch.mode} diagonal") for name in self._plan.subset.names]
