@@ -80,5 +80,6 @@ def derived(rows: Sequence[Row]) -> list[Row]:
         ours, peer = by_name.get(f"{name}/{OURS}"), by_name.get(f"{name}/{peers.DEFAULT}")
         if ours and peer and not (ours.failure or peer.failure):
             values.append(Row(f"{name}/faster", peer.seconds / ours.seconds, "× the peer", least=least))
-            values.append(Row(f"{name}/memory", ours.added / peer.added, "× the peer's", most=0.1))
+            if peer.added > 0:
+                values.append(Row(f"{name}/memory", ours.added / peer.added, "× the peer's", most=0.1))
     return values

@@ -17,7 +17,9 @@ NOTE = (
 
 def markdown(conditions: str, rows: Sequence[Row], titles: Mapping[str, tuple[str, str]]) -> str:
     """All of it; `titles` has the title and the description of each topic."""
-    parts = [f"{conditions[:1].upper()}{conditions[1:]}.", f"{NOTE} {noise(rows)}"]
+    dates = sorted({row.date[:10] for row in rows if row.date})
+    measured = f"Measured on {' and '.join(dates)}: " if dates else ""
+    parts = [f"{measured}{conditions}.", f"{NOTE} {noise(rows)}"]
     for topic, (title, description) in titles.items():
         if of_topic := [row for row in rows if row.topic == topic]:
             parts += [f"## {title}", description.strip(), table(HEADERS, [_cells(row) for row in of_topic])]

@@ -85,6 +85,8 @@ def memory_beside(rows: Iterable[Row], plain: Row | None, most: float = math.nan
     if plain is None or plain.failure:
         return []
     unit = f"× the memory of {plain.name.rsplit('/', 1)[-1]}"
+    if not plain.added > 0:  # where the system does not tell
+        return []
     return [Row(f"{row.name}/memory", row.added / plain.added, unit, most) for row in rows if not row.failure]
 
 

@@ -63,7 +63,8 @@ class BatchChecks:
                     f"{self._what} {batch}: the network's output is not finite; {culprit} NaN or infinite values"
                 )
             if bad_target:
-                raise self._likelihood.wrong_target(target, self._outputs)
+                problem = self._likelihood.wrong_target(target, self._outputs)
+                raise type(problem)(f"{self._what} {batch}: {problem}")
             if bad_input and self._with_nonfinite_input is None:
                 self._with_nonfinite_input = batch
         if self._with_nonfinite_input is not None and (name := self._overflowing()) is not None:

@@ -184,5 +184,9 @@ def check_rank(rank: Any, structure: str) -> None:
         return
     if structure not in (WORD, "kron"):
         raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
-    if structure == WORD or rank != "auto":
+    if isinstance(rank, str) and (structure == WORD or rank != "auto"):
+        raise ValueError(
+            f"rank must be a whole number of at least 1, got {shown(rank)}: the word 'auto' is for structure='kron' alone"
+        )
+    if rank != "auto":
         count("rank", rank)

@@ -8,7 +8,7 @@ factors and priors, and its negative eigenvalues are taken for the zeros they ar
 
 A prior that differs between parameters has no such form: `M` has a Cholesky factor in float64 then. So has one whose
 `H` is part of a graph, because equal eigenvalues have no derivatives. Draws are made by `M = LLᵀ`, which takes a
-thirtieth of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and a matrix has only one `L`. Only where the rounding of `H` counts beside
+small part of the time: `ε L⁻¹ ~ N(0, M⁻¹)`, and a matrix has only one `L`. Only where the rounding of `H` counts beside
 the prior, which its eigenvalues must mend, they are made by the symmetric root.
 """
 
