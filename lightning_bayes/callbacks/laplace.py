@@ -66,7 +66,7 @@ from lightning_bayes.trainer.module import check_module, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import forward_context, is_dev_run
-from lightning_bayes.trainer.report import block_summary, describe, report
+from lightning_bayes.trainer.report import block_summary, describe, end_live_display, report
 from lightning_bayes.trainer.strategy import data_processes, share
 
 _TRIED = {
@@ -425,6 +425,7 @@ class LaplaceCallback(PosteriorCallback):
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         reshard(module)
+        end_live_display(trainer)
         try:
             self._fit_weights(trainer, module, only_missing)
         except SIGTERMException:

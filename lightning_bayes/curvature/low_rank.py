@@ -186,7 +186,7 @@ def check_rank(rank: Any, structure: str) -> None:
         raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
     if isinstance(rank, str) and (structure == WORD or rank != "auto"):
         raise ValueError(
-            f"rank must be a whole number of at least 1, got {shown(rank)}: the word 'auto' is for structure='kron' alone"
+            f"rank must be a whole number of at least 1, got {shown(rank)}: 'auto' is a word for structure='kron' alone"
         )
     if rank != "auto":
         count("rank", rank)

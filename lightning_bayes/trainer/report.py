@@ -26,6 +26,13 @@ def log(trainer: Trainer | None, numbers: dict[str, float]) -> None:
             logger.save()
 
 
+def end_live_display(trainer: Trainer) -> None:
+    """Rich's bar redraws itself below all that is printed, and a bar after it would print one line after the other."""
+    display = getattr(trainer.progress_bar_callback, "progress", None)
+    if hasattr(display, "stop"):
+        display.stop()
+
+
 def describe(posterior: LaplacePosterior) -> dict[str, float]:
     """The numbers that a Laplace posterior is known by."""
     numbers = {}

@@ -22,7 +22,7 @@ from callback_cases import (
     train_loader,
     trainer,
 )
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -383,3 +383,23 @@ def test_yaml_may_hold_lists_and_a_likelihood_with_arguments(tmp_path: Path) -> 
     assert isinstance(callback.likelihood, Gaussian)
     assert callback.likelihood.noise_std == 0.3
     assert (callback.subset, callback.prior_precision) == (["net.0", "net.4.bias"], [1.0, 2.0])
+
+
+def test_a_display_that_redraws_itself_has_ended_before_the_fit(tmp_path: Path) -> None:
+    """As Rich's does, which would leave a line for each refresh of the fit's own bar."""
+    order: list[str] = []
+
+    class Display:
+        def stop(self) -> None:
+            order.append("end of the display")
+
+    class Bar(TQDMProgressBar):
+        progress = Display()
+
+    class Noting(LaplaceCallback):
+        def _pass(self, *args: Any) -> Any:
+            order.append("fit")
+            return super()._pass(*args)
+
+    trainer(tmp_path, Bar(), Noting(), enable_progress_bar=True).fit(Classifier(), train_loader())
+    assert order == ["end of the display", "fit"]
