@@ -156,12 +156,12 @@ class GaussianWeights:
         else:
             μ, log_σ = ([pair[which] for pair in pairs.values()] for which in (0, 1))
             kl, of_μ, of_log_σ = kl_with_gradients(μ, log_σ, [self._s(name) for name in pairs], self.kl_weight)
-            sums = dict(zip([*μ, *log_σ], [*of_μ, *of_log_σ], strict=True))
+            sums = dict(zip([*μ, *log_σ], [*parts(of_μ, μ), *parts(of_log_σ, log_σ)], strict=True))
             both = [p for p in sums if p in gradients]
             if both:
                 torch._foreach_add_([sums[p] for p in both], [gradients[p] for p in both])
-            for t in sums.values():
-                t.masked_fill_(is_wrong, 0)
+            for vector in (of_μ, of_log_σ):
+                vector.masked_fill_(is_wrong, 0)
             gradients = without_wrong({p: g for p, g in gradients.items() if p not in sums}, is_wrong) | sums
         with torch.enable_grad():
             return kl, with_known_gradient(value + self.kl_weight * kl, gradients)
@@ -243,12 +243,12 @@ def kl_divergence(μ: Tensor, log_σ: Tensor, s: float) -> Tensor:
 
 def kl_with_gradients(
     μ: Sequence[Tensor], log_σ: Sequence[Tensor], s: Sequence[float], weight: float = 1.0
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The sum of `kl_divergence` over several tensors, and its gradients `μ/s²` and `σ²/s² − 1` times `weight`, without
-    a graph and in few passes over the weights.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of `kl_divergence` over several tensors, and its gradients `μ/s²` and `σ²/s² − 1` times `weight`, each as
+    one vector, without a graph and in few passes over the weights.
 
     >>> kl_with_gradients([torch.tensor([1.0])], [torch.tensor([0.0])], [1.0])
-    (tensor(0.5000), [tensor([1.])], [tensor([0.])])
+    (tensor(0.5000), tensor([1.]), tensor([0.]))
     """
     distance, of_μ = widen(flat(log_σ)), widen(flat(μ))  # log σ/s and μ/s
     torch._foreach_sub_(parts(distance, log_σ), [math.log(t) for t in s])
@@ -257,7 +257,7 @@ def kl_with_gradients(
     of_log_σ = torch.expm1(distance)
     twice = torch.dot(of_μ, of_μ) + distance.neg_().add_(of_log_σ).sum()
     torch._foreach_mul_(parts(of_μ, μ), [weight / t for t in s])
-    return 0.5 * twice, parts(of_μ, μ), parts(of_log_σ.mul_(weight), log_σ)
+    return 0.5 * twice, of_μ, of_log_σ.mul_(weight)
 
 
 @torch.no_grad()
