@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -28,7 +30,7 @@ def log(trainer: Trainer | None, numbers: dict[str, float]) -> None:
 
 def end_live_display(trainer: Trainer) -> None:
     """Rich's bar redraws itself below all that is printed, and a bar after it would print one line after the other."""
-    display = getattr(trainer.progress_bar_callback, "progress", None)
+    display: Any = getattr(trainer.progress_bar_callback, "progress", None)
     if hasattr(display, "stop"):
         display.stop()
 
