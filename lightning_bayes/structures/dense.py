@@ -182,7 +182,9 @@ class Dense(Structure):
             negative = int((λ < 0).sum())  # the first, as eigenvalues rise
             Q = Q[:, :negative]
             H = H - (Q * λ[:negative]) @ Q.mT
-        return H * self.factor + torch.diag(self._shifts(H))
+        M = H * self.factor
+        M.diagonal().add_(self._shifts(M))
+        return M
 
     @property
     def _has_prior(self) -> bool:
@@ -194,11 +196,12 @@ class Dense(Structure):
 
     @torch.no_grad()
     def _counts_rounding(self) -> bool:
-        """Whether negative eigenvalues of `factor · H` may be more than a slight part of the prior. They are rounding,
-        as a bound says without a decomposition; otherwise a positive definite `factor · H + SLIGHT · shift` does."""
+        """Whether negative eigenvalues of `factor · H` may be more than a slight part of the prior. They are rounding:
+        independent errors of the entries, `eps |H_ij|`, have a norm of about `2 eps` times that of the largest row.
+        Where that does not say no, a positive definite `factor · H + SLIGHT · shift` may."""
         H, smallest = self.matrix.detach(), torch.as_tensor(self.floor).detach().double()
         factor = torch.as_tensor(self.factor).detach().double()
-        rounding = 4 * torch.finfo(self.dtype).eps * torch.linalg.matrix_norm(H).double()
+        rounding = 4 * torch.finfo(self.dtype).eps * torch.linalg.vector_norm(H, dim=-1).amax().double()
         if factor * rounding <= SLIGHT * smallest:
             return False
         nearly = H.double() * factor
