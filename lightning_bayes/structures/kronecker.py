@@ -169,14 +169,28 @@ class Kronecker(Structure):
         terms = (G.unsqueeze(-1) * A.unsqueeze(-2) + other.shift) / positive(self.values)
         return self.left.spread(self.right.spread(terms, -1, frame=False), -2, frame=False).flatten()
 
-    @cached_property
+    @property
     def _inverse_roots(self) -> Tensor:
+        return self._root_of_inverse if self._is_constant else positive(self.values).rsqrt()
+
+    @property
+    def _inverse_values(self) -> Tensor:
+        return self._inverse if self._is_constant else self._spread(self.values.reciprocal())
+
+    @property
+    def _is_constant(self) -> bool:
+        """Not part of a graph, which a number that was kept under no_grad would cut."""
+        parts = (self.left.values, self.right.values, self.left.remainder, self.right.remainder, self.shift)
+        return not any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+
+    @cached_property
+    def _root_of_inverse(self) -> Tensor:
         """Kept, because every draw needs it, and looking whether all are positive waits for the device."""
         with torch.inference_mode(False):
             return positive(self.values).rsqrt()
 
     @cached_property
-    def _inverse_values(self) -> Tensor:
+    def _inverse(self) -> Tensor:
         """Kept, because every prediction needs it."""
         with torch.inference_mode(False):
             return self._spread(self.values.reciprocal())

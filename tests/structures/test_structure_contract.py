@@ -269,6 +269,11 @@ def test_gradient_in_the_prior_survives_an_earlier_solve_without_one(M: Structur
     fresh = M.add_prior(δ)
     for _ in range(2):  # nor belong to a graph that the first gradient has used up
         torch.testing.assert_close(gradient, torch.autograd.grad(fresh.solve(vectors(M)).sum(), δ)[0])
+    with torch.no_grad():
+        fresh.root_solve(vectors(M))
+    first, second = (torch.autograd.grad(fresh.root_solve(vectors(M)).sum(), δ)[0] for _ in range(2))
+    torch.testing.assert_close(first, second)
+    assert first != 0
 
 
 def test_vectors_are_differentiable_after_use_in_inference_mode(M: Structure) -> None:
