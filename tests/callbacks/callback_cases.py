@@ -1,5 +1,6 @@
 """Small data, LightningModules as users write them, and a quiet Trainer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,12 @@ def same_posterior(found: Any, expected: Any, x: Tensor, rtol: float = 1e-5) -> 
     torch.testing.assert_close(found.precision.logdet(), expected.precision.logdet(), **close)
     torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **close)
     torch.testing.assert_close(found.functional(x)[1], expected.functional(x)[1], **close)
+
+
+def error(call: Callable[[], Any]) -> str:
+    """What a call raises, of any type, for a process whose results another one looks at."""
+    try:
+        call()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "none"

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from callback_cases import FEATURES, draw, labelled, trainer
+from callback_cases import FEATURES, draw, error, labelled, trainer
 from l2m_cases import l2m, wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -175,11 +175,11 @@ class Scenarios:
         self.results["bnn"] = posterior.predict(x, "bnn", samples=SAMPLES, generator=seeded()).probs
         self.results["map"] = posterior.predict(x, "map").probs
         model.fail_at = 3  # in the third of the samples
-        self.results["failed"] = self.error(lambda: posterior.predict(x, "bnn", samples=SAMPLES))
+        self.results["failed"] = error(lambda: posterior.predict(x, "bnn", samples=SAMPLES))
         model.fail_at = -1
         self.results["restored"] = all(torch.equal(before[name], whole(p)) for name, p in model.named_parameters())
         self.results["modes"] = [model.training, *(p.requires_grad for p in model.parameters())]
-        self.results["glm"] = self.error(lambda: posterior.predict(x, "glm"))
+        self.results["glm"] = error(lambda: posterior.predict(x, "glm"))
 
         held_out = self.loader(12)
         self.results["test"] = fit.test(model, held_out, verbose=False)[0]
@@ -204,7 +204,7 @@ class Scenarios:
             if self.rank == 0:
                 weight = model.net[0].weight
                 (weight.to_local() if isinstance(weight, DTensor) else weight)[0, 0] += 1
-        self.results["stale"] = self.error(lambda: posterior.predict(x, "map"))
+        self.results["stale"] = error(lambda: posterior.predict(x, "map"))
 
     def x(self, place: int) -> Tensor:
         """Inputs of a process's own; alone, those of all."""
@@ -224,7 +224,7 @@ class Scenarios:
             "fit sgd": ("SGD", {"predictive": "bnn"}),
         }.items():
             fit, model = self.trainer(l2m(**words)), NoStep(optimizer, self.world)
-            self.results[key] = self.error(lambda fit=fit, model=model: fit.fit(model, self.loader()))
+            self.results[key] = error(lambda fit=fit, model=model: fit.fit(model, self.loader()))
 
     def partly_sharded(self) -> None:
         """Some layers are sharded and others whole on every process, without a Trainer."""
@@ -261,14 +261,6 @@ class Scenarios:
         shares = torch.tensor([1.0, 1.0, 0.5, 1e-8, 1e-8, 0.0], dtype=torch.float64).chunk(self.world)[self.rank]
         (v.to_local() if isinstance(v, DTensor) else v).copy_(shares[:, None])
         self.keep("dead rows", fit_l2m(net, optimizer, n_data=EXAMPLES, batch_size=GLOBAL))
-
-    @staticmethod
-    def error(call: Any) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "none"
 
 
 def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:

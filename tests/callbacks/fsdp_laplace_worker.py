@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from callback_cases import CLASSES, FEATURES, draw, labelled, laplace, trainer
+from callback_cases import CLASSES, FEATURES, draw, error, labelled, laplace, trainer
 from l2m_cases import wide
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -213,14 +213,6 @@ class Scenarios:
 
 def whole(t: Tensor) -> Tensor:
     return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
-
-
-def error(call: Any) -> str:
-    try:
-        call()
-    except Exception as raised:
-        return f"{type(raised).__name__}: {raised}"
-    return "none"
 
 
 def run(folder: Path, world: int, tensor: int) -> dict[str, Any]:
