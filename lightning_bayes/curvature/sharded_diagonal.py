@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_bayes.curvature.accumulate import DiagonalAccumulator
+from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature
 from lightning_bayes.curvature.gradients import LayerGradients
-from lightning_bayes.curvature.output_checks import check_finite, check_output, random_numbers
+from lightning_bayes.curvature.output_checks import check_output, random_numbers
 from lightning_bayes.curvature.output_columns import output_columns
 from lightning_bayes.curvature.plan import Plan, make_plan
 from lightning_bayes.curvature.recorder import Version
@@ -94,6 +95,7 @@ class ShardedDiagonalSum:
             layer: plain_copy(network.get_submodule(layer), zeros=True).eval() for layer in self._subset.layers
         }
         self._plans: dict[str, Plan] = {}
+        self._checks = BatchChecks(likelihood)
         self._n_data = self._n_outputs = 0
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
@@ -105,9 +107,8 @@ class ShardedDiagonalSum:
             with _watching(self._network, self._subset.layers) as calls:
                 f = inputs.call(self._network, x)
             check_output(f, B)
-            check_finite(f, x, self._n_data)
             outputs = f.detach()
-            self._likelihood.check(outputs, y)
+            y = self._checks.add(x, outputs, y)
             _check_calls(calls, self._subset.layers, B)
             edges = [edge for _, edge in calls.values()]
             if not self._plans:
@@ -120,6 +121,7 @@ class ShardedDiagonalSum:
                     self._add_layer(layer, a, whole(grads.pop(0)).unsqueeze(0), counts)
             del f, calls, edges
         reshard(self._network)
+        self._checks.end_batch()
         if counts:
             self._n_data, self._n_outputs = self._n_data + B, self._n_outputs + outputs.numel()
 
@@ -139,6 +141,7 @@ class ShardedDiagonalSum:
 
     def finish(self) -> Curvature:
         """With this process's shard of the diagonal."""
+        self._checks.look()
         counts = torch.tensor([self._n_data, self._n_outputs], device=inputs.device_of(self._network))
         self._processes.sum_([counts])
         if not counts[0]:

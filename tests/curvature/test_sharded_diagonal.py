@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.synchronisation import NoSynchronisation
 from torch import Tensor, nn
 
 from lightning_bayes import Categorical, Gaussian
 from lightning_bayes.curvature import CurvatureError, fit_curvature
 from lightning_bayes.curvature.sharded_diagonal import ShardedDiagonalSum, check_layers
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import Processes
 
 SIZES = (5, 1, 4)  # of batches
@@ -157,3 +158,16 @@ def test_attention_is_refused_before_training() -> None:
         check_layers(net)
     net[1].requires_grad_(False)
     check_layers(net)
+
+
+def test_a_wrong_target_of_a_later_batch_is_told_with_its_batch() -> None:
+    """And no number of a batch is read before: the other processes would wait, too."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    total = ShardedDiagonalSum(net, Categorical(), "empirical_fisher", 1, 0, Processes())
+    total.add(x, y)
+    with NoSynchronisation():
+        total.add(x, y)
+        total.add(x, y.masked_fill(y == 1, 7))
+    with pytest.raises(LikelihoodError, match="batch 2: Categorical got the target 7"):
+        total.finish()
