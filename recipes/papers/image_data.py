@@ -1,27 +1,33 @@
-"""Small images as tensors, read with torchvision from a folder in its own layout, and downloaded if they are missing.
+"""Small images as tensors, read from a folder in torchvision's layout, and downloaded by it if they are missing.
 
 | name | where, below the folder |
 |---|---|
 | MNIST, FashionMNIST, KMNIST | `<name>/raw/*-ubyte`, also as `.gz` |
 | CIFAR10, CIFAR100 | `cifar-10-batches-py/`, `cifar-100-python/` |
 | SVHN | `SVHN/train_32x32.mat`, `SVHN/test_32x32.mat` |
+
+Parts of CIFAR-10 and SVHN may also be there as mosaics, lossless pictures with a hundred images in each row:
+`cifar10/data_batch_*.webp` and `test_batch.webp` with `labels.npz` (`train`, `test`), and `svhn/test_*.webp` without
+labels. They are taken where torchvision's files are missing.
 """
 
 from __future__ import annotations
 
 import gzip
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torchvision
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-VARIABLE = "LIGHTNING_BAYES_DATA"
+from recipes.program import VARIABLE
+
 DEFAULT_FOLDER = Path(os.environ.get(VARIABLE) or "data")
 PLACES = {
     "FashionMNIST": "FashionMNIST/raw/*-ubyte(.gz)",
@@ -49,16 +55,21 @@ class Images:
 
 
 def read_images(
-    name: str, folder: Path, unpacked: Path, n_train: int | None = None, n_test: int | None = None, seed: int = 0
+    name: str, folder: Path, n_train: int | None = None, n_test: int | None = None, seed: int = 0
 ) -> Images:
-    """A dataset of `PLACES`, or a random part of it; `unpacked` is a folder for what is compressed in `folder`."""
-    (x, y), (x_test, y_test) = (_read(name, folder, unpacked, train) for train in (True, False))
+    """A dataset of `PLACES`, or a random part of it."""
+    (x, y), (x_test, y_test) = (_read(name, folder, train) for train in (True, False))
     # Each channel has mean 0 and standard deviation 1 on the training images.
     mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     n_all, classes = len(x), int(y.max()) + 1
     x, y = _part((x - mean) / std, y, n_train, seed)
     x_test, y_test = _part((x_test - mean) / std, y_test, n_test, seed)
     return Images(name, TensorDataset(x, y), TensorDataset(x_test, y_test), n_all, classes)
+
+
+def read_unknown(name: str, folder: Path, n: int | None = None, seed: int = 0) -> Tensor:
+    """Test images alone, with pixels from 0 to 1; the training set need not be there.  # [N, channels, H, W]"""
+    return _part(*_read(name, folder, train=False), n, seed)[0]
 
 
 def _part(x: Tensor, y: Tensor, n: int | None, seed: int) -> tuple[Tensor, Tensor]:
@@ -68,9 +79,12 @@ def _part(x: Tensor, y: Tensor, n: int | None, seed: int) -> tuple[Tensor, Tenso
     return x[chosen], y[chosen]
 
 
-def _read(name: str, folder: Path, unpacked: Path, train: bool) -> tuple[Tensor, Tensor]:
+def _read(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:
     """Pixels from 0 to 1  # [N, channels, H, W], and labels  # [N]"""
-    dataset = _dataset(name, folder, unpacked, train)
+    for reader in (_idx_files, _mosaics):
+        if (found := reader(name, folder, train)) is not None:
+            return found
+    dataset = _dataset(name, folder, train)
     pixels = torch.as_tensor(dataset.data).float() / 255
     if pixels.ndim == 3:  # grey  # [N, H, W]
         pixels = pixels.unsqueeze(1)
@@ -79,15 +93,52 @@ def _read(name: str, folder: Path, unpacked: Path, train: bool) -> tuple[Tensor,
     return pixels, torch.as_tensor(dataset.labels if name == "SVHN" else dataset.targets).long()
 
 
-def _dataset(name: str, folder: Path, unpacked: Path, train: bool) -> Any:
+def _idx_files(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
+    """MNIST's format, packed or not; torchvision would want the training images, too, and to write into the folder."""
+    raw, part = folder / name / "raw", "train" if train else "t10k"
+    found = [_idx(raw / f"{part}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
+    if any(array is None for array in found):
+        return None
+    pixels, labels = found
+    return pixels.unsqueeze(1).float() / 255, labels.long()
+
+
+def _idx(file: Path) -> Tensor | None:
+    packed = file.with_name(f"{file.name}.gz")
+    if not file.exists() and not packed.exists():
+        return None
+    content = file.read_bytes() if file.exists() else gzip.decompress(packed.read_bytes())
+    shape = [int.from_bytes(content[4 * i : 4 * i + 4], "big") for i in range(1, content[3] + 1)]
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 * len(shape) + 4).view(shape)
+
+
+def _mosaics(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
+    """Pixels and labels as `_read` has them; SVHN's are −1."""
+    if (folder / "cifar-10-batches-py").is_dir() and name == "CIFAR10" or (folder / "SVHN").is_dir():
+        return None
+    part = "data_batch_*" if train and name == "CIFAR10" else "test_*"
+    files = sorted((folder / {"CIFAR10": "cifar10", "SVHN": "svhn"}.get(name, name)).glob(f"{part}.webp"))
+    if not files or (train and name == "SVHN"):
+        return None
+    pixels = torch.cat([_tiles(file) for file in files])
+    if name == "SVHN":
+        return pixels, torch.full((len(pixels),), -1)
+    labels = np.load(files[0].with_name("labels.npz"))["train" if train else "test"][: len(pixels)]
+    return pixels, torch.as_tensor(labels).long()
+
+
+def _tiles(file: Path, size: int = 32) -> Tensor:
+    """# [N, 3, 32, 32]"""
+    with Image.open(file) as picture:
+        rows = torch.as_tensor(np.array(picture.convert("RGB")))  # [H, W, 3]
+    tiles = rows.unflatten(0, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 1, 3)  # [h, w, 3, 32, 32]
+    return tiles.flatten(0, 1).contiguous().float() / 255
+
+
+def _dataset(name: str, folder: Path, train: bool) -> Any:
     kind = getattr(torchvision.datasets, name)
     which = {"split": "train" if train else "test"} if name == "SVHN" else {"train": train}
-    for root in (folder, _unpack(name, folder, unpacked)):
-        try:
-            return kind(root / "SVHN" if name == "SVHN" else root, download=False, **which)
-        except RuntimeError:  # torchvision's "not found"
-            continue
-    try:
+    try:  # torchvision looks first, and downloads what is missing
         return kind(folder / "SVHN" if name == "SVHN" else folder, download=True, **which)
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -95,17 +146,3 @@ def _dataset(name: str, folder: Path, unpacked: Path, train: bool) -> Any:
             f"{name} is not in {folder} and cannot be downloaded ({reason}): put {PLACES[name]} there, or name another "
             f"folder with --data or {VARIABLE}"
         ) from error
-
-
-def _unpack(name: str, folder: Path, unpacked: Path) -> Path:
-    """Unpack what torchvision would rather download: it checks the sums of packed files, and the folder may be
-    read-only."""
-    for packed in sorted((folder / name / "raw").glob("*-ubyte.gz")):
-        target = unpacked / name / "raw" / packed.stem
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_suffix(".part")
-            with gzip.open(packed, "rb") as source, part.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-            part.rename(target)  # whole or not at all
-    return unpacked

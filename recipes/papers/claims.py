@@ -1,0 +1,30 @@
+"""Statements of a paper, and whether they are true of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, whether it is true of this run, and the numbers that say so."""
+
+    statement: str
+    holds: bool
+    numbers: str
+
+
+def verdict(claims: Sequence[Claim]) -> str:
+    """As Markdown."""
+    lines = [f"- {'holds' if c.holds else 'does not hold'}: {c.statement} ({c.numbers})" for c in claims]
+    kept = sum(c.holds for c in claims)
+    return "\n".join([f"Of {len(claims)} statements of the paper {kept} hold in this run:", "", *lines])
+
+
+def beats(name: str, values: Mapping[str, float], what: str, larger: bool = True) -> Claim:
+    """That a method is better than all others."""
+    others = {other: v for other, v in values.items() if other != name}
+    best = (max if larger else min)(others, key=lambda other: others[other])
+    holds = values[name] > others[best] if larger else values[name] < others[best]
+    return Claim(f"{name} has the best {what}", holds, f"{values[name]:.3f}; {best}: {others[best]:.3f}")

@@ -1,0 +1,270 @@
+"""What every recipe is as a program: its options, its folder, work that a second run need not repeat, its tables.
+
+    run = start(__doc__, "laplace")                       # reads --data, --seed, --fast and --output
+    trained = run.once("seed 0", train, digits, 0)        # computed, or read where an interrupted run has saved it
+    run.collect("scores", "seed 0", judge, trained)       # rows of scores.csv, likewise
+    run.save_table("table", {"MAP": {"NLL": 0.2}})        # printed; table.csv and table.md
+    run.save_picture("bands", figure)                     # bands.png
+
+Results go to `outputs/<recipe>/`, with `settings.json` beside them: the command, all settings, and the versions of what
+has made them. A folder that holds the results of other settings is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, TypeVar
+
+import torch
+from matplotlib.figure import Figure
+from tqdm.auto import tqdm
+
+VARIABLE = "LIGHTNING_BAYES_DATA"
+PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a recipe: what it was asked for, and the folder of its results."""
+
+    data: Path
+    seed: int
+    fast: bool
+    output: Path
+    settings: Any = None  # a frozen dataclass, for a recipe that has one
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+    def once(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """What `function` returns, which may hold tensors, numbers, strings, lists and dicts; computed at most once."""
+        path = self.output / "steps" / f"{name}.pt"
+        if not path.exists():
+            result = function(*args, **kwargs)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(result, part := path.with_suffix(".part"))
+            part.replace(path)  # whole or not at all
+        return torch.load(path, weights_only=True)
+
+    def collect(self, table: str, step: str, function: Callable[..., Iterable[Row]], *args: Any, **kwargs: Any) -> None:
+        """Append the rows of a step to a CSV, with the processor time that they took, unless they are there."""
+        path = self.output / f"{table}.csv"
+        if any(row["step"] == step for row in read_rows(path)):
+            return
+        start = time.process_time()
+        rows = [dict(row) for row in function(*args, **kwargs)]
+        seconds = round(time.process_time() - start, 1)
+        append_rows(path, [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
+
+    def rows(self, table: str) -> list[Row]:
+        return read_rows(self.output / f"{table}.csv")
+
+    def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
+        """By method and column: printed, and written as CSV and Markdown."""
+        columns = list(next(iter(table.values())))
+        text = markdown(["", *columns], [[method, *row.values()] for method, row in table.items()], digits)
+        print(f"\n{text}", flush=True)
+        (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+        path = self.output / f"{name}.csv"
+        path.unlink(missing_ok=True)
+        append_rows(path, [{"method": method, **row} for method, row in table.items()])
+
+    def save_picture(self, name: str, figure: Figure) -> None:
+        figure.savefig(self.output / f"{name}.png")
+
+
+def start(
+    doc: str | None,
+    name: str,
+    scales: Mapping[str, Any] | None = None,
+    more: Callable[[argparse.ArgumentParser], object] | None = None,
+    arguments: Sequence[str] | None = None,
+    threads: int | None = None,
+) -> Run:
+    """Read the command line and open the folder.
+
+    Args:
+        doc: The recipe's docstring, which `--help` shows.
+        name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
+        scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
+            Each of their fields becomes an option, too.
+        more: Adds options of the recipe's own, which are then in `run.options`.
+        arguments: Instead of the command line's.
+        threads: That PyTorch may use.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get(VARIABLE) or "data"), help=f"or {VARIABLE}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help=f"default: outputs/{name}")
+    chosen = parser.add_mutually_exclusive_group()
+    for scale in dict.fromkeys(("fast", *(scales or ()))):
+        if scale != "default":
+            chosen.add_argument(f"--{scale}", action="store_true")
+    default = (scales or {}).get("default")
+    for setting in fields(default) if is_dataclass(default) else ():
+        _add_option(parser, setting.name, getattr(default, setting.name))
+    if more is not None:
+        more(parser)
+    given = parser.parse_args(arguments)
+
+    scale = next((s for s in ("fast", *(scales or ())) if s != "default" and getattr(given, s)), "default")
+    settings = (scales or {}).get(scale)
+    if is_dataclass(settings):
+        changed = {f.name: v for f in fields(settings) if (v := getattr(given, f.name)) is not None}
+        settings = replace(settings, **{k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()})
+    folder = given.output or Path("outputs", name, *([scale] if scale != "default" else []), *_seed_folder(given.seed))
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run = Run(given.data, given.seed, given.fast, folder, settings, given)
+    _open(run, name, scale)
+    return run
+
+
+def progress(items: Iterable[T], what: str) -> Iterable[T]:
+    """A bar, where there is a screen to show it."""
+    return tqdm(items, desc=what, disable=None)
+
+
+def missing(path: Path, what: str) -> SystemExit:
+    """To be raised before any training."""
+    return SystemExit(
+        f"{what} is not in {path.parent}: put {path.name} there, or name another folder by --data or {VARIABLE}"
+    )
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> str:
+    """A table whose columns line up on the screen, too. What is not known is a dash."""
+    cells = [list(columns), *([_cell(value, digits) for value in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def averaged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: mean(row[name] for row in rows) for name in rows[0]}
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and its standard error."""
+    error = f"{standard_error(values):.{digits}f}" if len(values) > 1 else "–"
+    return f"{mean(values):.{digits}f} ± {error}"
+
+
+def standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Numbers are numbers again, and empty cells are None."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def versions() -> dict[str, str]:
+    """Of what has made a result, and on which machine."""
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return {"python": platform.python_version(), **installed, "machine": machine}
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(default, bool):
+        parser.add_argument(option, action=argparse.BooleanOptionalAction)
+    elif isinstance(default, tuple):
+        parser.add_argument(option, type=type(default[0]), nargs="+")
+    else:
+        parser.add_argument(option, type=str if default is None else type(default))
+
+
+def _seed_folder(seed: int) -> list[str]:
+    return [f"seed_{seed}"] if seed else []
+
+
+def _open(run: Run, name: str, scale: str) -> None:
+    """Write `settings.json`, or see that the folder holds results of the same settings."""
+    path = run.output / "settings.json"
+    settings = asdict(run.settings) if is_dataclass(run.settings) else {}
+    asked = json.loads(json.dumps({"recipe": name, "scale": scale, "seed": run.seed, "settings": settings}))
+    made_by = [{"command": _command(name), "versions": versions()}]
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for key in asked:
+            if found[key] != asked[key]:
+                raise SystemExit(
+                    f"{run.output} holds results of another run ({_difference(key, found[key], asked[key])}): name "
+                    "another folder by --output, or delete this one"
+                )
+        print(f"going on in {run.output}; delete the folder to start again", flush=True)
+        made_by = found["made_by"] + [entry for entry in made_by if entry not in found["made_by"]]
+    run.output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**asked, "made_by": made_by}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _command(name: str) -> str:
+    """As anybody can type it: without the folders of this machine."""
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word in ("--data", "--output"):
+            next(words, None)
+        elif not word.startswith(("--data=", "--output=")):
+            kept.append(word)
+    program = f"-m recipes.{name.replace('/', '.')}" if "/" in name else f"recipes/{name}.py"
+    return " ".join(["python", program, *kept])
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    if isinstance(old, dict):
+        key = next(k for k in {**old, **new} if old.get(k) != new.get(k))
+        old, new = old.get(key), new.get(key)
+    return f"{key} {old}, not {new}"
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _value(cell: str) -> Any:
+    if cell == "":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(cell)
+        except ValueError:
+            continue
+    return cell
