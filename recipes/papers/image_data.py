@@ -38,6 +38,8 @@ PLACES = {
     "CIFAR100": "cifar-100-python/",
 }
 
+_MOSAICS = {"CIFAR10": ("cifar10", "cifar-10-batches-py"), "SVHN": ("svhn", "SVHN/test_32x32.mat")}
+
 
 @dataclass(frozen=True)
 class Images:
@@ -114,11 +116,11 @@ def _idx(file: Path) -> Tensor | None:
 
 def _mosaics(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
     """Pixels and labels as `_read` has them; SVHN's are −1."""
-    if (folder / "cifar-10-batches-py").is_dir() and name == "CIFAR10" or (folder / "SVHN").is_dir():
+    if name not in _MOSAICS or (train and name == "SVHN"):
         return None
-    part = "data_batch_*" if train and name == "CIFAR10" else "test_*"
-    files = sorted((folder / {"CIFAR10": "cifar10", "SVHN": "svhn"}.get(name, name)).glob(f"{part}.webp"))
-    if not files or (train and name == "SVHN"):
+    own, torchvisions = _MOSAICS[name]
+    files = sorted((folder / own).glob("data_batch_*.webp" if train else "test_*.webp"))
+    if not files or (folder / torchvisions).exists():
         return None
     pixels = torch.cat([_tiles(file) for file in files])
     if name == "SVHN":

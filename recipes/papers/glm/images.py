@@ -85,8 +85,8 @@ class Data:
 def read(settings: Settings, folder: Path, seed: int) -> Data:
     """Pixels from 0 to 1."""
     n = settings.n_train + settings.n_validation
-    fashion = read_images("FashionMNIST", folder, OUTPUT / "unpacked", n, settings.n_test, seed)
-    digits = read_images("MNIST", folder, OUTPUT / "unpacked", 1, settings.n_test, seed)
+    fashion = read_images("FashionMNIST", folder, n, settings.n_test, seed)
+    digits = read_images("MNIST", folder, 1, settings.n_test, seed)
 
     def batches(x: Tensor, y: Tensor) -> Batches:
         low, high = x.amin(), x.amax()  # black and white

@@ -189,7 +189,7 @@ def main() -> None:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     held_out = arguments.n_validation
     sizes = (arguments.n_train + held_out, arguments.n_test)
-    images = read_images(arguments.dataset, arguments.data, OUTPUT / "unpacked", *sizes)
+    images = read_images(arguments.dataset, arguments.data, *sizes)
     x, y = images.train.tensors
     train_set = TensorDataset(x[held_out:], y[held_out:])
     validation = DataLoader(TensorDataset(x[:held_out], y[:held_out]), 250)
