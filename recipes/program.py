@@ -69,13 +69,16 @@ class Run:
         start = time.process_time()
         rows = [dict(row) for row in function(*args, **kwargs)]
         seconds = round(time.process_time() - start, 1)
-        append_rows(path, [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
+        if is_first_process():
+            append_rows(path, [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
     def rows(self, table: str) -> list[Row]:
         return read_rows(self.output / f"{table}.csv")
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
         """By method and column: printed, and written as CSV and Markdown."""
+        if not is_first_process():
+            return
         columns = list(next(iter(table.values())))
         text = markdown(["", *columns], [[method, *row.values()] for method, row in table.items()], digits)
         print(f"\n{text}", flush=True)
@@ -137,9 +140,14 @@ def start(
     return run
 
 
+def is_first_process() -> bool:
+    """The one that writes. Lightning starts the others of a `ddp` run by the same command, for the same work."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
     """A bar, where there is a screen to show it."""
-    return tqdm(items, desc=what, disable=None)
+    return tqdm(items, desc=what, disable=None if is_first_process() else True)
 
 
 def missing(path: Path, what: str) -> SystemExit:
@@ -216,6 +224,8 @@ def _seed_folder(seed: int) -> list[str]:
 
 def _open(run: Run, name: str, scale: str) -> None:
     """Write `settings.json`, or see that the folder holds results of the same settings."""
+    if not is_first_process():
+        return
     path = run.output / "settings.json"
     settings = asdict(run.settings) if is_dataclass(run.settings) else {}
     asked = json.loads(json.dumps({"recipe": name, "scale": scale, "seed": run.seed, "settings": settings}))

@@ -1,0 +1,120 @@
+"""Every method on modules that are not made for it: nothing in `lit_digits.py` knows of this package.
+
+By hand: callbacks that leave the training as it is share one Trainer; those that change it, and the mixins, have their
+own. The table has each method beside MAP, the plain network that the same training ends with.
+
+    python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
+    python recipes/plug_in.py --devices 2      # the same on two `ddp` processes
+
+By `LightningCLI`: one YAML file for each method, and any option of Lightning's. After the fit it tests.
+
+    python recipes/plug_in.py fit --config recipes/configs/laplace.yaml
+    python recipes/plug_in.py fit --config recipes/configs/laplace.yaml --trainer.devices 2 --trainer.strategy ddp
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.cli import LightningCLI
+from lit_digits import NOISE, DigitsData, LitAutoencoder, LitDigits
+from program import QUIET, Run, progress, start
+from torch import Tensor
+
+from lightning_bayes import (
+    Gaussian,
+    L2MCallback,
+    LaplaceCallback,
+    LogSigmaMultiplierMixin,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+)
+
+
+class VariationalLaplaceDigits(LogSigmaMultiplierMixin, VariationalLaplaceMixin, LitDigits):
+    """A mean and a width for each weight, trained together."""
+
+
+class VariationalInferenceDigits(LogSigmaMultiplierMixin, VariationalInferenceMixin, LitDigits):
+    """The same by a sample of the weights in each step."""
+
+
+class Autoencoder(LitAutoencoder):
+    def split_batch(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[0]  # the target is the input, not the label
+
+
+@dataclass(frozen=True)
+class Settings:
+    epochs: int = 30
+    n_train: int = 300
+    batch_size: int = 32
+    devices: int = 1
+
+
+def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list[L.Callback]]]:
+    """A module, its own arguments, and callbacks, for each training."""
+    options = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
+    variational = {"log_sigma_multiplier": 10.0, "variational": options}
+    quiet, memory = {"progress": False}, {"memory_factor": 0.01, "initial_curvature": 300.0}
+    last_layer = LaplaceCallback(subset="last_layer", structure="full", name="last_layer", **quiet)
+    subnetwork = LaplaceCallback(subset=Subnetwork(200, by="swag"), name="subnetwork", **quiet)
+    pixels = OnlineLaplaceCallback(Gaussian(noise_std=NOISE), name="autoencoder", **memory)
+    return {
+        "as it was": (LitDigits, {}, [LaplaceCallback(**quiet), last_layer, L2MCallback()]),
+        "averaged weights": (LitDigits, {}, [SWAGCallback(start=0.5, **quiet), subnetwork]),
+        "learned prior": (LitDigits, {}, [MarginalLikelihoodCallback(**quiet)]),
+        "at samples": (LitDigits, {}, [OnlineLaplaceCallback("classification", **memory)]),
+        "variational Laplace": (VariationalLaplaceDigits, variational, []),
+        "variational inference": (VariationalInferenceDigits, variational, []),
+        "autoencoder at samples": (Autoencoder, {}, [pixels]),
+    }
+
+
+def train(run: Run, name: str) -> Iterable[dict[str, Any]]:
+    """Fit and test as ever; what the callbacks and mixins have logged, a row for each name of theirs."""
+    kind, arguments, callbacks = trainings()[name]
+    L.seed_everything(run.seed, verbose=False)
+    processes = {"devices": run.settings.devices, "strategy": "ddp" if run.settings.devices > 1 else "auto"}
+    where = {"accelerator": "cpu", "default_root_dir": run.output, **processes}
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=callbacks, **where, **QUIET)
+    model, data = kind(**arguments), DigitsData(run.settings.n_train, run.settings.batch_size)
+    trainer.fit(model, data)
+    (logged,) = trainer.test(model, data, verbose=False)
+    for method in (key.removeprefix("test_nll_") for key in logged if key.startswith("test_nll_")):
+        if method != "map":
+            row = {"training": name, "method": method, "NLL of MAP": logged["test_nll_map"]}
+            row |= {"NLL": logged[f"test_nll_{method}"], "ECE of MAP": logged.get("test_ece_map")}
+            yield row | {score.upper(): logged.get(f"test_{score}_{method}") for score in ("ece", "acc")}
+
+
+class Command(LightningCLI):
+    def after_fit(self) -> None:
+        self.trainer.test(self.model, self.datamodule)
+
+
+def command_line(arguments: list[str] | None = None, **options: Any) -> LightningCLI:
+    """`fit`, `validate`, `test` or `predict`, with the module that the YAML file names."""
+    return Command(L.LightningModule, DigitsData, subclass_mode_model=True, args=arguments, **options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    scales = {"default": Settings(), "fast": Settings(epochs=6, n_train=100, batch_size=10)}
+    run = start(__doc__, "plug_in", scales, arguments=arguments, threads=1)
+    for name in progress(trainings(), "trainings"):
+        run.collect("scores", name, train, run, name)
+    columns = ("NLL of MAP", "NLL", "ECE of MAP", "ECE", "ACC")
+    run.save_table("table", {row["method"]: {name: row[name] for name in columns} for row in run.rows("scores")})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in ("fit", "validate", "test", "predict"):
+        command_line()
+    else:
+        main()

@@ -1,0 +1,215 @@
+"""Every callback and mixin on a module that knows nothing of the package: by hand, by YAML, on one process and two."""
+
+import ast
+import csv
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.processes import environment, free_port
+from helpers.programs import Program
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_bayes
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PROGRAM = RECIPES / "plug_in.py"
+CONFIGS = sorted((RECIPES / "configs").glob("*.yaml"))
+SHORT = ["--trainer.max_epochs=6", "--data.n_train=100", "--data.batch_size=10"]  # as `--fast` has it
+SILENT = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+pytestmark = [
+    # LightningCLI uses a function that jsonargparse has since deprecated.
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:log σ can move by at most"),  # so short a training says so
+    pytest.mark.filterwarnings("ignore:.*does not help"),
+]
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setattr("sys.argv", ["program"])  # LightningCLI compares it with the given args
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    with torch.random.fork_rng(devices=[]):
+        yield importlib.import_module("plug_in")
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(RECIPES)):
+            del sys.modules[name]
+
+
+def own_callbacks(cli: LightningCLI) -> list[L.Callback]:
+    return [each for each in cli.trainer.callbacks if type(each).__module__.startswith("lightning_bayes")]
+
+
+def test_the_modules_know_nothing_of_the_package() -> None:
+    tree = ast.parse((RECIPES / "lit_digits.py").read_text(encoding="utf-8"))
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert {name.split(".")[0] for name in modules} == {"lightning", "sklearn", "torch"}
+
+
+def test_every_callback_and_mixin_has_a_file_that_builds_it(plug_in: Any) -> None:
+    """And its words are those of the program by hand."""
+    by_hand: dict[str, tuple[type, dict[str, Any]]] = {}
+    for kind, arguments, callbacks in plug_in.trainings().values():
+        by_hand |= {each.name: (kind, words_of(each)) for each in callbacks}
+        by_hand |= {} if callbacks else {kind.__name__: (kind, arguments)}
+    by_file: dict[str, tuple[type, dict[str, Any]]] = {}
+    used: set[str] = set()
+    for path in CONFIGS:
+        cli = plug_in.command_line(["--config", str(path), *SILENT], run=False, save_config_callback=None)
+        callbacks, kind = own_callbacks(cli), type(cli.model)
+        assert cli.trainer.default_root_dir == f"outputs/plug_in/{path.stem}"
+        used |= {base.__name__ for base in kind.__mro__} | {type(each).__name__ for each in callbacks}
+        by_file |= {each.name: (kind, words_of(each)) for each in callbacks}
+        by_file |= {} if callbacks else {kind.__name__: (kind, given_to(cli.model))}
+    assert {name for name in lightning_bayes.__all__ if name.endswith(("Callback", "Mixin"))} <= used
+    assert by_file == by_hand
+
+
+def words_of(callback: Any) -> dict[str, str]:
+    words = inspect.signature(type(callback)).parameters.keys() - {"progress"}
+    return {word: str(getattr(callback, word)) for word in words if hasattr(callback, word)}
+
+
+def given_to(model: Any) -> dict[str, Any]:
+    return {key: model.hparams[key] for key in ("log_sigma_multiplier", "variational")}
+
+
+def test_a_file_gives_what_the_program_gives_by_hand(plug_in: Any) -> None:
+    config = str(RECIPES / "configs" / "laplace.yaml")
+    words = ["fit", "--config", config, *SHORT, *SILENT, "--trainer.enable_checkpointing=false"]
+    cli = plug_in.command_line(words, save_config_callback=None)
+    logged = cli.trainer.callback_metrics
+    plug_in.trainings = keep(plug_in.trainings, "as it was")
+    plug_in.main(["--fast"])
+    row = scores_by_hand(Path("outputs/plug_in/fast"))["laplace"]
+    assert row["NLL of MAP"] == pytest.approx(float(logged["test_nll_map"]), rel=1e-5)
+    assert row["NLL"] == pytest.approx(float(logged["test_nll_laplace"]), rel=1e-5)
+    assert row["ECE"] == pytest.approx(float(logged["test_ece_laplace"]), rel=1e-4)
+    assert row["NLL"] != row["NLL of MAP"]
+
+
+def scores_by_hand(folder: Path) -> dict[str, dict[str, float]]:
+    with (folder / "table.csv").open(encoding="utf-8") as file:
+        rows = {row.pop("method"): row for row in csv.DictReader(file)}
+    return {method: {key: float(cell) for key, cell in row.items() if cell} for method, row in rows.items()}
+
+
+def keep(trainings: Any, *names: str) -> Any:
+    return lambda: {name: trainings()[name] for name in names}
+
+
+def test_an_interrupted_program_goes_on_where_it_stopped(plug_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = keep(plug_in.trainings, "variational Laplace", "autoencoder at samples")
+    monkeypatch.setattr(plug_in, "trainings", whole)
+    plug_in.main(["--fast", "--output", "whole"])
+    monkeypatch.setattr(plug_in, "trainings", keep(whole, "variational Laplace"))
+    plug_in.main(["--fast", "--output", "resumed"])
+    monkeypatch.setattr(plug_in, "trainings", lambda: {name: whole()[name] for name in whole()})
+    monkeypatch.setattr(plug_in.VariationalLaplaceDigits, "training_step", None)  # is not called again
+    plug_in.main(["--fast", "--output", "resumed"])
+    assert scores_by_hand(Path("resumed")) == scores_by_hand(Path("whole"))
+    assert set(scores_by_hand(Path("whole"))) == {"vl", "autoencoder"}
+
+
+# -- two processes -----------------------------------------------------------------------------------------------------
+
+DRAWS_BY_PROCESS = {"online_laplace", "variational_laplace", "variational_inference", "autoencoder"}
+
+
+def csv_logger(folder: Path) -> list[str]:
+    return ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}", *SILENT[1:]]
+
+
+def scores_of_test(folder: Path) -> dict[str, float]:
+    """What the test has logged."""
+    with next(folder.rglob("metrics.csv")).open(encoding="utf-8") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["test_loss"]]
+    return {key: float(cell) for key, cell in row.items() if cell and key.startswith("test_")}
+
+
+def on_two_processes(folder: Path, *words: str) -> None:
+    """As `torchrun` would start them, but as forks of a process that has imported Lightning."""
+    shared = environment(RECIPES, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), NODE_RANK="0")
+    words = (str(PROGRAM), *words, *TWO)
+    processes = [Program(*words, env={**shared, "LOCAL_RANK": str(rank)}, cwd=folder) for rank in range(2)]
+    try:
+        said = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_two_processes_with_half_the_batch_each_end_where_one_does(config: Path, plug_in: Any, tmp_path: Path) -> None:
+    """All data are in each step, so that their order does not matter. Samples of weights are a process' own."""
+    words = ["fit", "--config", str(config), "--trainer.max_epochs=25", "--data.n_train=100"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    plug_in.command_line([*words, "--data.batch_size=100", *csv_logger(one)])
+    on_two_processes(tmp_path, *words, "--data.batch_size=50", *csv_logger(two))
+    alone, together = scores_of_test(one), scores_of_test(two)
+    assert alone.keys() == together.keys()
+    nll = [key for key in alone if key.startswith("test_nll_")]
+    assert len(nll) >= 2
+    if config.stem in DRAWS_BY_PROCESS:
+        assert all(together[key] == pytest.approx(alone[key], abs=0.15) for key in nll)
+    else:
+        assert all(together[key] == pytest.approx(alone[key], rel=2e-3) for key in nll)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["laplace", "last_layer", "l2m"])
+def test_given_weights_have_the_same_posterior_on_one_process_and_on_two(
+    config: str, plug_in: Any, tmp_path: Path
+) -> None:
+    """A training that has ended without a callback is resumed with one: nothing is left to train."""
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(max_epochs=6, logger=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.fit(plug_in.LitDigits(), plug_in.DigitsData(101, 10))
+    trainer.save_checkpoint("trained.ckpt")
+    file = str(RECIPES / "configs" / f"{config}.yaml")
+    words = ["fit", "--config", file, *SHORT, "--data.n_train=101", "--ckpt_path=trained.ckpt"]
+    plug_in.command_line([*words, *csv_logger(tmp_path / "one")])
+    on_two_processes(tmp_path, *words, *csv_logger(tmp_path / "two"))
+    alone, together = scores_of_test(tmp_path / "one"), scores_of_test(tmp_path / "two")
+    alone.pop("test_loss"), together.pop("test_loss")  # Lightning's own mean counts padded examples twice
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert alone[f"test_nll_{config}"] != pytest.approx(alone["test_nll_map"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_as_a_user_types_it(tmp_path: Path) -> None:
+    """Lightning starts the second process, in both programs; a test of the checkpoint gives the fit's numbers again."""
+
+    def type_in(*words: str) -> None:
+        subprocess.run(
+            [sys.executable, str(PROGRAM), *words],
+            cwd=tmp_path,
+            env=environment(RECIPES.parent),
+            check=True,
+            timeout=300,
+        )
+
+    config = ["--config", str(RECIPES / "configs" / "laplace.yaml"), *SHORT]
+    type_in("fit", *config, *TWO, *csv_logger(tmp_path / "fit"))
+    (checkpoint,) = (tmp_path / "fit").rglob("*.ckpt")
+    type_in("test", *config, f"--ckpt_path={checkpoint}", *csv_logger(tmp_path / "again"))
+    again, fit = scores_of_test(tmp_path / "again"), scores_of_test(tmp_path / "fit")
+    assert again["test_nll_laplace"] == pytest.approx(fit["test_nll_laplace"], rel=1e-5)
+    type_in("--fast", "--devices", "2", "--output", "by_hand")
+    row = scores_by_hand(tmp_path / "by_hand")["laplace"]
+    assert row["NLL"] == pytest.approx(fit["test_nll_laplace"], rel=1e-5)
+    assert row["NLL of MAP"] == pytest.approx(fit["test_nll_map"], rel=1e-5)
