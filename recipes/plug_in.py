@@ -23,25 +23,14 @@ from lit_digits import NOISE, DigitsData, LitAutoencoder, LitDigits
 from program import QUIET, Run, progress, start
 from torch import Tensor
 
-from lightning_bayes import (
-    Gaussian,
-    L2MCallback,
-    LaplaceCallback,
-    LogSigmaMultiplierMixin,
-    MarginalLikelihoodCallback,
-    OnlineLaplaceCallback,
-    Subnetwork,
-    SWAGCallback,
-    VariationalInferenceMixin,
-    VariationalLaplaceMixin,
-)
+import lightning_bayes as bayes
 
 
-class VariationalLaplaceDigits(LogSigmaMultiplierMixin, VariationalLaplaceMixin, LitDigits):
+class VariationalLaplaceDigits(bayes.LogSigmaMultiplierMixin, bayes.VariationalLaplaceMixin, LitDigits):
     """A mean and a width for each weight, trained together."""
 
 
-class VariationalInferenceDigits(LogSigmaMultiplierMixin, VariationalInferenceMixin, LitDigits):
+class VariationalInferenceDigits(bayes.LogSigmaMultiplierMixin, bayes.VariationalInferenceMixin, LitDigits):
     """The same by a sample of the weights in each step."""
 
 
@@ -63,14 +52,14 @@ def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list
     options = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
     variational = {"log_sigma_multiplier": 10.0, "variational": options}
     quiet, memory = {"progress": False}, {"memory_factor": 0.01, "initial_curvature": 300.0}
-    last_layer = LaplaceCallback(subset="last_layer", structure="full", name="last_layer", **quiet)
-    subnetwork = LaplaceCallback(subset=Subnetwork(200, by="swag"), name="subnetwork", **quiet)
-    pixels = OnlineLaplaceCallback(Gaussian(noise_std=NOISE), name="autoencoder", **memory)
+    last_layer = bayes.LaplaceCallback(subset="last_layer", structure="full", name="last_layer", **quiet)
+    subnetwork = bayes.LaplaceCallback(subset=bayes.Subnetwork(200, by="swag"), name="subnetwork", **quiet)
+    pixels = bayes.OnlineLaplaceCallback(bayes.Gaussian(noise_std=NOISE), name="autoencoder", **memory)
     return {
-        "as it was": (LitDigits, {}, [LaplaceCallback(**quiet), last_layer, L2MCallback()]),
-        "averaged weights": (LitDigits, {}, [SWAGCallback(start=0.5, **quiet), subnetwork]),
-        "learned prior": (LitDigits, {}, [MarginalLikelihoodCallback(**quiet)]),
-        "at samples": (LitDigits, {}, [OnlineLaplaceCallback("classification", **memory)]),
+        "as it was": (LitDigits, {}, [bayes.LaplaceCallback(**quiet), last_layer, bayes.L2MCallback()]),
+        "averaged weights": (LitDigits, {}, [bayes.SWAGCallback(start=0.5, **quiet), subnetwork]),
+        "learned prior": (LitDigits, {}, [bayes.MarginalLikelihoodCallback(**quiet)]),
+        "at samples": (LitDigits, {}, [bayes.OnlineLaplaceCallback("classification", **memory)]),
         "variational Laplace": (VariationalLaplaceDigits, variational, []),
         "variational inference": (VariationalInferenceDigits, variational, []),
         "autoencoder at samples": (Autoencoder, {}, [pixels]),
@@ -104,9 +93,9 @@ def command_line(arguments: list[str] | None = None, **options: Any) -> Lightnin
     return Command(L.LightningModule, DigitsData, subclass_mode_model=True, args=arguments, **options)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     scales = {"default": Settings(), "fast": Settings(epochs=6, n_train=100, batch_size=10)}
-    run = start(__doc__, "plug_in", scales, arguments=arguments, threads=1)
+    run = start(__doc__, "plug_in", scales, threads=1)
     for name in progress(trainings(), "trainings"):
         run.collect("scores", name, train, run, name)
     columns = ("NLL of MAP", "NLL", "ECE of MAP", "ECE", "ACC")

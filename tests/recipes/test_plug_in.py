@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -60,10 +61,10 @@ def test_the_modules_know_nothing_of_the_package() -> None:
 
 def test_every_callback_and_mixin_has_a_file_that_builds_it(plug_in: Any) -> None:
     """And its words are those of the program by hand."""
-    by_hand: dict[str, tuple[type, dict[str, Any]]] = {}
+    in_program: dict[str, tuple[type, dict[str, Any]]] = {}
     for kind, arguments, callbacks in plug_in.trainings().values():
-        by_hand |= {each.name: (kind, words_of(each)) for each in callbacks}
-        by_hand |= {} if callbacks else {kind.__name__: (kind, arguments)}
+        in_program |= {each.name: (kind, words_of(each)) for each in callbacks}
+        in_program |= {} if callbacks else {kind.__name__: (kind, arguments)}
     by_file: dict[str, tuple[type, dict[str, Any]]] = {}
     used: set[str] = set()
     for path in CONFIGS:
@@ -74,12 +75,13 @@ def test_every_callback_and_mixin_has_a_file_that_builds_it(plug_in: Any) -> Non
         by_file |= {each.name: (kind, words_of(each)) for each in callbacks}
         by_file |= {} if callbacks else {kind.__name__: (kind, given_to(cli.model))}
     assert {name for name in lightning_bayes.__all__ if name.endswith(("Callback", "Mixin"))} <= used
-    assert by_file == by_hand
+    assert by_file == in_program
 
 
-def words_of(callback: Any) -> dict[str, str]:
-    words = inspect.signature(type(callback)).parameters.keys() - {"progress"}
-    return {word: str(getattr(callback, word)) for word in words if hasattr(callback, word)}
+def words_of(callback: Any) -> dict[str, Any]:
+    words = inspect.signature(type(callback)).parameters.keys() - {"progress", "likelihood"}
+    shown = {"likelihood": repr(callback.likelihood)}
+    return shown | {word: getattr(callback, word) for word in words if hasattr(callback, word)}
 
 
 def given_to(model: Any) -> dict[str, Any]:
@@ -92,12 +94,17 @@ def test_a_file_gives_what_the_program_gives_by_hand(plug_in: Any) -> None:
     cli = plug_in.command_line(words, save_config_callback=None)
     logged = cli.trainer.callback_metrics
     plug_in.trainings = keep(plug_in.trainings, "as it was")
-    plug_in.main(["--fast"])
+    by_hand(plug_in, "--fast")
     row = scores_by_hand(Path("outputs/plug_in/fast"))["laplace"]
     assert row["NLL of MAP"] == pytest.approx(float(logged["test_nll_map"]), rel=1e-5)
     assert row["NLL"] == pytest.approx(float(logged["test_nll_laplace"]), rel=1e-5)
     assert row["ECE"] == pytest.approx(float(logged["test_ece_laplace"]), rel=1e-4)
     assert row["NLL"] != row["NLL of MAP"]
+
+
+def by_hand(plug_in: Any, *words: str) -> None:
+    with patch.object(sys, "argv", ["plug_in.py", *words]):
+        plug_in.main()
 
 
 def scores_by_hand(folder: Path) -> dict[str, dict[str, float]]:
@@ -111,14 +118,15 @@ def keep(trainings: Any, *names: str) -> Any:
 
 
 def test_an_interrupted_program_goes_on_where_it_stopped(plug_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--fast", "--epochs", "1", "--output"]
     whole = keep(plug_in.trainings, "variational Laplace", "autoencoder at samples")
     monkeypatch.setattr(plug_in, "trainings", whole)
-    plug_in.main(["--fast", "--output", "whole"])
+    by_hand(plug_in, *words, "whole")
     monkeypatch.setattr(plug_in, "trainings", keep(whole, "variational Laplace"))
-    plug_in.main(["--fast", "--output", "resumed"])
-    monkeypatch.setattr(plug_in, "trainings", lambda: {name: whole()[name] for name in whole()})
+    by_hand(plug_in, *words, "resumed")
+    monkeypatch.setattr(plug_in, "trainings", whole)
     monkeypatch.setattr(plug_in.VariationalLaplaceDigits, "training_step", None)  # is not called again
-    plug_in.main(["--fast", "--output", "resumed"])
+    by_hand(plug_in, *words, "resumed")
     assert scores_by_hand(Path("resumed")) == scores_by_hand(Path("whole"))
     assert set(scores_by_hand(Path("whole"))) == {"vl", "autoencoder"}
 
