@@ -1,4 +1,4 @@
-"""Modules and data as anybody has them, who knows Lightning and has never heard of a posterior: for `plug_in.py`."""
+"""Modules and data as anybody has them who knows Lightning and has never heard of a posterior."""
 
 import lightning as L
 import torch
@@ -13,11 +13,11 @@ NOISE = 0.2  # standard deviation of a pixel around its reconstruction
 class LitDigits(L.LightningModule):
     """A classifier."""
 
-    def __init__(self, width: int = 64, lr: float = 3e-3) -> None:
+    def __init__(self, width: int = 64, lr: float = 3e-3, classes: int = 10) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
-        self.head = nn.Linear(width, 10)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x))

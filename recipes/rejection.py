@@ -1,0 +1,108 @@
+"""Unknown inputs and rejection: which predictions to act on, and which to hand to a person.
+
+A network that has seen 200 images of the digits 0–7 gets known digits, 8 and 9, and letters, and may decline to answer.
+It answers above a threshold of confidence, which held-out digits choose: of the known digits that it answers at most
+2 % are wrong, with 90 % certainty. The promise holds for each method; what differs is how many known digits are
+answered under it, and how many unknown things slip through. No threshold promises anything about those. Means over
+three networks.
+
+    python recipes/rejection.py    # a minute; table and pictures go to outputs/rejection/
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import lightning as L
+import torch
+from digits import KNOWN, Digits, Predictor, auroc, joined, read_digits
+from lit_digits import LitDigits
+from matplotlib.figure import Figure
+from program import QUIET, averaged, progress, start
+from torch.utils.data import DataLoader
+
+from lightning_bayes import GaussianPosterior, LaplaceCallback, metrics, plots
+
+RISK, DELTA = 0.02, 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    networks: int = 3
+    epochs: int = 60
+    n_train: int = 200
+
+
+def train(digits: Digits, seed: int, epochs: int, tune: str) -> GaussianPosterior:
+    """The usual training, with a posterior: `tune="auto"` chooses the prior on validation images, "marglik" by the
+    evidence, which makes it wider. Both find their temperature on the validation images."""
+    L.seed_everything(seed, verbose=False)
+    trainer = L.Trainer(
+        max_epochs=epochs, callbacks=[laplace := LaplaceCallback(tune=tune, progress=False)], accelerator="cpu", **QUIET
+    )
+    trainer.fit(
+        LitDigits(classes=KNOWN), DataLoader(digits.train, 20, shuffle=True), DataLoader(digits.validation, 100)
+    )
+    return laplace.posterior
+
+
+def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
+    """Every second test image chooses the threshold; the others, and the unknown, meet it."""
+    x, y = digits.test.tensors
+    held_out, known = predict(x[::2]), predict(x[1::2])
+    threshold = metrics.functional.threshold_for_risk(held_out.confidence, held_out.label == y[::2], RISK, DELTA)
+    answered, right = known.confidence > threshold, known.label == y[1::2]
+    row = {"accuracy": right, "answered": answered, "wrong of answered": ~right[answered]}
+    row |= {f"{name} answered": predict(x).confidence > threshold for name, x in digits.unknown.items()}
+    scores = {name: float(which.float().mean()) for name, which in row.items()}
+    scores["AURC"] = float(metrics.functional.risk_coverage(known.confidence, right))
+    return scores | {f"AUROC {name}": auroc(known.entropy, predict(x).entropy) for name, x in digits.unknown.items()}
+
+
+def draw_curves(methods: dict[str, Predictor], digits: Digits) -> Figure:
+    """Answers in the order of confidence, most confident first; on the right a letter's answer is always wrong."""
+    (x, y), letters = digits.test.tensors, digits.unknown["letters"]
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for name, predict in methods.items():
+        known, unknown = predict(x), predict(letters)
+        right, confidence = known.label == y, torch.cat([known.confidence, unknown.confidence])
+        all_right = torch.cat([right, torch.zeros(len(letters), dtype=torch.bool)])
+        for ax, case in zip(axes, [(known.confidence, right), (confidence, all_right)], strict=True):
+            ax.plot(*metrics.functional.risk_coverage_curve(*case), label=name)
+    for ax, title in zip(axes, ("known digits", "known digits and letters"), strict=True):
+        ax.axhline(RISK, color="grey", linestyle=":")
+        ax.set(title=title, xlabel="share that is answered", ylabel="share of answers that is wrong")
+    axes[0].legend()
+    return figure
+
+
+def draw_entropies(methods: dict[str, Predictor], digits: Digits) -> Figure:
+    """Of known digits and of letters: the less they overlap, the more is noticed."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    for ax, (name, predict) in zip(figure.subplots(1, len(methods)), methods.items(), strict=True):
+        known, unknown = (predict(images).entropy for images in (digits.test.tensors[0], digits.unknown["letters"]))
+        plots.ood_histogram(*joined(known, unknown), ax=ax)
+        ax.set(title=name, xlabel="entropy of the prediction")
+    return figure
+
+
+def main() -> None:
+    scales = {"default": Settings(), "fast": Settings(networks=1, epochs=15)}
+    run, table = start(__doc__, "rejection", scales, threads=1), {}
+    digits = read_digits(run.settings.n_train)
+    for seed in progress(run.seeds(run.settings.networks), "networks"):
+        methods = {}
+        for name, tune in (("Laplace", "auto"), ("Laplace, evidence", "marglik")):
+            words = (digits, seed, run.settings.epochs, tune)
+            posterior = run.posterior(f"{seed} {tune}", LitDigits(classes=KNOWN), train, *words)
+            methods.setdefault("MAP", partial(posterior.predict, predictive="map", calibrated=False))
+            methods[name] = posterior.predict
+        for name, predict in methods.items():
+            table.setdefault(name, []).append(judge(predict, digits))
+    run.save_table("table", {name: averaged(rows) for name, rows in table.items()})
+    run.save_picture("curves", draw_curves(methods, digits))
+    run.save_picture("entropies", draw_entropies(methods, digits))
+
+
+if __name__ == "__main__":
+    main()
