@@ -51,6 +51,9 @@ class LitAutoencoder(L.LightningModule):
         x = batch[0]
         return ((x - self(x)) / NOISE).square().sum() / (2 * len(x))
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[0]), sync_dist=True)
+
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", F.mse_loss(self(batch[0]), batch[0]), sync_dist=True)
 

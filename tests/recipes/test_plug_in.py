@@ -30,7 +30,7 @@ pytestmark = [
     # LightningCLI uses a function that jsonargparse has since deprecated.
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:log σ can move by at most"),  # so short a training says so
-    pytest.mark.filterwarnings("ignore:.*does not help"),
+    pytest.mark.filterwarnings("ignore:.*does not improve"),
 ]
 
 
@@ -133,7 +133,8 @@ def test_an_interrupted_program_goes_on_where_it_stopped(plug_in: Any, monkeypat
 
 # -- two processes -----------------------------------------------------------------------------------------------------
 
-DRAWS_BY_PROCESS = {"online_laplace", "variational_laplace", "variational_inference", "autoencoder"}
+DRAWS = {"online_laplace", "variational_laplace", "variational_inference", "autoencoder"}  # each process its own
+SMALL_BATCHES = {"l2m"}  # needs them, and with them the order of the data matters
 
 
 def csv_logger(folder: Path) -> list[str]:
@@ -163,16 +164,17 @@ def on_two_processes(folder: Path, *words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_two_processes_with_half_the_batch_each_end_where_one_does(config: Path, plug_in: Any, tmp_path: Path) -> None:
-    """All data are in each step, so that their order does not matter. Samples of weights are a process' own."""
+    """All data are in each step, so that their order does not matter."""
     words = ["fit", "--config", str(config), "--trainer.max_epochs=25", "--data.n_train=100"]
     one, two = tmp_path / "one", tmp_path / "two"
-    plug_in.command_line([*words, "--data.batch_size=100", *csv_logger(one)])
-    on_two_processes(tmp_path, *words, "--data.batch_size=50", *csv_logger(two))
+    size = 10 if config.stem in SMALL_BATCHES else 100
+    plug_in.command_line([*words, f"--data.batch_size={size}", *csv_logger(one)])
+    on_two_processes(tmp_path, *words, f"--data.batch_size={size // 2}", *csv_logger(two))
     alone, together = scores_of_test(one), scores_of_test(two)
     assert alone.keys() == together.keys()
     nll = [key for key in alone if key.startswith("test_nll_")]
     assert len(nll) >= 2
-    if config.stem in DRAWS_BY_PROCESS:
+    if config.stem in DRAWS | SMALL_BATCHES:
         assert all(together[key] == pytest.approx(alone[key], abs=0.15) for key in nll)
     else:
         assert all(together[key] == pytest.approx(alone[key], rel=2e-3) for key in nll)
@@ -184,12 +186,10 @@ def test_given_weights_have_the_same_posterior_on_one_process_and_on_two(
     config: str, plug_in: Any, tmp_path: Path
 ) -> None:
     """A training that has ended without a callback is resumed with one: nothing is left to train."""
-    L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(max_epochs=6, logger=False, enable_progress_bar=False, accelerator="cpu")
-    trainer.fit(plug_in.LitDigits(), plug_in.DigitsData(101, 10))
-    trainer.save_checkpoint("trained.ckpt")
-    file = str(RECIPES / "configs" / f"{config}.yaml")
-    words = ["fit", "--config", file, *SHORT, "--data.n_train=101", "--ckpt_path=trained.ckpt"]
+    words = ["fit", "--config", str(RECIPES / "configs" / f"{config}.yaml"), *SHORT, "--data.n_train=101"]
+    plug_in.command_line([*words, "--trainer.callbacks=null", *csv_logger(tmp_path / "plain")])
+    (checkpoint,) = (tmp_path / "plain").rglob("*.ckpt")
+    words.append(f"--ckpt_path={checkpoint}")
     plug_in.command_line([*words, *csv_logger(tmp_path / "one")])
     on_two_processes(tmp_path, *words, *csv_logger(tmp_path / "two"))
     alone, together = scores_of_test(tmp_path / "one"), scores_of_test(tmp_path / "two")
