@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:log σ can move by at most"),  # so short a training says so
     pytest.mark.filterwarnings("ignore:.*does not improve"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),  # a resumed run writes to another folder
 ]
 
 

@@ -1,0 +1,126 @@
+"""What is published: the metadata, a citation, and archives that install and run elsewhere."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+IGNORED = shutil.ignore_patterns(
+    ".*", "*.egg-info", "__pycache__", "build", "dist", "site", "outputs", "lightning_logs", "results"
+)
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def citation() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+
+def test_the_citation_is_of_this_version(project: dict[str, Any], citation: dict[str, Any]) -> None:
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert citation["repository-code"] == project["urls"]["Source"]
+    assert {"message", "title", "authors"} <= citation.keys()
+
+
+def test_the_citation_has_the_sources_of_the_readme(citation: dict[str, Any]) -> None:
+    sources = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Sources\n")[2]
+    sources = re.sub(r"\s+", " ", sources)
+    named = {title.rstrip(".") for title in re.findall(r"\*([^*]+)\*", sources)}
+    assert {paper["title"] for paper in citation["references"]} == named
+    for paper in citation["references"]:
+        at = sources.index(paper["title"])
+        before, after = re.split(r" - |; ", sources[:at])[-1], sources[at + len(paper["title"]) :][:120]
+        assert all(author["family-names"] in before for author in paper["authors"]), paper["title"]
+        assert len(paper["authors"]) == len(re.findall(r"[^,]+,? ?", before.rstrip("* ").rstrip(".")))
+        assert str(paper["year"]) in after
+
+
+def test_the_metadata_name_each_version_of_python(project: dict[str, Any]) -> None:
+    versions = [name.split(" :: ")[-1] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    assert f">={versions[0]}" == project["requires-python"]
+    minors = [int(version.split(".")[1]) for version in versions]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert (ROOT / project["readme"]).is_file()
+    assert set(project["urls"]) == {"Documentation", "Source", "Changelog", "Issues"}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source archive, and the wheel that is built from it."""
+    pytest.importorskip("build", reason="archives are built with the extra `slow`")
+    source, dist = (tmp_path_factory.mktemp(name) for name in ("checkout", "dist"))
+    shutil.copytree(ROOT, source, ignore=IGNORED, dirs_exist_ok=True)
+    words = ["-m", "build", "--no-isolation", "--outdir", str(dist), str(source)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(dist.glob("*.tar.gz")), next(dist.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_and_nothing_else(archives: tuple[Path, Path], project: dict[str, Any]) -> None:
+    with zipfile.ZipFile(archives[1]) as wheel:
+        names = set(wheel.namelist())
+        info = f"lightning_bayes-{project['version']}.dist-info"
+        assert {name.split("/")[0] for name in names} == {"lightning_bayes", info}
+        metadata = wheel.read(f"{info}/METADATA").decode()
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_bayes").rglob("*.py")}
+    assert {name for name in names if name.startswith("lightning_bayes/")} == ours | {"lightning_bayes/py.typed"}
+    assert f"{info}/licenses/LICENSE" in names
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in metadata
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_in_an_environment_of_the_wheel(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    """With `LIGHTNING_BAYES_INSTALL=all` pip installs the dependencies as well, some gigabytes; otherwise they are
+    those of the environment that runs the tests."""
+    environment, folder = tmp_path / "environment", tmp_path / "elsewhere"
+    folder.mkdir()
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(words, cwd=folder, env=own, capture_output=True, text=True, encoding="utf-8")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    call(sys.executable, "-m", "venv", str(environment))
+    python = str(environment / "bin" / "python")
+    packages = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    if os.environ.get("LIGHTNING_BAYES_INSTALL") == "all":
+        call(python, "-m", "pip", "install", "--quiet", f"{archives[1]}[recipes]")
+    else:
+        (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(archives[1]))
+    with tarfile.open(archives[0]) as sdist:
+        sdist.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "recipes", "tests"} <= set(os.listdir(source))
+
+    where = call(python, "-c", "import lightning_bayes; print(lightning_bayes.__file__)").strip()
+    assert Path(where).is_relative_to(packages)
+    printed = call(python, str(source / "recipes" / "quickstart.py"), "--fast", "--output", "results")
+    assert "| Laplace " in printed
+    made_by = json.loads((folder / "results" / "settings.json").read_text(encoding="utf-8"))["made_by"]
+    assert made_by[0]["versions"]["lightning-bayes"] in archives[1].name
