@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help quickstart test test-real test-slow lint bench practice docs clean
+.PHONY: help quickstart notebooks test test-real test-slow lint bench practice docs clean
 
 help:
 	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
+	@echo "make notebooks    notebooks/*.ipynb, made from the recipes"
 	@echo "make test         the test suite (make test-slow: the longer checks; test-real: all modules of other libraries)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        time and memory against the peers and a plain epoch (CASES=MLP: some; KEEP=1: into README and docs)"
@@ -16,13 +17,16 @@ help:
 quickstart: $(VENV)/.recipes
 	$(BIN)/python recipes/quickstart.py
 
+notebooks: | $(BIN)/python
+	$(BIN)/python recipes/notebooks.py
+
 test: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-real: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/real_modules
 
-test-slow: $(VENV)/.test $(VENV)/.peers $(VENV)/.real
+test-slow: $(VENV)/.test $(VENV)/.peers $(VENV)/.real $(VENV)/.slow
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.test $(VENV)/.dev

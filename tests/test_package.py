@@ -44,8 +44,11 @@ def test_the_citation_is_of_this_version(project: dict[str, Any], citation: dict
     assert {"message", "title", "authors"} <= citation.keys()
 
 
-def test_the_citation_has_the_sources_of_the_readme(citation: dict[str, Any]) -> None:
-    sources = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Sources\n")[2]
+def test_the_citation_has_the_sources_that_users_are_asked_to_cite(citation: dict[str, Any]) -> None:
+    pages = [
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/sources.md") if (ROOT / name).exists()
+    ]
+    (sources,) = [text for page in pages if (text := page.partition("# Sources\n")[2])]
     sources = re.sub(r"\s+", " ", sources)
     named = {title.rstrip(".") for title in re.findall(r"\*([^*]+)\*", sources)}
     assert {paper["title"] for paper in citation["references"]} == named
