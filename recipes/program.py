@@ -174,6 +174,12 @@ def missing(path: Path, what: str) -> SystemExit:
     )
 
 
+def require(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise missing(path, what)
+    return path
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> str:
     """A table whose columns line up on the screen, too. What is not known is a dash."""
     cells = [list(columns), *([_cell(value, digits) for value in row] for row in rows)]
