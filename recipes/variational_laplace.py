@@ -13,8 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from digits import KNOWN, Digits, joined, judge, read_digits
-from matplotlib.figure import Figure
+from digits import KNOWN, Digits, draw_entropies, judge, read_digits
 from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +25,6 @@ from lightning_bayes import (
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     fit_laplace,
-    plots,
 )
 
 VARIATIONAL = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
@@ -79,15 +77,6 @@ def train(run: Run, digits: Digits, kind: type[DigitNet]) -> GaussianPosterior:
     return model.eval().posterior
 
 
-def draw(predictions: dict[str, Any]) -> Figure:
-    """Entropies of known digits and of letters."""
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    for ax, (name, (known, letters)) in zip(figure.subplots(1, len(predictions)), predictions.items(), strict=True):
-        plots.ood_histogram(*joined(known.entropy, letters.entropy), ax=ax)
-        ax.set(title=name, xlabel="entropy of the prediction")
-    return figure
-
-
 def main() -> None:
     run = start(__doc__, "variational_laplace", {"default": Settings(), "fast": Settings(epochs=12)}, threads=1)
     digits = read_digits(run.settings.images)
@@ -103,7 +92,7 @@ def main() -> None:
     }
     run.save_table("table", {name: judge(predict, digits) for name, predict in methods.items()})
     shown, images = ("MAP", "VI, 100 samples", "VL"), (digits.test.tensors[0], digits.unknown["letters"])
-    run.save_picture("ood", draw({name: [methods[name](x) for x in images] for name in shown}))
+    run.save_picture("ood", draw_entropies({name: [methods[name](x).entropy for x in images] for name in shown}))
 
 
 if __name__ == "__main__":
