@@ -5,7 +5,7 @@ training. Beside it stands the one that it estimates: a Laplace posterior with t
 data. Both choose prior and temperature on the validation images, which for digits is so strong a prior that they
 predict alike. Two more trainings make an ensemble.
 
-    python recipes/l2m.py    # half a minute; table and picture go to outputs/l2m/
+    python recipes/l2m.py    # half a minute; table, picture and posteriors go to outputs/l2m/
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class DigitNet(L.LightningModule):
 def train(run: Run, digits: Digits, seed: int) -> LaplacePosterior:
     """The callback reads the optimizer's state when training ends, and AdamW's weight decay is the prior."""
     L.seed_everything(seed, verbose=False)
-    l2m = L2MCallback(likelihood="classification")
+    l2m = L2MCallback(likelihood="classification", save=str(run.output / f"posterior_{seed}.pt"))
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[l2m], accelerator="cpu", **QUIET)
     module = DigitNet(run.settings.epochs)
     trainer.fit(module, DataLoader(digits.train, 32, shuffle=True), DataLoader(digits.validation, 100))
