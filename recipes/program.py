@@ -67,6 +67,7 @@ class Run:
             result = function(*args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(result, part := path.with_suffix(".part"))
+            torch.load(part, weights_only=True)  # what cannot be read again is an error now
             part.replace(path)  # whole or not at all
         return torch.load(path, weights_only=True)
 
@@ -93,13 +94,16 @@ class Run:
         start = time.process_time()
         rows = [dict(row) for row in function(*args, **kwargs)]
         seconds = round(time.process_time() - start, 1)
-        append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
+        if is_first_process():
+            append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
     def rows(self, table: str) -> list[Row]:
         return read_rows(self.output / f"{table}.csv")
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
         """By method and column: printed, and written as CSV and Markdown."""
+        if not is_first_process():
+            return
         columns = list(dict.fromkeys(column for row in table.values() for column in row))
         rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
         text = markdown(["", *columns], rows, digits)
@@ -126,7 +130,8 @@ def start(
         name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
             Each of their fields becomes an option, too.
-        more: Adds options of the recipe's own, which are then in `run.options`.
+        more: Adds options of the recipe's own, which are then in `run.options`. They may say which part of the work is
+            done now, but not how: they are no settings, and the folder may hold results of others.
         arguments: Instead of the command line's.
         threads: That PyTorch may use.
     """
@@ -135,19 +140,19 @@ def start(
     parser.add_argument("--data", type=Path, default=Path(os.environ.get(VARIABLE) or "data"), help=f"or {VARIABLE}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help=f"default: outputs/{name}")
+    scales = {"default": None, "fast": None, **(scales or {})}
+    names, default = [scale for scale in scales if scale != "default"], scales["default"]
     chosen = parser.add_mutually_exclusive_group()
-    for scale in dict.fromkeys(("fast", *(scales or ()))):
-        if scale != "default":
-            chosen.add_argument(f"--{scale}", action="store_true")
-    default = (scales or {}).get("default")
+    for scale in names:
+        chosen.add_argument(f"--{scale}", action="store_true")
     for setting in fields(default) if is_dataclass(default) else ():
         _add_option(parser, setting.name, getattr(default, setting.name))
     if more is not None:
         more(parser)
     given = parser.parse_args(arguments)
 
-    scale = next((s for s in ("fast", *(scales or ())) if s != "default" and getattr(given, s)), "default")
-    settings = (scales or {}).get(scale, default)
+    scale = next((name for name in names if getattr(given, name)), "default")
+    settings = scales[scale] or default
     if is_dataclass(settings):
         changed = {f.name: v for f in fields(settings) if (v := getattr(given, f.name)) is not None}
         settings = replace(settings, **{k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()})
@@ -162,9 +167,14 @@ def start(
     return run
 
 
+def is_first_process() -> bool:
+    """The one that writes. Lightning starts the others of a `ddp` run by the same command, for the same work."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
     """A bar, where there is a screen to show it."""
-    return tqdm(items, desc=what, disable=None)
+    return tqdm(items, desc=what, disable=None if is_first_process() else True)
 
 
 def missing(path: Path, what: str) -> SystemExit:
@@ -199,7 +209,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Not known of a single value, or of one that is infinite."""
+    known = len(values) > 1 and all(map(math.isfinite, values))
+    return stdev(values) / math.sqrt(len(values)) if known else math.nan
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -249,6 +261,8 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> Non
 
 def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     """Write `settings.json`, or see that the folder holds results of the same settings."""
+    if not is_first_process():
+        return
     path = run.output / "settings.json"
     settings = asdict(run.settings) if is_dataclass(run.settings) else {}
     asked = json.loads(json.dumps({"recipe": name, "scale": scale, "seed": run.seed, "settings": settings}))
