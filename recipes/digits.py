@@ -4,7 +4,7 @@ noticed, and scores for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lightning_bayes import Prediction, metrics
+from lightning_bayes import Prediction, metrics, plots
 
 KNOWN = 8  # the digits 0–7
 Predictor = Callable[[Tensor], Prediction]
@@ -75,6 +75,15 @@ def score(probs: Tensor, y: Tensor) -> dict[str, float]:
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
     return float(metrics.functional.ood_detection(*joined(inside, outside))["auroc"])
+
+
+def draw_entropies(entropies: Mapping[str, Sequence[Tensor]]) -> Figure:
+    """By method, those of predictions for known and for unknown things."""
+    figure = Figure(figsize=(3.8 * len(entropies), 3.4), layout="constrained")
+    for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(entropies)), entropies.items(), strict=True):
+        plots.ood_histogram(*joined(known, unknown), ax=ax)
+        ax.set(title=name, xlabel="entropy of the prediction")
+    return figure
 
 
 def joined(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,10 @@ the answer away. Docstrings that begin alike count once, whatever library they a
 import ast
 import random
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -44,6 +46,22 @@ class Docstrings:
             if len(examples) == n:
                 break
         return examples
+
+    def read_all(self, libraries: Sequence[str], n: int) -> list[Examples]:
+        """Up to `n` of each, whose labels number them."""
+        return [self.read(library, label, n) for label, library in enumerate(libraries)]
+
+
+def make_bert(labels: int, weights: Any = None) -> Any:
+    """A small transformer for these words, and the weights of its layers below the head."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    text = {"vocab_size": VOCABULARY, "max_position_embeddings": WORDS, "num_labels": labels}
+    model = BertForSequenceClassification(BertConfig(**sizes, **text))
+    if weights is not None:
+        model.bert.load_state_dict(weights)
+    return model
 
 
 def tokenize(text: str) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ class Run:
             result = function(*args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(result, part := path.with_suffix(".part"))
+            torch.load(part, weights_only=True)  # what cannot be read again is an error now
             part.replace(path)  # whole or not at all
         return torch.load(path, weights_only=True)
 
@@ -129,7 +130,8 @@ def start(
         name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
             Each of their fields becomes an option, too.
-        more: Adds options of the recipe's own, which are then in `run.options`.
+        more: Adds options of the recipe's own, which are then in `run.options`. They may say which part of the work is
+            done now, but not how: they are no settings, and the folder may hold results of others.
         arguments: Instead of the command line's.
         threads: That PyTorch may use.
     """
@@ -138,19 +140,19 @@ def start(
     parser.add_argument("--data", type=Path, default=Path(os.environ.get(VARIABLE) or "data"), help=f"or {VARIABLE}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help=f"default: outputs/{name}")
+    scales = {"default": None, "fast": None, **(scales or {})}
+    names, default = [scale for scale in scales if scale != "default"], scales["default"]
     chosen = parser.add_mutually_exclusive_group()
-    for scale in dict.fromkeys(("fast", *(scales or ()))):
-        if scale != "default":
-            chosen.add_argument(f"--{scale}", action="store_true")
-    default = (scales or {}).get("default")
+    for scale in names:
+        chosen.add_argument(f"--{scale}", action="store_true")
     for setting in fields(default) if is_dataclass(default) else ():
         _add_option(parser, setting.name, getattr(default, setting.name))
     if more is not None:
         more(parser)
     given = parser.parse_args(arguments)
 
-    scale = next((s for s in ("fast", *(scales or ())) if s != "default" and getattr(given, s)), "default")
-    settings = (scales or {}).get(scale, default)
+    scale = next((name for name in names if getattr(given, name)), "default")
+    settings = scales[scale] or default
     if is_dataclass(settings):
         changed = {f.name: v for f in fields(settings) if (v := getattr(given, f.name)) is not None}
         settings = replace(settings, **{k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()})
@@ -182,6 +184,12 @@ def missing(path: Path, what: str) -> SystemExit:
     )
 
 
+def require(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise missing(path, what)
+    return path
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> str:
     """A table whose columns line up on the screen, too. What is not known is a dash."""
     cells = [list(columns), *([_cell(value, digits) for value in row] for row in rows)]
@@ -201,7 +209,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Not known of a single value, or of one that is infinite."""
+    known = len(values) > 1 and all(map(math.isfinite, values))
+    return stdev(values) / math.sqrt(len(values)) if known else math.nan
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.program import read_rows
+
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = ["MAP", "MAP + temperature", "Laplace", "ensemble of 5"]
@@ -29,11 +31,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 @pytest.fixture(scope="module")
 def table(run: tuple[str, Path]) -> Table:
-    lines = run[0].splitlines()
-    at = next(n for n, line in enumerate(lines) if line.split()[:1] == ["NLL"])
-    assert re.split(r"\s{2,}", lines[at].strip()) == COLUMNS
-    rows = (re.split(r"\s{2,}", line) for line in lines[at + 1 : at + 5])
-    return {row[0]: dict(zip(COLUMNS, map(float, row[1:]), strict=True)) for row in rows}
+    rows = read_rows(run[1] / "outputs" / "quickstart" / "table.csv")
+    return {row.pop("method"): row for row in rows}
+
+
+def test_it_prints_its_table(run: tuple[str, Path], table: Table) -> None:
+    lines = [line for line in run[0].splitlines() if line.startswith("|")]
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])] == [
+        ["", *COLUMNS],
+        *([method, *(f"{value:.4f}" for value in row.values())] for method, row in table.items()),
+    ]
 
 
 def test_the_table_has_all_methods(table: Table) -> None:
