@@ -18,7 +18,7 @@ quickstart: $(VENV)/.recipes
 	$(BIN)/python recipes/quickstart.py
 
 notebooks: | $(BIN)/python
-	$(BIN)/python recipes/notebooks.py
+	$(BIN)/python notebooks/make.py
 
 test: $(VENV)/.test $(VENV)/.real
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -81,7 +81,7 @@ def draw(table: dict[str, dict[str, Any]]) -> Figure:
 
 
 def main() -> None:
-    scales = {"default": Settings(), "fast": Settings(networks=2, epochs=15)}
+    scales = {"default": Settings(), "fast": Settings(networks=1, epochs=15)}
     run = start(__doc__, "choosing", scales, threads=1)
     digits, posteriors = read_digits(run.settings.n_train), []
     for seed in progress(run.seeds(run.settings.networks), "networks"):

@@ -1,7 +1,7 @@
 """Every method on modules that are not made for it: nothing in `lit_digits.py` knows of this package.
 
-By hand: callbacks that leave the training as it is share one Trainer; those that change it, and the mixins, have their
-own. The table has each method beside MAP, the plain network that the same training ends with.
+By hand: callbacks that leave the training as it is share one Trainer; those that change it, and the mixins (see
+`bayes_digits.py`), have their own. The table has each method beside MAP, what the same training gives without it.
 
     python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
     python recipes/plug_in.py --devices 2      # the same on two `ddp` processes
@@ -18,25 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+from bayes_digits import Autoencoder, VariationalInferenceDigits, VariationalLaplaceDigits
 from lightning.pytorch.cli import LightningCLI
-from lit_digits import NOISE, DigitsData, LitAutoencoder, LitDigits
-from program import QUIET, Run, progress, start
-from torch import Tensor
+from lit_digits import NOISE, DigitsData, LitDigits
+from matplotlib.figure import Figure
+from program import QUIET, Run, is_first_process, progress, start
 
 import lightning_bayes as bayes
-
-
-class VariationalLaplaceDigits(bayes.LogSigmaMultiplierMixin, bayes.VariationalLaplaceMixin, LitDigits):
-    """A mean and a width for each weight, trained together."""
-
-
-class VariationalInferenceDigits(bayes.LogSigmaMultiplierMixin, bayes.VariationalInferenceMixin, LitDigits):
-    """The same by a sample of the weights in each step."""
-
-
-class Autoencoder(LitAutoencoder):
-    def split_batch(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0], batch[0]  # the target is the input, not the label
 
 
 @dataclass(frozen=True)
@@ -70,17 +58,27 @@ def train(run: Run, name: str) -> Iterable[dict[str, Any]]:
     """Fit and test as ever; what the callbacks and mixins have logged, a row for each name of theirs."""
     kind, arguments, callbacks = trainings()[name]
     L.seed_everything(run.seed, verbose=False)
-    processes = {"devices": run.settings.devices, "strategy": "ddp" if run.settings.devices > 1 else "auto"}
-    where = {"accelerator": "cpu", "default_root_dir": run.output, **processes}
+    where = {"accelerator": "cpu", "devices": run.settings.devices, "default_root_dir": run.output}
+    where["strategy"] = "ddp" if run.settings.devices > 1 else "auto"
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=callbacks, **where, **QUIET)
     model, data = kind(**arguments), DigitsData(run.settings.n_train, run.settings.batch_size)
     trainer.fit(model, data)
     (logged,) = trainer.test(model, data, verbose=False)
-    for method in (key.removeprefix("test_nll_") for key in logged if key.startswith("test_nll_")):
-        if method != "map":
-            row = {"training": name, "method": method, "NLL of MAP": logged["test_nll_map"]}
-            row |= {"NLL": logged[f"test_nll_{method}"], "ECE of MAP": logged.get("test_ece_map")}
-            yield row | {score.upper(): logged.get(f"test_{score}_{method}") for score in ("ece", "acc")}
+    for method in [key[9:] for key in logged if key.startswith("test_nll_") and key != "test_nll_map"]:
+        row = {"method": method, "NLL of MAP": logged["test_nll_map"], "NLL": logged[f"test_nll_{method}"]}
+        row |= {"ECE of MAP": logged.get("test_ece_map"), "ECE": logged.get(f"test_ece_{method}")}
+        yield row | {"accuracy": logged.get(f"test_acc_{method}")}
+
+
+def draw(table: dict[str, dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, score in zip(figure.subplots(1, 2, sharey=True), ("NLL", "ECE"), strict=True):
+        for column, mark in ((f"{score} of MAP", "k|"), (score, "o")):
+            axes.plot([row[column] for row in table.values()], list(table), mark, label=column)
+        axes.set_xlabel(score)
+        axes.legend()
+    axes.invert_yaxis()
+    return figure
 
 
 class Command(LightningCLI):
@@ -94,12 +92,15 @@ def command_line(arguments: list[str] | None = None, **options: Any) -> Lightnin
 
 
 def main() -> None:
-    scales = {"default": Settings(), "fast": Settings(epochs=6, n_train=100, batch_size=10)}
+    scales = {"default": Settings(), "fast": Settings(epochs=4, n_train=100, batch_size=10)}
     run = start(__doc__, "plug_in", scales, threads=1)
     for name in progress(trainings(), "trainings"):
         run.collect("scores", name, train, run, name)
-    columns = ("NLL of MAP", "NLL", "ECE of MAP", "ECE", "ACC")
-    run.save_table("table", {row["method"]: {name: row[name] for name in columns} for row in run.rows("scores")})
+    columns = ("NLL of MAP", "NLL", "ECE of MAP", "ECE", "accuracy")
+    table = {row["method"]: {column: row[column] for column in columns} for row in run.rows("scores")}
+    if is_first_process():
+        run.save_table("table", table)
+        run.save_picture("scores", draw(table))
 
 
 if __name__ == "__main__":

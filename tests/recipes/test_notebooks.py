@@ -31,7 +31,7 @@ def sources(notebook: dict[str, Any], kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def converter() -> Any:
-    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "recipes" / "notebooks.py")
+    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "notebooks" / "make.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -151,13 +151,13 @@ def test_a_recipe_leaves_tables_and_pictures_and_need_not_train_again(
     assert pictures
     assert all(picture.read_bytes().startswith(PNG) for picture in pictures)
 
-    times = {path: path.stat().st_mtime_ns for path in (run.folder / "steps").iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in run.folder.glob("steps/*")}
     monkeypatch.setattr(torch.Tensor, "backward", refuse_to_train)
     printed = call(name, "--fast", "--output", str(run.folder))
     assert printed.startswith(f"going on in {run.folder}")
     assert text in printed
     assert (run.folder / "table.csv").read_bytes() == table
-    assert {path: path.stat().st_mtime_ns for path in (run.folder / "steps").iterdir()} == times
+    assert {path: path.stat().st_mtime_ns for path in run.folder.glob("steps/*")} == times
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -207,6 +207,27 @@ def test_subnetwork(fast: Callable[[str], FastRun]) -> None:
     for name in ("all weights", "60 by variance (SWAG)"):
         assert table[name]["σ of f, gap"] > 2 * table[name]["σ of f, data"]
     assert table["all weights, diagonal"]["σ of f, gap"] < 2 * table["all weights, diagonal"]["σ of f, data"]
+
+
+def test_choosing(fast: Callable[[str], FastRun]) -> None:
+    table = fast("choosing").table
+    assert len(table) == 9
+    scores = {name: {key: row[key] for key in row if key not in ("fit", "predict")} for name, row in table.items()}
+    assert scores["ensemble of 1"] == pytest.approx(scores["MAP"], abs=1e-6)
+    assert table["L2M"]["fit"] < table["Laplace"]["fit"]  # which it has from the training
+    for name in ("MAP + temperature", "Laplace", "L2M"):
+        assert table[name]["NLL"] < table["MAP"]["NLL"] + 0.01
+    assert table["Laplace, evidence"]["AUROC letters"] > table["MAP"]["AUROC letters"]
+
+
+def test_rejection(fast: Callable[[str], FastRun]) -> None:
+    table = fast("rejection").table
+    assert list(table) == ["MAP", "Laplace", "Laplace, evidence"]
+    for row in table.values():
+        assert row["wrong of answered"] < 0.02 < 1 - row["accuracy"]
+        assert row["answered"] > 0.5
+        assert max(row["8 and 9 answered"], row["letters answered"]) < 0.7 * row["answered"]
+    assert table["Laplace, evidence"]["letters answered"] < table["MAP"]["letters answered"]
 
 
 def test_bayesian_optimisation(fast: Callable[[str], FastRun]) -> None:

@@ -3,7 +3,7 @@
 The recipe's docstring, and that of each class and function, become text, their code a cell below it. The body of
 `main` becomes cells that end where something is shown: a table, a sentence, a picture.
 
-    python recipes/notebooks.py    # writes them; tests see that they are those of the recipes
+    python notebooks/make.py    # writes them; tests see that they are those of the recipes
 """
 
 import ast
@@ -13,7 +13,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-RECIPES = Path(__file__).parent
+FOLDER = Path(__file__).parent
+RECIPES = FOLDER.parent / "recipes"
 NOTEBOOKS = {
     "quickstart": "quickstart",
     "choosing": "choosing_a_method",
@@ -99,10 +100,8 @@ def main_cells(node: Any, lines: list[str]) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    folder = RECIPES.parent / "notebooks"
-    folder.mkdir(exist_ok=True)
     for name, title in NOTEBOOKS.items():
-        (folder / f"{title}.ipynb").write_text(notebook(name), encoding="utf-8")
+        (FOLDER / f"{title}.ipynb").write_text(notebook(name), encoding="utf-8")
         print(f"notebooks/{title}.ipynb")
 
 
