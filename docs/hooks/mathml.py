@@ -1,0 +1,47 @@
+r"""Formulas as MathML, which browsers draw themselves: no script, no font to load, no other host.
+
+`pymdownx.arithmatex` finds `$…$` and `$$…$$` in a page and leaves `\(…\)` and `\[…\]` in the HTML. This hook of MkDocs
+turns each of them into a `<math>` element. A formula that cannot be converted ends the build, with the page's name.
+"""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+from latex2mathml.converter import convert
+
+ARITHMATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+class FormulaError(ValueError):
+    """A formula that no browser would show as it is meant."""
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    return to_mathml(html, page.file.src_path)
+
+
+def to_mathml(html: str, page: str) -> str:
+    """The HTML of a page with its formulas converted."""
+
+    def replaced(formula: re.Match[str]) -> str:
+        tag, text = formula.groups()
+        display = "block" if tag == "div" else "inline"
+        return f'<{tag} class="formula">{mathml(unescape(text).strip(), display, page)}</{tag}>'
+
+    return ARITHMATEX.sub(replaced, html)
+
+
+def mathml(latex: str, display: str, page: str = "") -> str:
+    """One formula. Commands that the converter does not know, it would print: they are an error here."""
+    try:
+        converted = convert(latex, display=display)
+    except Exception as error:
+        raise FormulaError(f"{page}: the formula {latex!r} does not convert: {error}") from error
+    # Of the styles of letters, browsers know "normal" alone.
+    wrong = re.search(r"\\\w+|<mi>&(?:amp;)?</mi>|mathvariant=\"(?!normal)[\w-]+\"|merror", converted)
+    if wrong:
+        raise FormulaError(f"{page}: the formula {latex!r} has {wrong.group()!r} left after conversion")
+    return converted
