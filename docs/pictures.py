@@ -1,13 +1,16 @@
 """The pictures of the method pages: one data set with a gap, one network, each method beside the plain network.
 
-    python docs/pictures.py    # a minute on one core; writes docs/images/gap_*.png
+    python docs/pictures.py         # two minutes on one core; writes docs/images/gap_*.png
+    python docs/pictures.py swag    # one of them
 
 The sine's points between 2 and 4 (orange) are hidden from training and validation. The plain network's σ is the root of
 its mean squared training error. Titles have the mean negative log-likelihood of the hidden points.
 """
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ from lightning_bayes import (
     L2MCallback,
     LaplaceCallback,
     LogSigmaMultiplierMixin,
-    MarginalLikelihoodCallback,
     Prediction,
     Subnetwork,
     SWAGCallback,
@@ -35,6 +37,7 @@ from lightning_bayes import (
 
 IMAGES = Path(__file__).parent / "images"
 NOISE, EPOCHS = 0.2, 300
+Panels = dict[str, tuple[Prediction, Prediction]]  # by their titles: along the line, and at the hidden points
 LIGHT, DARK, HIDDEN = "#cfe3f5", "#6aaede", "#d55e00"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -88,16 +91,18 @@ class VI(LogSigmaMultiplierMixin, VariationalInferenceMixin, Undecayed):
 
 
 def train(model: L.LightningModule, *callbacks: L.Callback, seed: int = 0, held_out: bool = True) -> Any:
-    trainer = L.Trainer(max_epochs=EPOCHS, check_val_every_n_epoch=EPOCHS, callbacks=list(callbacks), accelerator="cpu", **QUIET)
+    trainer = L.Trainer(
+        max_epochs=EPOCHS, check_val_every_n_epoch=EPOCHS, callbacks=list(callbacks), accelerator="cpu", **QUIET
+    )
     validation = DataLoader(VALIDATION, 100) if held_out else None
     generator = torch.Generator().manual_seed(seed)
     trainer.fit(model, DataLoader(TRAIN, 20, shuffle=True, generator=generator), validation)
     return model.eval()
 
 
-def posterior_by(callback: Any, model: L.LightningModule | None = None) -> Any:
+def posterior_by(callback: Any) -> Any:
     torch.manual_seed(0)
-    train(model or Net(), callback)
+    train(Net(), callback)
     return callback.posterior
 
 
@@ -133,7 +138,7 @@ def panel(ax: Any, title: str, at_line: Prediction, at_gap: Prediction) -> None:
     ax.set_title(f"{title}\nhidden points: NLL {nll(at_gap):.2f}", size=9)
 
 
-def save(name: str, panels: dict[str, tuple[Prediction, Prediction]]) -> None:
+def save(name: str, panels: Panels) -> None:
     figure = Figure(figsize=(7 if len(panels) == 2 else 9.6, 2.5), layout="constrained")
     for ax, (title, (at_line, at_gap)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         panel(ax, title, at_line, at_gap)
@@ -147,41 +152,49 @@ def predictions(posterior: Any, predictive: str | None = None, **words: Any) -> 
     return tuple(at)  # type: ignore[return-value]
 
 
-def draw() -> None:
+def draw(names: list[str]) -> None:
+    """The pictures with these names, or all."""
     laplace = posterior_by(LaplaceCallback("regression"))
     left = {"plain network": predictions(laplace, "map", calibrated=False)}
-    save("laplace", left | {"post-hoc Laplace, Kronecker": predictions(laplace)})
-    full = posterior_by(LaplaceCallback("regression", structure="full"))
-    diag = posterior_by(LaplaceCallback("regression", structure="diag"))
-    save(
-        "structures",
-        {"full": predictions(full), "Kronecker": predictions(laplace), "diagonal": predictions(diag)},
-    )
-    last = posterior_by(LaplaceCallback("regression", subset="last_layer", structure="full"))
-    some = posterior_by(LaplaceCallback("regression", subset=Subnetwork(250, by="random"), structure="full"))
-    save("subnetworks", left | {"last layer (51 weights)": predictions(last), "250 weights": predictions(some)})
-    save("l2m", left | {"L2M": predictions(posterior_by(L2MCallback("regression")))})
-    marglik = posterior_by(MarginalLikelihoodCallback("regression", structure="full", burn_in_epochs=100), Undecayed())
-    save("marginal_likelihood", left | {"marginal likelihood in training": predictions(marglik)})
-    swag = posterior_by(SWAGCallback(laplace.likelihood, start=0.75))
-    save("swag", left | {"SWAG": predictions(swag)})
-    save("variational_laplace", left | {"Variational Laplace": predictions(variational(VL))})
-    save("variational_inference", left | {"variational inference": predictions(variational(VI))})
-    members = ensemble()
-    save(
-        "ensembles",
-        left
-        | {
-            "ensemble of 5": predictions(members, "map"),
-            "ensemble of 5 Laplace posteriors": predictions(members),
+    drawn: dict[str, Callable[[], Panels]] = {
+        "laplace": lambda: left | {"post-hoc Laplace, Kronecker": predictions(laplace)},
+        "structures": lambda: {
+            "full": predictions(posterior_by(LaplaceCallback("regression", structure="full"))),
+            "Kronecker": predictions(laplace),
+            "diagonal": predictions(posterior_by(LaplaceCallback("regression", structure="diag"))),
         },
-    )
+        "subnetworks": lambda: (
+            left
+            | {
+                "last layer (51 weights)": predictions(subset("last_layer")),
+                "250 of 2,701 weights": predictions(subset(Subnetwork(250, by="random"))),
+            }
+        ),
+        "l2m": lambda: left | {"L2M": predictions(posterior_by(L2MCallback("regression")))},
+        "swag": lambda: left | {"SWAG": predictions(posterior_by(SWAGCallback(laplace.likelihood, start=0.75)))},
+        "variational_laplace": lambda: left | {"Variational Laplace": predictions(variational(VL))},
+        "variational_inference": lambda: left | {"variational inference": predictions(variational(VI))},
+        "ensembles": lambda: left | of_ensemble(ensemble()),
+    }
+    for name in names or drawn:
+        save(name, drawn[name]())
+
+
+def subset(of: str | Subnetwork) -> Any:
+    return posterior_by(LaplaceCallback("regression", subset=of, structure="full"))
+
+
+def of_ensemble(members: DeepEnsemble) -> Panels:
+    return {
+        "ensemble of 5": predictions(members, "map"),
+        "ensemble of 5 Laplace posteriors": predictions(members),
+    }
 
 
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    draw()
+    draw(sys.argv[1:])
 
 
 if __name__ == "__main__":
