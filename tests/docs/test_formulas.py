@@ -1,0 +1,71 @@
+"""Formulas are mathematics on every page, and each of them converts."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+GREEK = re.compile("[αβγδεθλμρσφΛΣ∂ᵀ√⊗]")
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    """What `mkdocs.yml` names; it is no part of a package."""
+    pytest.importorskip("latex2mathml", reason="formulas are the extra `docs`")
+    spec = importlib.util.spec_from_file_location("mathml_hook", DOCS / "hooks" / "mathml.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def html_of(page: Path) -> str:
+    markdown = pytest.importorskip("markdown", reason="pages are built with the extra `docs`")
+    pytest.importorskip("pymdownx", reason="pages are built with the extra `docs`")
+    extensions = ["tables", "pymdownx.superfences", "pymdownx.arithmatex", "pymdownx.details"]
+    text = page.read_text(encoding="utf-8")
+    return str(
+        markdown.markdown(text, extensions=extensions, extension_configs={"pymdownx.arithmatex": {"generic": True}})
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_formula_converts(page: Path, hook: ModuleType) -> None:
+    html = hook.to_mathml(html_of(page), page.name)
+    text = re.sub(r"<code>.*?</code>|<pre.*?</pre>|<math.*?</math>", "", html, flags=re.DOTALL)
+    assert "arithmatex" not in html
+    assert "$" not in text  # nor was one left that nobody took for a formula
+    assert "\\" not in text
+    assert html.count("<math") == html.count("</math>")
+
+
+def test_pages_have_formulas() -> None:
+    assert sum(html_of(page).count('class="arithmatex"') for page in PAGES) > 300
+
+
+@pytest.mark.parametrize(
+    ("latex", "left"), [(r"\notacommand x", r"\\notacommand"), (r"\mathcal{L}", "mathvariant"), ("a & b", "&")]
+)
+def test_what_a_browser_would_show_wrongly_is_an_error(latex: str, left: str, hook: ModuleType) -> None:
+    with pytest.raises(hook.FormulaError, match=r"page\.md: the formula") as error:
+        hook.mathml(latex, "inline", "page.md")
+    assert left in str(error.value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_formula_is_a_block_of_code(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = [block for block in blocks if GREEK.search(block) and "prior      γ" not in block]  # but what is printed
+    assert shown == []
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [span for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", outside) if GREEK.search(span)]
+    assert spans == []
