@@ -14,6 +14,8 @@ from latex2mathml.converter import convert
 
 ARITHMATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
+THIN = '<mspace width="0.17em" />'
+
 
 class FormulaError(ValueError):
     """A formula that no browser would show as it is meant."""
@@ -44,4 +46,16 @@ def mathml(latex: str, display: str, page: str = "") -> str:
     wrong = re.search(r"\\\w+|<mi>&(?:amp;)?</mi>|mathvariant=\"(?!normal)[\w-]+\"|merror", converted)
     if wrong:
         raise FormulaError(f"{page}: the formula {latex!r} has {wrong.group()!r} left after conversion")
-    return converted
+    return _spaced(converted)
+
+
+def _spaced(mathml: str) -> str:
+    """Names such as log, Var and N are upright words, not operators with room on both sides; a thin space stands where
+    neither a bracket nor an index follows."""
+    named = re.sub(r"<mo(?: movablelimits=\"true\")?>([A-Za-z]{2,})</mo>", r"<mi>\1</mi>", mathml)
+    named = re.sub(r"<mo>([A-Za-z])</mo>", r'<mi mathvariant="normal">\1</mi>', named)
+    return re.sub(
+        r"(?<!<msub>)(?<!<msup>)(?<!<msubsup>)(<mi>[A-Za-z]{2,}</mi>)(?=<m(?:i|n|row|frac|sub|sup|subsup|over)\b)",
+        rf"\1{THIN}",
+        named,
+    )
