@@ -14,6 +14,7 @@ from latex2mathml.converter import convert
 
 ARITHMATEX = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
+BEFORE = "</mi>|</mn>|</msub>|</msup>|</msubsup>|&#x00029;</mo>"
 THIN = '<mspace width="0.17em" />'
 
 
@@ -50,10 +51,11 @@ def mathml(latex: str, display: str, page: str = "") -> str:
 
 
 def _spaced(mathml: str) -> str:
-    """Names such as log, Var and N are upright words, not operators with room on both sides; a thin space stands where
-    neither a bracket nor an index follows."""
+    """Names such as log, Var and N are upright words, not operators with room on both sides; a thin space stands before
+    them, and after them where neither a bracket nor an index follows."""
     named = re.sub(r"<mo(?: movablelimits=\"true\")?>([A-Za-z]{2,})</mo>", r"<mi>\1</mi>", mathml)
     named = re.sub(r"<mo>([A-Za-z])</mo>", r'<mi mathvariant="normal">\1</mi>', named)
+    named = re.sub(rf"({BEFORE})(?=<mi>[A-Za-z]{{2,}}</mi>)", rf"\1{THIN}", named)
     return re.sub(
         r"(?<!<msub>)(?<!<msup>)(?<!<msubsup>)(<mi>[A-Za-z]{2,}</mi>)(?=<m(?:i|n|row|frac|sub|sup|subsup|over)\b)",
         rf"\1{THIN}",

@@ -464,6 +464,11 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("LaplaceCallback" in key for key in content["callbacks"])
 
 
+def test_distributed() -> None:
+    trainer = run_page(DOCS / "distributed.md")["trainer"]
+    assert (trainer.world_size, type(trainer.strategy).__name__) == (2, "DDPStrategy")
+
+
 def test_from_laplace_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     loader = Data().loader()
