@@ -23,7 +23,7 @@ class FormulaError(ValueError):
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    return to_mathml(html, page.file.src_path)
+    return unbroken(to_mathml(html, page.file.src_path))
 
 
 def to_mathml(html: str, page: str) -> str:
@@ -35,6 +35,11 @@ def to_mathml(html: str, page: str) -> str:
         return f'<{tag} class="formula">{mathml(unescape(text).strip(), display, page)}</{tag}>'
 
     return ARITHMATEX.sub(replaced, html)
+
+
+def unbroken(html: str) -> str:
+    """A number and its error stay on one line, in the narrow cells of a table, too."""
+    return re.sub(r"(?<=\d) ± (?=\d)", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}", html)
 
 
 def mathml(latex: str, display: str, page: str = "") -> str:

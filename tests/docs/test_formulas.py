@@ -5,12 +5,14 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+CHILDREN = {"msub": 2, "msup": 2, "msubsup": 3, "mfrac": 2, "munder": 2, "mover": 2, "munderover": 3}  # in MathML
 GREEK = re.compile("[αβγδεθλμρσφΛΣ∂ᵀ√⊗]")
 
 
@@ -44,7 +46,10 @@ def test_every_formula_converts(page: Path, hook: ModuleType) -> None:
     assert "arithmatex" not in html
     assert "$" not in text  # nor was one left that nobody took for a formula
     assert "\\" not in text
-    assert html.count("<math") == html.count("</math>")
+    for formula in re.findall(r"<math.*?</math>", html, re.DOTALL):
+        for element in ElementTree.fromstring(formula).iter():
+            n_children = CHILDREN.get(element.tag.rpartition("}")[2])
+            assert n_children in (None, len(element)), formula
 
 
 def test_pages_have_formulas() -> None:
@@ -58,6 +63,14 @@ def test_what_a_browser_would_show_wrongly_is_an_error(latex: str, left: str, ho
     with pytest.raises(hook.FormulaError, match=r"page\.md: the formula") as error:
         hook.mathml(latex, "inline", "page.md")
     assert left in str(error.value)
+
+
+def test_names_of_functions_are_words_with_a_space_where_one_belongs(hook: ModuleType) -> None:
+    thin, log = hook.THIN, "<mi>log</mi>"
+    assert f"{log}{thin}<mi>p</mi>" in hook.mathml(r"\log p(y)", "inline")
+    assert f"{log}{thin}<mi>det</mi>{thin}<mi>P</mi>" in hook.mathml(r"\log\det P", "inline")
+    assert f"<mi>Q</mi>{thin}<mi>diag</mi><mo" in hook.mathml(r"Q \operatorname{diag}(a)", "inline")
+    assert '<mi mathvariant="normal">N</mi><mo' in hook.mathml(r"\operatorname{N}(0, 1)", "inline")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
