@@ -87,10 +87,13 @@ def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_networks_page_reads_a_tagger() -> None:
-    names = run_page(DOCS / "networks.md")
+    names = run_page(DOCS / "networks.md", LitNet=Model, model=Model(), dm=Data())
     batch = names["batch"]
+    assert names["DictNet"]().split_batch({"image": 1, "class": 2}) == (1, 2)
+    assert {"nll_map", "nll_laplace", "acc_laplace"} <= set(names["numbers"])
+    assert names["callback"].posterior.n_data == 24
     assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
-    assert names["callback"].output == "logits"
+    assert names["tagger"].output == "logits"
     assert names["of_images"].predict(names["images"], samples=3).probs.shape == (40, 300)
 
 
