@@ -126,7 +126,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     """Seconds over each size, ours and the plain epoch's; memory over the examples; the fast diagonal over pixels."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained", dpi=72)
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     panels = [(name, "seconds", axis.fits) for name, axis in AXES.items()]
     panels += [("examples", "added", AXES["examples"].fits), ("pixels", "seconds", ("approx",))]
     for ax, (name, of, fits) in zip(figure.subplots(2, 3).flatten(), panels, strict=True):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.keep`: the kept results as Markdown, as the README's table and as pictures.
+"""`python -m benchmarks.keep`: the kept results as Markdown, as the tables of README and pages, and as pictures.
 
 A run with `--keep` writes `benchmarks/results/results.csv`; all else follows from that file. A run of a few cases
 replaces their rows, if it was made under the same conditions.
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from benchmarks import growth
 from benchmarks.isolate import cores
-from benchmarks.readme import with_table
+from benchmarks.readme import costs, with_table
 from benchmarks.report import markdown
 from benchmarks.rows import Row, from_csv, to_csv
 from benchmarks.topics import TITLES, derived
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("benchmarks") / "results"
-CSV, MARKDOWN = RESULTS / "results.csv", RESULTS / "results.md"
+CSV, MARKDOWN, COSTS = RESULTS / "results.csv", RESULTS / "results.md", RESULTS / "costs.md"
 DISTRIBUTIONS = (
     *("torch", "lightning", "lightning-bayes", "timm"),
     *("laplace-torch", "curvlinops-for-pytorch", "backpack-for-pytorch", "asdfghjkl"),
@@ -63,6 +63,7 @@ def publish() -> None:
     """Everything that follows from the kept results."""
     given, rows = _kept()
     (ROOT / MARKDOWN).write_text(markdown(given, rows, TITLES), encoding="utf-8")
+    (ROOT / COSTS).write_text(costs(given, rows), encoding="utf-8")
     readme = ROOT / "README.md"
     readme.write_text(with_table(readme.read_text(encoding="utf-8"), given, rows), encoding="utf-8")
     growth.draw(rows, ROOT / "docs" / "images")

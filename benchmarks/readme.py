@@ -1,4 +1,8 @@
-"""The README's table of speed, from the kept results: what is between two marks there is never typed."""
+"""The tables of speed in the README and on the pages of methods, from the kept results; none of them is typed.
+
+The README has a few rows between two marks. `costs.md` has one section for each page, which the page includes by
+`--8<-- "benchmarks/results/costs.md:l2m"`, and `overview`, which is all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +15,56 @@ from benchmarks.rows import OURS, Row
 
 WIDTH = 140
 BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
-SHOWN = {  # rows, and what they are called
-    "predictive/MLP/kron": "linearised (GLM) predictive of 64 examples, MLP 784-256-256-10",
-    "predictive/MLP/kron/faster": "– as fast as laplace-torch",
-    "predictive/CNN/kron": "the same, CNN of 2 convolutions and 2 linear layers",
-    "predictive/CNN/kron/faster": "– as fast as laplace-torch",
-    "curvature/MLP/KFAC exact": "fit of the MLP: Kronecker, exact GGN",
-    "curvature/MLP/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
-    "curvature/MLP/exact diagonal": "– exact diagonal",
-    "curvature/CNN/KFAC exact": "fit of the CNN: Kronecker, exact GGN",
-    "curvature/CNN/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
-    "curvature/CNN/exact diagonal": "– exact diagonal",
-    "resnet18/exact factors": "fit of timm's ResNet-18 to 64 images of 64×64: Kronecker",
-    "resnet18/low rank": '– `rank="auto"`',
-    "distributed/MLP": "fit on two processes instead of one: MLP",
-    "distributed/CNN": "– CNN",
-    "variational/narrow PreActResNet-18/VL": "step of Variational Laplace, narrow PreActResNet-18",
-    "variational/narrow PreActResNet-18/VI": "step of variational inference",
-    "online_step/autoencoder 28×28/approx": "step of online Laplace, convolutional autoencoder, 28×28",
-    "online_step/autoencoder 64×64/approx": "– 64×64",
-    "l2m/snapshot/ResNet-18/Adam": "L2M's snapshot of the optimizer, ResNet-18: Adam",
-    "l2m/snapshot/ResNet-18/AdamW": "– AdamW",
-    "many_classes/ResNet-18/fit": "fit to 64 images with 1,000 classes instead of 10: ResNet-18",
-    "many_classes/ViT-Tiny/fit": "– ViT-Tiny",
-    "many_classes/ResNet-18/predictive": "GLM predictive with 1,000 classes: ResNet-18",
-    "many_classes/ViT-Tiny/predictive": "– ViT-Tiny",
-    "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
+NAMES = {  # rows, and what they are called, by the page that they belong to
+    "laplace": {
+        "predictive/MLP/kron": "linearised (GLM) predictive of 64 examples, MLP 784-256-256-10",
+        "predictive/MLP/kron/faster": "– as fast as laplace-torch",
+        "predictive/CNN/kron": "the same, CNN of 2 convolutions and 2 linear layers",
+        "predictive/CNN/kron/faster": "– as fast as laplace-torch",
+        "curvature/MLP/KFAC exact": "fit of the MLP: Kronecker, exact GGN",
+        "curvature/MLP/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
+        "curvature/MLP/exact diagonal": "– exact diagonal",
+        "curvature/CNN/KFAC exact": "fit of the CNN: Kronecker, exact GGN",
+        "curvature/CNN/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
+        "curvature/CNN/exact diagonal": "– exact diagonal",
+        "resnet18/exact factors": "fit of timm's ResNet-18 to 64 images of 64×64: Kronecker",
+        "resnet18/low rank": '– `rank="auto"`',
+        "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
+    },
+    "networks": {
+        "many_classes/ResNet-18/fit": "fit to 64 images with 1,000 classes instead of 10: ResNet-18",
+        "many_classes/ViT-Tiny/fit": "– ViT-Tiny",
+        "many_classes/ResNet-18/predictive": "GLM predictive with 1,000 classes: ResNet-18",
+        "many_classes/ViT-Tiny/predictive": "– ViT-Tiny",
+    },
+    "distributed": {
+        "distributed/MLP": "fit on two processes instead of one: MLP",
+        "distributed/CNN": "– CNN",
+    },
+    "l2m": {
+        "l2m/snapshot/ResNet-18/Adam": "L2M's snapshot of the optimizer, ResNet-18: Adam",
+        "l2m/snapshot/ResNet-18/AdamW": "– AdamW",
+    },
+    "online": {
+        "online_step/autoencoder 28×28/approx": "step of online Laplace, convolutional autoencoder, 28×28",
+        "online_step/autoencoder 64×64/approx": "– 64×64",
+    },
+    "variational_laplace": {
+        "variational/narrow PreActResNet-18/VL": "step of Variational Laplace, narrow PreActResNet-18",
+    },
+    "variational_inference": {
+        "variational/narrow PreActResNet-18/VI": "step of variational inference, narrow PreActResNet-18",
+    },
 }
+SHOWN = {name: label for rows in NAMES.values() for name, label in rows.items()}
+IN_README = (
+    "predictive/MLP/kron",
+    "predictive/CNN/kron",
+    "curvature/MLP/KFAC exact",
+    "curvature/CNN/KFAC exact",
+    "variational/narrow PreActResNet-18/VL",
+    "online_step/autoencoder 28×28/approx",
+)
 
 
 def with_table(readme: str, conditions: str, rows: Sequence[Row]) -> str:
@@ -46,16 +73,34 @@ def with_table(readme: str, conditions: str, rows: Sequence[Row]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the README has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n\n{block(conditions, rows)}\n\n{END}{after}"
+    lines = _table({name: SHOWN[name] for name in IN_README}, rows)
+    machine = conditions.partition(";")[0]
+    return f"{before}{BEGIN}\n\n{lines}\n\nMeasured on {_dates(rows)}, {machine}, without a GPU.\n\n{END}{after}"
 
 
-def block(conditions: str, rows: Sequence[Row]) -> str:
+def costs(conditions: str, rows: Sequence[Row]) -> str:
+    """One section for each page, with what all of its numbers depend on."""
+    said = fill(f"Measured on {_dates(rows)}, {conditions}. {noise(rows)}".strip(), WIDTH, break_long_words=False)
+    tables = {page: _table(names, rows) for page, names in {"overview": SHOWN, **NAMES}.items()}
+    sections = [_section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
+    return "\n\n".join(sections) + "\n"
+
+
+def _section(name: str, text: str) -> str:
+    return f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->"
+
+
+def _table(names: Mapping[str, str], rows: Sequence[Row]) -> str:
     by_name = {row.name: row for row in rows}
-    lines = [line for name, label in SHOWN.items() if (line := _line(name, label, by_name))]
+    lines = [line for name, label in names.items() if (line := _line(name, label, by_name))]
+    if not any(peer for _, _, peer in lines):
+        return table(("", "lightning_bayes"), [line[:2] for line in lines]) if lines else ""
+    return table(("", "lightning_bayes", "laplace-torch"), lines)
+
+
+def _dates(rows: Sequence[Row]) -> str:
     dates = sorted({row.date[:10] for row in rows if row.date})
-    text = f"Measured on {' and '.join(dates[:: len(dates) - 1 or 1])}, {conditions}. {noise(rows)}"
-    said = fill(text.strip(), WIDTH, break_long_words=False)
-    return f"{said}\n\n{table(('', 'lightning_bayes', 'laplace-torch'), lines)}"
+    return " and ".join(dates[:: len(dates) - 1 or 1])
 
 
 def _line(name: str, label: str, by_name: Mapping[str, Row]) -> list[str]:

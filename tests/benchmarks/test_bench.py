@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -174,12 +175,19 @@ def test_the_table_of_a_readme() -> None:
     text = readme.with_table(before, "2 cores; torch 2", ROWS)
     assert readme.with_table(text, "2 cores; torch 2", ROWS) == text
     assert text.startswith("# Title\n") and text.endswith("\n\nafter\n") and "old" not in text  # noqa: PT018
-    assert "Measured on 2026-01-02 and 2026-01-03, 2 cores; torch 2. A plain step or epoch" in text
-    assert "off by at most 4% in nine of ten rows" in " ".join(text.split())
+    assert "Measured on 2026-01-02 and 2026-01-03, 2 cores, without a GPU." in text
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in text.splitlines() if line.startswith("| ")]
     assert cells[2:] == [["0.013 s, + 20 MB", "gave up after 30 s"], ["4.25 epochs", ""]]
     with pytest.raises(ValueError, match="the README has no"):
         readme.with_table("# Title", "", ROWS)
+
+
+def test_costs_have_a_section_for_each_page() -> None:
+    text = readme.costs("2 cores; torch 2", ROWS)
+    assert re.findall(r"\[start:(\w+)\]", text) == re.findall(r"\[end:(\w+)\]", text) == ["overview", "laplace"]
+    assert text.count("Measured on 2026-01-02 and 2026-01-03, 2 cores; torch 2. A plain step or epoch") == 2
+    assert "off by at most 4% in nine of ten rows" in " ".join(text.split())
+    assert set(readme.IN_README) <= set(readme.SHOWN)
 
 
 def test_kept_results_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,3 +211,4 @@ def test_readme_and_pages_are_made_from_the_kept_results(tmp_path: Path) -> None
     text = (keep.ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.with_table(text, conditions, rows) == text, "run python -m benchmarks.keep"
     assert (keep.ROOT / keep.MARKDOWN).read_text(encoding="utf-8") == markdown(conditions, rows, TITLES)
+    assert (keep.ROOT / keep.COSTS).read_text(encoding="utf-8") == readme.costs(conditions, rows)

@@ -1,5 +1,5 @@
 """Each method under each strategy that leaves no process with the whole network: what cannot run is refused by name,
-before training. `docs/strategies.md` has the table. What runs is tested on real processes, in `tests/callbacks`.
+before training. `docs/distributed.md` has the table. What runs is tested on real processes, in `tests/callbacks`.
 """
 
 from pathlib import Path

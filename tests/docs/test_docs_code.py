@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import inspect
 import logging
 import pkgutil
 import re
@@ -14,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes.posterior.options import FitOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -83,10 +87,13 @@ def test_curvature(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_networks_page_reads_a_tagger() -> None:
-    names = run_page(DOCS / "networks.md")
+    names = run_page(DOCS / "networks.md", LitNet=Model, model=Model(), dm=Data())
     batch = names["batch"]
+    assert names["DictNet"]().split_batch({"image": 1, "class": 2}) == (1, 2)
+    assert {"nll_map", "nll_laplace", "acc_laplace"} <= set(names["numbers"])
+    assert names["callback"].posterior.n_data == 24
     assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
-    assert names["callback"].output == "logits"
+    assert names["tagger"].output == "logits"
     assert names["of_images"].predict(names["images"], samples=3).probs.shape == (40, 300)
 
 
@@ -101,15 +108,29 @@ def test_metrics() -> None:
     assert names["ax"].get_xlabel() == "confidence"
 
 
-def test_conformal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conformal() -> None:
     names = run_page(DOCS / "conformal.md")
-    page = (DOCS / "conformal.md").read_text(encoding="utf-8")
-    (said,) = re.findall(r"^print\(prediction\)  # (.*)$", page, re.MULTILINE)
-    assert capsys.readouterr().out.strip() == said
-    assert names["arrays"]["label"].shape == (10,)
     assert 0 < len(names["kept"]) < 500
     assert float(names["held"]) > 0.87
     assert torch.equal(names["sets"], names["conformal"].predict(names["x_new"]))
+
+
+def test_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page(DOCS / "predictions.md")
+    page = (DOCS / "predictions.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"^print\(prediction\)  # (.*)$", page, re.MULTILINE)
+    assert capsys.readouterr().out.strip() == said
+    assert names["arrays"]["label"].shape == (10,)
+    assert names["refined"].mean.shape == names["posterior"].mean.shape
+    assert names["posterior"].predict(names["x"], predictive="gp").probs.shape == (1400, 3)
+
+
+def test_tuning() -> None:
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    loader = DataLoader(TensorDataset(x, y), 8)
+    names = run_page(DOCS / "tuning.md", posterior=fit_laplace(network, loader), train_loader=loader)
+    assert names["tuned"].prior_precision.unique().numel() == 2  # of the layer before the norm, and of the others
 
 
 def test_optimisation() -> None:
@@ -347,9 +368,18 @@ def test_subnetworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     loader, model = Data().loader(), Patient()
     own = {"network": Patient().net, "train_loader": loader, "validation_loader": loader, "x": next(iter(loader))[0]}
-    names = run_page(DOCS / "subnetworks.md", model=model, dm=Data(), optimizer=model.configure_optimizers(), **own)
+    names = run_page(DOCS / "subnetworks.md", model=model, dm=Data(), **own)
     assert names["posterior"].subset.size == names["laplace"].posterior.subset.size == 100
+    assert names["last"].subset.size == 20 * 3 + 3
     assert {f"test_nll_{of}" for of in ("map", "laplace", "swag")} <= set(model.tested)
+
+
+def test_swag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = Patient()
+    names = run_page(DOCS / "swag.md", model=model, dm=Data(), optimizer=model.configure_optimizers())
+    assert {"test_nll_map", "test_nll_swag"} <= set(model.tested)
+    assert names["swag"].posterior.subset.size == 4 * 20 + 20 + 20 * 3 + 3
     assert [round(names["schedule"].lr_lambdas[0](epoch), 3) for epoch in (0, 30, 75, 99)] == [1, 0.6, 0.1, 0.1]
 
 
@@ -385,15 +415,99 @@ def test_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*log σ.*")  # a run of one epoch is too short for it, and says so
-def test_variational(tmp_path: Path) -> None:
+def test_variational_laplace(tmp_path: Path) -> None:
     torch.manual_seed(0)
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False)
-    names = run_page(DOCS / "variational.md", LitNet=Model, trainer=trainer, dm=Data())
+    names = run_page(DOCS / "variational_laplace.md", LitNet=Model, trainer=trainer, dm=Data())
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "vl")}
     assert said <= set(names["net"].tested)
     assert [tuple(p.probs.shape) for p in names["out"]] == [(10, 3), (10, 3), (4, 3)]
     log_σ = torch.cat([l.flatten() for l in names["net"].log_sigma.values()])
     torch.testing.assert_close(names["net"].posterior.precision.diagonal(), (-2 * log_σ).exp())
+
+
+@pytest.mark.filterwarnings("ignore:.*log σ.*")
+def test_variational_inference(tmp_path: Path) -> None:
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False)
+    names = run_page(DOCS / "variational_inference.md", LitNet=Model, trainer=trainer, dm=Data())
+    assert {"test_nll_map", "test_nll_vi", "test_brier_vi"} <= set(names["net"].tested)
+    log_σ = torch.cat([l.flatten() for l in names["net"].log_sigma.values()])
+    torch.testing.assert_close(names["net"].posterior.precision.diagonal(), (-2 * log_σ).exp())
+
+
+def test_laplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loader, model = Data().loader(), Model()
+    own = {"network": nn.Linear(4, 3), "train_loader": loader, "val_loader": loader, "x": next(iter(loader))[0]}
+    names = run_page(DOCS / "laplace.md", model=model, dm=Data(), **own)
+    assert {"test_nll_map", "test_nll_laplace", "test_ece_laplace"} <= set(model.tested)
+    assert [len(p) for p in names["out"]] == [10, 10, 4]
+    shares = names["prediction"].epistemic + names["prediction"].aleatoric
+    torch.testing.assert_close(shares, names["prediction"].probs * (1 - names["prediction"].probs))
+
+
+class Validated(Model):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path")  # of a ModelCheckpoint, which no test needs
+def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dm = Data()
+    dm.val_dataloader = dm.loader
+    x = next(iter(dm.loader()))[0]
+    names = run_page(DOCS / "checkpoints.md", model=Validated(), dm=dm, LitNet=Validated, x=x)
+    expected = names["laplace"].posterior.predict(x).probs
+    for posterior in (names["again"].posterior, names["checkpoint"], names["posterior"]):
+        torch.testing.assert_close(posterior.predict(x).probs, expected)
+    assert Path("posterior.pt").exists()
+    assert not [value for value in names["state"].values() if type(value).__module__.startswith("lightning_bayes")]
+    content = torch.load(names["best"].best_model_path, weights_only=True)
+    assert any("LaplaceCallback" in key for key in content["callbacks"])
+
+
+def test_distributed() -> None:
+    trainer = run_page(DOCS / "distributed.md")["trainer"]
+    assert (trainer.world_size, type(trainer.strategy).__name__) == (2, "DDPStrategy")
+
+
+def test_from_laplace_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loader = Data().loader()
+    x = next(iter(loader))[0]
+    names = run_page(DOCS / "from_laplace_torch.md", model=nn.Linear(4, 3), train_loader=loader, x=x)
+    torch.testing.assert_close(names["again"].predict(x, "glm", link="probit").probs, names["probs"])
+
+
+def test_the_right_column_of_laplace_torch_names_what_exists() -> None:
+    """Words of the table are arguments of the calls that they belong to."""
+    page = (DOCS / "from_laplace_torch.md").read_text(encoding="utf-8")
+    right = " ".join(line.split("|")[2] for line in page.splitlines() if line.startswith("| `"))
+    known = (
+        set(inspect.signature(fit_laplace).parameters) | set(FitOptions.__annotations__) | {"noise_std", "per_layer"}
+    )
+    known |= set(inspect.signature(LaplacePosterior.predict).parameters) | {"joint", "n", "likelihood"}
+    assert set(re.findall(r"(\w+)=", right)) <= known
+    for method in re.findall(r"posterior\.(\w+)\(", right):
+        assert hasattr(LaplacePosterior, method)
+
+
+def test_from_torch_uncertainty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(12, 4)
+    names = run_page(
+        DOCS / "from_torch_uncertainty.md", module=(model := Model()), dm=Data(), known=x, unknown=10 + 3 * x
+    )
+    assert {"test_nll_map", "test_brier_laplace"} <= set(model.tested)
+    assert set(names["ood"].compute()) == {"auroc", "aupr_in", "aupr_out", "fpr95"}
+
+
+def test_every_page_with_code_is_run_by_a_test() -> None:
+    tests = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    pages = [page.name for page in DOCS.glob("*.md") if FENCE.search(page.read_text(encoding="utf-8"))]
+    assert len(pages) > 20
+    assert [name for name in pages if f'"{name}"' not in tests] == []
 
 
 def test_an_error_points_at_the_page(tmp_path: Path) -> None:

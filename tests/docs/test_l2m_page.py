@@ -1,4 +1,4 @@
-"""The code of the L2M page runs, and its numbers are those of the formulas."""
+"""The code of the pages on L2M and on ensembles runs, and its numbers are those of the formulas."""
 
 from itertools import combinations
 from pathlib import Path
@@ -35,18 +35,24 @@ def checkpoint_of(seed: int, folder: Path) -> str:
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
-    paths = [checkpoint_of(seed, tmp_path) for seed in range(2)]
-    given = {"model": LitNet(), "dm": Even(), "paths": paths, "LitNet": LitNet, "x": x, "test_loader": Even().loader()}
-    names = run_page(DOCS / "l2m.md", **given)
+    names = run_page(DOCS / "l2m.md", model=LitNet(), dm=Even())
     said = {f"test_{score}_{of}" for score in ("nll", "acc", "ece", "brier") for of in ("map", "l2m")}
     assert said <= set(names["model"].tested)
     assert names["l2m"].posterior.n_data == 24
+
+
+def test_ensembles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    paths = [checkpoint_of(seed, tmp_path) for seed in range(2)]
+    names = run_page(DOCS / "ensembles.md", paths=paths, LitNet=LitNet, x=x, test_loader=Even().loader())
     one, two = (p.predict(x, "map").probs for p in names["ensemble"].posteriors)
     torch.testing.assert_close(names["plain"].probs, (one + two) / 2)
     assert not torch.allclose(one, two)
     torch.testing.assert_close(names["prediction"].probs.sum(1), torch.ones(5))
     assert set(names["evaluate"](names["ensemble"], Even().loader())) == {"nll", "acc", "ece", "brier"}
+    disagreement = ((one - names["plain"].probs).square() + (two - names["plain"].probs).square()) / 2
+    torch.testing.assert_close(names["plain"].epistemic, disagreement)
 
 
 def test_the_variance_of_a_batch_mean_is_the_formula_of_the_page() -> None:
