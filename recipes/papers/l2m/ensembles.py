@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import DeepEnsemble, Gaussian, LaplacePosterior, fit_l2m, fit_laplace
-from lightning_bayes.metrics import functional as scores
+from lightning_bayes import DeepEnsemble, Gaussian, LaplacePosterior, fit_l2m, fit_laplace, metrics
 from recipes.papers.claims import Claim, verdict
 from recipes.papers.l2m.regression_data import Split, check_files, n_splits, read_split
 from recipes.papers.l2m.side_by_side import BATCH, State, member, train_side_by_side
@@ -127,9 +126,9 @@ def choose_noise(μ: Tensor, variance: Tensor, y: Tensor) -> float:
 def judge(μ: Tensor, variance: Tensor, y: Tensor, scale: float) -> dict[str, float]:
     μ, variance, y = μ * scale, variance * scale**2, y * scale
     return {
-        "NLL": float(scores.gaussian_nll(μ, variance, y)),
-        "CRPS": float(scores.gaussian_crps(μ, variance, y)),
-        "coverage": float(scores.interval_coverage(μ, variance, y)),
+        "NLL": float(metrics.functional.gaussian_nll(μ, variance, y)),
+        "CRPS": float(metrics.functional.gaussian_crps(μ, variance, y)),
+        "coverage": float(metrics.functional.interval_coverage(μ, variance, y)),
         "RMSE": float((μ - y).square().mean().sqrt()),
     }
 
@@ -145,7 +144,7 @@ def report(folder: Path) -> str:
     sets = list(dict.fromkeys(name for name, _ in by_cell))
     parts = []
     for score, methods in TABLES.items():
-        lines = [[name, *(spread([row[score] for row in by_cell[name, m]]) for m in methods)] for name in sets]
+        lines = [[name, *(spread([row[score] for row in by_cell[name, m]], 4) for m in methods)] for name in sets]
         parts += [CAPTIONS[score], markdown(["", *methods], lines)]
     return "\n\n".join([*parts, verdict(list(claims(by_cell, sets)))])
 
