@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help quickstart notebooks test test-real test-slow lint bench practice docs clean
+.PHONY: help quickstart notebooks test test-real test-slow lint bench practice results docs clean
 
 help:
 	@echo "make quickstart   train, fit and show uncertainty on scikit-learn's digits"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        time and memory against the peers and a plain epoch (CASES=MLP: some; KEEP=1: into README and docs)"
 	@echo "make practice     does a posterior help? ordinary trainings and methods (FULL=1: all of them)"
+	@echo "make results      recipes/papers/RESULTS.md, from the numbers that the papers' programs have saved"
 	@echo "make docs         the documentation, in site/"
 
 quickstart: $(VENV)/.recipes
@@ -39,6 +40,9 @@ bench: $(VENV)/.recipes $(VENV)/.peers $(VENV)/.real
 
 practice: $(VENV)/.recipes $(VENV)/.peers
 	$(BIN)/python -m benchmarks.practice
+
+results: $(VENV)/.recipes
+	$(BIN)/python -m recipes.papers.results
 
 docs: $(VENV)/.recipes $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -84,9 +84,21 @@ def cnn(width: int) -> nn.Sequential:
 
 
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {
-    "T-FORMER": lambda width: Transformer(2 * width),
+    "T-FORMER": lambda width: Transformer(4 * (width // 2)),
     "CNN": cnn,
     "RESNET": lambda width: residual(Residual, width),
     "PRE-RESNET": lambda width: residual(PreActivation, width),
     "FIXUP": lambda width: residual(Fixup, width, normed=False),
 }
+
+
+def sized(name: str, weights: int) -> nn.Module:
+    """The network whose width brings it nearest to a number of weights."""
+    make, widths = NETWORKS[name], range(2, 65)
+    with torch.device("meta"):  # counted, not drawn
+        width = min(widths, key=lambda width: abs(count(make(width)) - weights))
+    return make(width)
+
+
+def count(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())

@@ -4,7 +4,7 @@ The paper trains a ResNet-18 (11 million weights) on all of MNIST and puts a ful
 Here a convolutional network of 79,510 weights trains on 5,000 images, and the subnetwork has 1,500 of them (1.9 %). The
 protocol is otherwise theirs: one trained network; SGD with a constant learning rate from there on gives the snapshots
 of SWAG, whose variances choose the subnetwork; the full GGN over it; the linearised network predicts by the probit
-link. Priors are tuned on validation images. No temperatures.
+link. Priors are tuned on validation images, where the authors chose on test images. No temperatures.
 
 | method | what it is |
 |---|---|
@@ -16,204 +16,251 @@ link. Priors are tuned on validation images. No temperatures.
 | ensemble | of 3 networks |
 | SWAG | diagonal, 50 samples around the averaged weights |
 
-The table has the negative log-likelihood and the calibration error (10 bins) by the angle, means over seeds.
-
     python -m recipes.papers.subnetwork.rotated_mnist              # ten minutes of processor time
-    python -m recipes.papers.subnetwork.rotated_mnist --help
+    python -m recipes.papers.subnetwork.rotated_mnist --paper      # the paper's network: days, and 30 GB of memory
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
-import logging
-import warnings
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import lightning as L
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms.functional import rotate
 
-from lightning_bayes import Subnetwork, SWAGCallback, fit_laplace, metrics
-from recipes.papers.image_data import DEFAULT_FOLDER, read_images
+from lightning_bayes import GaussianPosterior, Subnetwork, SWAGCallback, fit_laplace, metrics
+from recipes.papers.claims import Claim, beats, verdict
+from recipes.papers.image_data import read_images
+from recipes.papers.subnetwork.networks import LitNet
+from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spread, start
 
-OUTPUT = Path("outputs/papers/subnetwork")
-ANGLES = tuple(range(0, 181, 30))
-MEMBERS, SAMPLES = 3, 50
-SCORES = ("nll", "ece")
+OWN = "subnetwork by SWAG"
+PAPERS = ("MAP", "diagonal Laplace", OWN, "subnetwork by chance", "MC dropout", "ensemble", "SWAG")
+SCORES = {"nll": "The test NLL by angle:", "ece": "The calibration error (10 bins) by angle:"}
 Method = Callable[[Tensor], Tensor]  # images to probabilities
 
 
-class LitNet(L.LightningModule):
-    """An ordinary LightningModule; `constant` is the learning rate of the epochs that SWAG looks at."""
-
-    def __init__(self, classes: int, epochs: int, constant: float | None = None) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            *(nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten()),
-            *(nn.LazyLinear(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, classes)),
-        )
-        self.epochs, self.constant = epochs, constant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        sgd = torch.optim.SGD(self.parameters(), self.constant or 0.05, momentum=0.9, weight_decay=1e-4)
-        if self.constant is not None:
-            return sgd
-        return [sgd], [torch.optim.lr_scheduler.CosineAnnealingLR(sgd, self.epochs)]
+@dataclass(frozen=True)
+class Settings:
+    dataset: str = "MNIST"
+    network: str = "cnn"  # or "resnet18"
+    n_train: int = 5000
+    n_validation: int = 1000
+    n_test: int = 2000
+    epochs: int = 20
+    swag_epochs: int = 10  # of SGD at a constant learning rate, with four snapshots each
+    weights: int = 1500  # of the subnetwork
+    members: int = 3  # of the ensemble
+    samples: int = 50
+    angle: int = 30  # between two rotations, up to 180°
+    seeds: int = 3
 
 
-def train(data: TensorDataset, classes: int, epochs: int, seed: int) -> LitNet:
-    L.seed_everything(seed, verbose=False)
-    module = LitNet(classes, epochs)
-    module(data.tensors[0][:1])  # gives the lazy layer its size
-    fit(module, data, epochs)
-    return module.eval()
+SCALES = {
+    "default": Settings(),
+    "fast": Settings(
+        n_train=400, n_validation=60, n_test=80, epochs=3, swag_epochs=2, weights=40, members=2, samples=5, angle=90,
+        seeds=1,
+    ),
+    "paper": Settings(
+        network="resnet18", n_train=55_000, n_validation=5_000, n_test=10_000, epochs=90, swag_epochs=64,
+        weights=42_438, members=5, angle=15,
+    ),
+}  # fmt: skip
 
 
-def fit(module: LitNet, data: TensorDataset, epochs: int, *callbacks: L.Callback) -> None:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(
-        max_epochs=epochs, callbacks=list(callbacks), accelerator="cpu", enable_model_summary=False, **quiet
-    )
-    trainer.fit(module, DataLoader(data, 50, shuffle=True))
+# -- what is trained, each at most once --------------------------------------------------------------------------------
 
 
-def swag_from(module: LitNet, data: TensorDataset, epochs: int) -> SWAGCallback:
-    """Snapshots of a further training at a constant learning rate, four per epoch; `module` stays as it is."""
-    further, every = copy.deepcopy(module).train(), max(1, len(data) // 50 // 4)
-    further.constant = 0.01
-    swag = SWAGCallback(network="net", start=0, every_n_steps=every, samples=SAMPLES)
-    fit(further, data, epochs, swag)
-    further.eval()
-    return swag
+@dataclass(frozen=True)
+class Trained:
+    """Networks and SWAG posteriors of one run, trained when a method asks for them, or read."""
+
+    run: Run
+    data: TensorDataset
+    validation: TensorDataset
+    classes: int
+
+    def module(self, seed: int) -> LitNet:
+        module = self._new()
+        module.load_state_dict(self.run.once(f"network {seed}", self._train, seed))
+        return module.eval()
+
+    def swag(self, seed: int) -> GaussianPosterior:
+        state = self.run.once(f"SWAG {seed}", self._train_further, seed)
+        network = self._new().net.eval()
+        network.load_state_dict(state["network"])
+        return GaussianPosterior.from_state_dict(network, state["posterior"])
+
+    def _train(self, seed: int) -> dict[str, Tensor]:
+        L.seed_everything(seed, verbose=False)
+        module = self._new()
+        self._fit(module, self.run.settings.epochs)
+        return module.state_dict()
+
+    def _train_further(self, seed: int) -> dict[str, Any]:
+        """Snapshots of a further training at a constant learning rate, four per epoch."""
+        module = self.module(seed)
+        L.seed_everything(seed, verbose=False)
+        further = copy.deepcopy(module).train()
+        further.constant = 0.01
+        every = max(1, len(self.data) // 50 // 4)
+        swag = SWAGCallback(network="net", start=0, every_n_steps=every, samples=self.run.settings.samples, save=False)
+        self._fit(further, self.run.settings.swag_epochs, swag)
+        return {"network": swag.posterior.network.state_dict(), "posterior": swag.posterior.state_dict()}
+
+    def _new(self) -> LitNet:
+        settings: Settings = self.run.settings
+        return LitNet(settings.network, self.classes, settings.epochs, self.data.tensors[0][:1])
+
+    def _fit(self, module: LitNet, epochs: int, *callbacks: L.Callback) -> None:
+        trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), accelerator="cpu", **QUIET)
+        trainer.fit(module, DataLoader(self.data, 50, shuffle=True))
 
 
-def methods(members: list[LitNet], data: TensorDataset, validation: Any, epochs: int, n: int) -> dict[str, Method]:
-    """By name; the first member is the network of all but the ensemble."""
-    network, loader = members[0].net, DataLoader(data, 250)
-    swag = swag_from(members[0], data, epochs)
-    by_swag = {"by SWAG": swag.posterior, "by diagonal Laplace": "laplace_diag", "by chance": "random"}
-    fits: dict[str, dict[str, Any]] = {
-        "diagonal Laplace": {"structure": "diag"},
-        **{f"subnetwork {name}": {"subset": Subnetwork(n, by)} for name, by in by_swag.items()},
-        "last layer": {"structure": "full", "subset": "last_layer"},
-    }
-    table: dict[str, Method] = {"MAP": lambda x: network(x).softmax(1)}
-    for name, words in fits.items():
-        posterior = fit_laplace(network, loader, **words)
-        tuned = posterior.tune_prior("auto", loader=validation, link="probit", calibrate=False)
-        print(f"    {name}: prior precision {float(tuned.prior_precision):.3g}", flush=True)
-        table[name] = partial(_probs, tuned.predict, link="probit")
-    table["MC dropout"] = lambda x: with_dropout(network, x)
-    table[f"ensemble of {len(members)}"] = lambda x: torch.stack([m(x).softmax(1) for m in members]).mean(0)
-    table["SWAG"] = partial(_probs, swag.posterior.predict, predictive="bnn", samples=SAMPLES)
-    return table
+# -- the methods -------------------------------------------------------------------------------------------------------
 
 
-def _probs(predict: Callable[..., Any], x: Tensor, **words: Any) -> Tensor:
-    return predict(x, **words).probs
+def plain(trained: Trained, seed: int) -> Method:
+    network = trained.module(seed).net
+    return lambda x: network(x).softmax(1)
 
 
-def with_dropout(network: nn.Module, x: Tensor) -> Tensor:
+def laplace(trained: Trained, seed: int, **words: Any) -> Method:
+    posterior = fit_laplace(trained.module(seed).net, DataLoader(trained.data, 250), **words)
+    validation = DataLoader(trained.validation, 250)
+    tuned = posterior.tune_prior("auto", loader=validation, link="probit", calibrate=False)
+    return lambda x: tuned.predict(x, link="probit").probs
+
+
+def subnetwork(trained: Trained, seed: int, by: str) -> Method:
+    chosen_by = trained.swag(seed) if by == "swag" else by
+    return laplace(trained, seed, subset=Subnetwork(trained.run.settings.weights, chosen_by))
+
+
+def dropout(trained: Trained, seed: int) -> Method:
     """The mean over random networks."""
-    dropout = [layer for layer in network.modules() if isinstance(layer, nn.Dropout)]
-    try:
-        for layer in dropout:
+    network = trained.module(seed).net
+    for layer in network.modules():
+        if isinstance(layer, nn.Dropout):
             layer.train()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return torch.stack([network(x).softmax(1) for _ in range(SAMPLES)]).mean(0)
-    finally:
-        for layer in dropout:
-            layer.eval()
+    return lambda x: torch.stack([network(x).softmax(1) for _ in range(trained.run.settings.samples)]).mean(0)
 
 
-def score(method: Method, x: Tensor, y: Tensor) -> dict[str, float]:
-    with torch.no_grad():
-        probs = torch.cat([method(part) for part in x.split(250)])
-    return {
-        "nll": float(metrics.functional.negative_log_likelihood(probs, y)),
-        "ece": float(metrics.functional.calibration_error(probs, y, n_bins=10)),
-        "acc": float((probs.argmax(1) == y).float().mean()),
+def ensemble(trained: Trained, seed: int) -> Method:
+    members = [plain(trained, seed + m) for m in range(trained.run.settings.members)]
+    return lambda x: torch.stack([member(x) for member in members]).mean(0)
+
+
+def swag(trained: Trained, seed: int) -> Method:
+    posterior, samples = trained.swag(seed), trained.run.settings.samples
+    return lambda x: posterior.predict(x, "bnn", samples=samples).probs
+
+
+METHODS: dict[str, Callable[[Trained, int], Method]] = {
+    "MAP": plain,
+    "diagonal Laplace": partial(laplace, structure="diag"),
+    OWN: partial(subnetwork, by="swag"),
+    "subnetwork by diagonal Laplace": partial(subnetwork, by="laplace_diag"),
+    "subnetwork by chance": partial(subnetwork, by="random"),
+    "last layer": partial(laplace, structure="full", subset="last_layer"),
+    "MC dropout": dropout,
+    "ensemble": ensemble,
+    "SWAG": swag,
+}
+
+
+# -- all of them at all angles -----------------------------------------------------------------------------------------
+
+
+def measure(name: str, seed: int, trained: Trained, rotated: Mapping[int, Tensor], y: Tensor) -> Iterator[Row]:
+    trained.swag(seed)  # a method's random numbers do not depend on what has been trained for it
+    L.seed_everything(seed, verbose=False)
+    method = METHODS[name](trained, seed)
+    for angle, x in rotated.items():
+        with torch.no_grad():
+            probs = torch.cat([method(part) for part in x.split(250)])  # [N, C]
+        yield {
+            "method": name,
+            "seed": seed,
+            "angle": angle,
+            "nll": float(metrics.functional.negative_log_likelihood(probs, y)),
+            "ece": float(metrics.functional.calibration_error(probs, y, n_bins=10)),
+            "accuracy": float((probs.argmax(1) == y).float().mean()),
+        }
+
+
+def report(folder: Path) -> str:
+    """Means and standard errors over seeds, and whether what the paper shows in its figures holds."""
+    by_cell = _by_cell(folder)
+    methods, angles = _names(by_cell)
+    parts = []
+    for score, caption in SCORES.items():
+        lines = [[m, *(spread([row[score] for row in by_cell[m, a]]) for a in angles)] for m in methods]
+        parts += [caption, markdown(["", *(f"{angle}°" for angle in angles)], lines)]
+    known = [name for name in PAPERS if name in methods]
+    rotated = {
+        score: {m: mean(row[score] for a in angles[1:] for row in by_cell[m, a]) for m in known} for score in SCORES
     }
+    statements = [beats(OWN, rotated["nll"], "NLL of the rotated images", larger=False)]
+    statements.append(beats(OWN, rotated["ece"], "calibration error of the rotated images", larger=False))
+    own, chance = rotated["nll"][OWN], rotated["nll"]["subnetwork by chance"]
+    statement = "weights of large variance are a better subnetwork than weights by chance"
+    statements.append(Claim(statement, own < chance, f"{own:.3f}; {chance:.3f}"))
+    return "\n\n".join([*parts, verdict(statements)])
 
 
-def report(rows: list[dict[str, Any]], seeds: int) -> None:
-    """Tables of means over seeds, a picture, and every number as a file."""
-    with (OUTPUT / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, what in zip(figure.subplots(1, 2), SCORES, strict=True):
-        means: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for row in rows:
-            means[row["method"]][row["angle"]] += row[what] / seeds
-        print(f"\n{what.upper()} by angle\n" + " " * 34 + "".join(f"{angle:>8}°" for angle in ANGLES))
-        for name, values in means.items():
-            print(f"{name:<34}" + "".join(f"{values[angle]:>9.3f}" for angle in ANGLES))
-            axes.plot(ANGLES, [values[angle] for angle in ANGLES], marker=".", label=name)
-        axes.set(xlabel="angle", ylabel=what.upper(), xticks=ANGLES)
+def draw(folder: Path) -> Figure:
+    by_cell = _by_cell(folder)
+    methods, angles = _names(by_cell)
+    figure = Figure(figsize=(11, 4.5), layout="constrained", dpi=80)
+    for axes, score in zip(figure.subplots(1, 2), SCORES, strict=True):
+        for m in methods:
+            axes.plot(angles, [mean(row[score] for row in by_cell[m, a]) for a in angles], marker=".", label=m)
+        axes.set(xlabel="angle", ylabel=score.upper(), xticks=angles)
     axes.legend(fontsize=8)
-    figure.savefig(OUTPUT / "rotated.png")
+    return figure
+
+
+def _by_cell(folder: Path) -> dict[tuple[str, int], list[Row]]:
+    """The rows of all seeds, by method and angle."""
+    by_cell: dict[tuple[str, int], list[Row]] = {}
+    for row in read_rows(folder / "scores.csv"):
+        by_cell.setdefault((row["method"], row["angle"]), []).append(row)
+    return by_cell
+
+
+def _names(by_cell: Mapping[tuple[str, int], object]) -> tuple[list[str], list[int]]:
+    return list(dict.fromkeys(m for m, _ in by_cell)), list(dict.fromkeys(a for _, a in by_cell))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.papers.subnetwork.rotated_mnist", description=__doc__)
-    parser.add_argument("--data", type=Path, default=DEFAULT_FOLDER, help="a folder in torchvision's layout")
-    parser.add_argument("--dataset", default="MNIST", choices=["MNIST", "FashionMNIST", "KMNIST"])
-    parser.add_argument("--n-train", type=int, default=5000)
-    parser.add_argument("--n-validation", type=int, default=1000)
-    parser.add_argument("--n-test", type=int, default=2000)
-    parser.add_argument("--epochs", type=int, default=20, help="of training; SWAG goes on for half as many")
-    parser.add_argument("--weights", type=int, default=1500, help="of the subnetwork")
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\.")
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    held_out = arguments.n_validation
-    sizes = (arguments.n_train + held_out, arguments.n_test)
-    images = read_images(arguments.dataset, arguments.data, *sizes)
+    run = start(__doc__, "papers/subnetwork/rotated_mnist", SCALES)
+    settings: Settings = run.settings
+    n = settings.n_validation
+    images = read_images(settings.dataset, run.data, settings.n_train + n, settings.n_test)
     x, y = images.train.tensors
-    train_set = TensorDataset(x[held_out:], y[held_out:])
-    validation = DataLoader(TensorDataset(x[:held_out], y[:held_out]), 250)
+    trained = Trained(run, TensorDataset(x[n:], y[n:]), TensorDataset(x[:n], y[:n]), images.classes)
     x_test, y_test = images.test.tensors
     black = [float(x.min())]
-    rotated = {angle: rotate(x_test, angle, fill=black) for angle in ANGLES}
-    print(
-        f"{arguments.dataset}: {len(train_set)} images, {arguments.epochs} epochs, {arguments.seeds} seeds", flush=True
-    )
-    n_members = arguments.seeds + MEMBERS - 1
-    members = [train(train_set, images.classes, arguments.epochs, seed) for seed in range(n_members)]
-    rows: list[dict[str, Any]] = []
-    for seed in range(arguments.seeds):
-        print(f"  seed {seed}", flush=True)
-        own = members[seed : seed + MEMBERS]
-        L.seed_everything(seed, verbose=False)
-        table = methods(own, train_set, validation, max(2, arguments.epochs // 2), arguments.weights)
-        for name, method in table.items():
-            rows += [
-                {"method": name, "seed": seed, "angle": angle, **score(method, turned, y_test)}
-                for angle, turned in rotated.items()
-            ]
-    report(rows, arguments.seeds)
-    print(f"\nresults.csv and rotated.png are in {OUTPUT}")
+    rotated = {angle: rotate(x_test, angle, fill=black) for angle in range(0, 181, settings.angle)}
+    seeds = range(run.seed, run.seed + settings.seeds)
+    for seed, name in progress(list(product(seeds, METHODS)), "methods"):
+        run.collect("scores", f"{name}, seed {seed}", measure, name, seed, trained, rotated, y_test)
+    run.save_picture("rotated", draw(run.output))
+    text = report(run.output)
+    print(f"\n{text}")
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

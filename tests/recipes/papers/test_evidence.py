@@ -1,44 +1,79 @@
-"""Table 1 of the evidence for modern networks, as a user runs it, with hardly any training."""
+"""Table 1 of the evidence for modern networks, with hardly any training."""
 
-import csv
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 pytest.importorskip("torchvision")
 
-from torch.utils.data import TensorDataset
+from helpers.image_files import write_idx
 
 from recipes.papers.evidence import networks, table1
-from recipes.papers.image_data import Images
+from recipes.program import append_rows, read_rows
 
 
-@pytest.fixture(autouse=True)
-def images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up ones."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(40, 1, 28, 28, generator=generator), torch.arange(40) % 10
-    made_up = Images("MNIST", TensorDataset(x, y), TensorDataset(x[:20], y[:20]), 40, 10)
-    monkeypatch.setattr(table1, "read_images", lambda *args: made_up)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stripes in the files of MNIST: the label is the lit row."""
+    folder, rng = tmp_path_factory.mktemp("stripes"), np.random.default_rng(0)
+    for part, n in {"train": 80, "t10k": 40}.items():
+        labels = np.arange(n) % 10
+        images = rng.integers(0, 60, (n, 28, 28)).astype(np.uint8)
+        images[np.arange(n), 2 * labels + 4] = 250
+        write_idx(folder / "MNIST" / "raw" / f"{part}-images-idx3-ubyte", images)
+        write_idx(folder / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte", labels)
+    return folder
 
 
-def test_it_writes_a_row_for_every_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["table1", "--networks", "CNN", "--width", "2", "--epochs", "1", "--passes", "2", "--seeds", "1"]
-    monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path)])
+def run(data: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["table1", "--fast", "--data", str(data), "--output", str(output), *words])
     table1.main()
-    with (tmp_path / "table1.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["network"] for row in rows] == ["CNN"]
-    keys = [f"{at}, {groups}" for groups in table1.GROUPS for at in ("θ̃", "θ⋆")]
-    assert all(1 < float(row[key]) < 4 for row in rows for key in ("MAP", *keys))
-    printed = capsys.readouterr().out
-    assert "the paper" in printed
-    assert all(key in printed for key in keys)
+    return (output / "table.md").read_text(encoding="utf-8")
+
+
+def test_an_interrupted_run_goes_on_to_the_same_table(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = run(folder, tmp_path, monkeypatch)
+    rows = read_rows(tmp_path / "scores.csv")
+    of_cnn = [row["method"] for row in rows if row["network"] == "CNN"]
+    assert sorted(of_cnn) == sorted(table1.METHODS)
+    assert [row["method"] for row in rows if row["network"] == "FIXUP"] == [  # nothing is normalised
+        *("MAP", "θ̃, one λ", "θ⋆, one λ", "θ̃, λ per layer", "θ⋆, λ per layer")
+    ]
+    assert all(abs(row["weights"] - 800) < 200 for row in rows)
+    lines = (tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "scores.csv").write_text("".join(lines[: 1 + len(of_cnn)]), encoding="utf-8")
+    assert run(folder, tmp_path, monkeypatch) == text
+
+
+def test_other_settings_are_not_mixed_with_those_of_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.json").write_text(
+        '{"recipe": "papers/evidence/table1", "scale": "fast", "seed": 0, "settings": {"passes": 7}, "made_by": []}'
+    )
+    with pytest.raises(SystemExit, match="holds results of another run"):
+        run(folder, tmp_path, monkeypatch)
+
+
+def test_the_table_is_means_over_seeds_and_the_claims_are_those_of_the_numbers(tmp_path: Path) -> None:
+    nll = {"MAP": 0.1, "θ̃, one λ": 0.9, "θ⋆, one λ": 0.4, "θ̃, λ per layer": 0.8, "θ⋆, λ per layer": 0.8}
+    for seed, more in ((0, -0.1), (1, 0.1)):
+        fixed = {"step": f"FIXUP, seed {seed}", "network": "FIXUP", "seed": seed, "weights": 46_000}
+        rows = [{**fixed, "method": m, "nll": v + more, "accuracy": 0.9, "cpu_seconds": 1.0} for m, v in nll.items()]
+        append_rows(tmp_path / "scores.csv", rows)
+    text = table1.report(tmp_path)
+    assert "| θ⋆, one λ                  | 0.400 ± 0.100 |" in text
+    assert "| θ⋆, λ per normalised layer | –             |" in text
+    assert "holds: FIXUP: θ⋆ is better than θ̃, one λ (0.400; 0.900)" in text
+    assert "does not hold: FIXUP: θ⋆ is better than θ̃, λ per layer (0.800; 0.800)" in text
+    assert "holds: FIXUP: at θ⋆ λ per layer is worse than one λ" in text
+    assert "that of θ̃: FIXUP (seed 0, λ per layer), FIXUP (seed 1, λ per layer)." in text
 
 
 @pytest.mark.parametrize(
@@ -60,5 +95,5 @@ def test_the_networks_have_the_normalisations_that_they_are_named_for(name: str,
 
 
 def test_the_size_of_the_paper() -> None:
-    sizes = {name: sum(p.numel() for p in make(32).parameters()) for name, make in networks.NETWORKS.items()}
-    assert all(30_000 < size < 75_000 for size in sizes.values()), sizes
+    sizes = {name: networks.count(networks.sized(name, 46_000)) for name in networks.NETWORKS}
+    assert all(abs(size - 46_000) < 2_500 for size in sizes.values()), sizes

@@ -1,42 +1,64 @@
-"""The rotated-MNIST recipe as a user runs it, on digits in the files of MNIST."""
+"""The rotated-MNIST recipe, on digits in the files of MNIST."""
 
-import csv
-import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.image_files import OFFLINE, write_idx
-from helpers.programs import run_program
 from sklearn.datasets import load_digits
 
-ROOT = Path(__file__).parents[3]
+pytest.importorskip("torchvision")
+
+from helpers.image_files import write_idx
+
+from recipes.papers.subnetwork import rotated_mnist
+from recipes.program import append_rows, read_rows
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.slow
-def test_every_method_is_scored_at_every_angle(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
     images, labels = load_digits(return_X_y=True)
     images = np.kron((images.reshape(-1, 8, 8) * 15.9).astype(np.uint8), np.ones((2, 2), dtype=np.uint8))
     for part, rows in {"train": slice(0, 1400), "t10k": slice(1400, 1500)}.items():
-        write_idx(tmp_path / "MNIST" / "raw" / f"{part}-images-idx3-ubyte.gz", images[rows])
-        write_idx(tmp_path / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
-    sizes = ["--n-train", "500", "--n-validation", "60", "--n-test", "100"]
-    sizes += ["--epochs", "4", "--weights", "60", "--seeds", "1"]
-    done = run_program(
-        *("-m", "recipes.papers.subnetwork.rotated_mnist", "--data", str(tmp_path), *sizes),
-        cwd=tmp_path,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "outputs" / "papers" / "subnetwork"
-    with (folder / "results.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 9 * 7
-    upright = {row["method"]: row for row in rows if row["angle"] == "0"}
-    turned = {row["method"]: row for row in rows if row["angle"] == "90"}
-    for method, row in upright.items():
-        assert float(row["acc"]) > 0.3, method
-        assert float(row["nll"]) < float(turned[method]["nll"])
-    assert float(upright["MAP"]["nll"]) != float(upright["subnetwork by SWAG"]["nll"])
-    assert (folder / "rotated.png").read_bytes().startswith(PNG)
+        write_idx(folder / "MNIST" / "raw" / f"{part}-images-idx3-ubyte.gz", images[rows])
+        write_idx(folder / "MNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
+    return folder
+
+
+def run(data: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    words = ["rotated_mnist", "--fast", "--epochs", "4", "--data", str(data), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    rotated_mnist.main()
+    return (output / "table.md").read_text(encoding="utf-8")
+
+
+def test_every_method_is_scored_at_every_angle_and_an_interrupted_run_goes_on(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, path = run(digits, tmp_path, monkeypatch), tmp_path / "scores.csv"
+    rows = read_rows(path)
+    assert [(row["method"], row["angle"]) for row in rows] == [
+        (method, angle) for method in rotated_mnist.METHODS for angle in (0, 90, 180)
+    ]
+    for row in rows[::3]:
+        assert row["accuracy"] > 0.3, row["method"]
+        assert row["nll"] < next(r["nll"] for r in rows if r["method"] == row["method"] and r["angle"] == 90)
+    assert (tmp_path / "rotated.png").read_bytes().startswith(PNG)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[: 1 + 3 * 4]), encoding="utf-8")  # the first four methods
+    (tmp_path / "steps" / "SWAG 0.pt").unlink()
+    assert run(digits, tmp_path, monkeypatch) == text
+
+
+def test_the_claims_are_those_of_the_rotated_images(tmp_path: Path) -> None:
+    nll = dict.fromkeys(rotated_mnist.METHODS, 2.0) | {rotated_mnist.OWN: 1.5, "last layer": 1.0}  # not the paper's
+    for angle, factor in ((0, -1), (90, 1)):
+        rows = [{"step": m, "method": m, "seed": 0, "angle": angle, "nll": factor * v} for m, v in nll.items()]
+        append_rows(tmp_path / "scores.csv", [{**row, "ece": 0.1, "accuracy": 0.9} for row in rows])
+    text = rotated_mnist.report(tmp_path)
+    assert "- holds: subnetwork by SWAG has the best NLL of the rotated images (1.500; MAP: 2.000)" in text
+    assert "- does not hold: subnetwork by SWAG has the best calibration error" in text

@@ -1,0 +1,176 @@
+"""L2M ensembles, which the L2M paper leaves for future work, on UCI regression: does L2M add to a deep ensemble?
+
+Five networks with one hidden layer of 50 ReLU are trained by AdamW on squared error, a fifth of the training rows held
+out; those of all splits of a set are trained side by side. The methods are one of the networks, its L2M posterior
+(`fit_l2m`: no pass over the data) and its post-hoc Laplace posterior (`fit_laplace`, Kronecker), and the same three for
+all five of them, as a `DeepEnsemble`.
+
+The noise of the curvature is the training error. The prior is chosen on the held-out rows, by `tune_prior("auto")`.
+Then each method's noise σ², which is added to its variance of the function, is the one with the best NLL on the
+held-out rows. Of a network without a posterior it is the mean squared error there. The test rows choose nothing.
+
+    python -m recipes.papers.l2m.ensembles                       # three sets, two splits: a minute
+    python -m recipes.papers.l2m.ensembles --scale               # nine sets, all splits (20; protein: 5)
+    python -m recipes.papers.l2m.ensembles --scale --kind gap    # test rows are the middle third of one input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_bayes import DeepEnsemble, Gaussian, LaplacePosterior, fit_l2m, fit_laplace, metrics
+from recipes.papers.claims import Claim, verdict
+from recipes.papers.l2m.regression_data import Split, check_files, n_splits, read_split
+from recipes.papers.l2m.side_by_side import BATCH, State, member, train_side_by_side
+from recipes.program import Row, Run, markdown, progress, read_rows, spread, start
+
+SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
+ENSEMBLES = {"network": "deep ensemble", "L2M": "L2M ensemble", "Laplace": "Laplace ensemble"}
+METHODS = (*ENSEMBLES, *ENSEMBLES.values())
+TABLES = {"NLL": METHODS, "CRPS": METHODS, "coverage": METHODS, "RMSE": ("network", "deep ensemble")}
+CAPTIONS = {
+    "NLL": "The test NLL, in the targets' own unit:",
+    "CRPS": "The CRPS, in the targets' own unit:",
+    "coverage": "The share of test targets in the 95 % interval:",
+    "RMSE": "The root of the mean squared error, which a linearised posterior leaves as it is:",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    sets: tuple[str, ...] = ("boston", "energy", "yacht")
+    splits: int = 2  # the first ones
+    kind: str = "standard"  # or "gap"
+    steps: int = 3_000  # of each training
+    members: int = 5
+
+
+SCALES = {
+    "default": Settings(),
+    "fast": Settings(sets=("yacht", "energy"), steps=60, members=2),
+    "scale": Settings(sets=SETS, splits=20, steps=5_000),
+}
+
+
+# -- the trained networks, and their posteriors ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trained network as a point, with its L2M posterior and with its post-hoc Laplace posterior."""
+
+    point: LaplacePosterior  # of which the mean alone is used
+    l2m: LaplacePosterior
+    laplace: LaplacePosterior
+
+
+def train(name: str, splits: Sequence[int], folder: Path, settings: Settings, seed: int) -> State:
+    """All members of all splits, those of a split one after another."""
+    parts = [read_split(name, folder, k, settings.kind).train for k in splits]
+    return train_side_by_side([part for part in parts for _ in range(settings.members)], settings.steps, seed, name)
+
+
+def fit_member(network: nn.Module, adamw: torch.optim.Optimizer, split: Split) -> Member:
+    x, y = split.train.tensors
+    with torch.no_grad():
+        training_error = Gaussian(noise_std=float(F.mse_loss(network(x), y).sqrt()))
+    validation = DataLoader(split.validation, 500)
+    l2m = fit_l2m(network, adamw, training_error, n_data=len(x), batch_size=BATCH)
+    laplace = fit_laplace(network, DataLoader(split.train, 500), training_error)
+    return Member(l2m, *(posterior.tune_prior("auto", loader=validation) for posterior in (l2m, laplace)))
+
+
+# -- the methods' predictions, and their scores ------------------------------------------------------------------------
+
+
+def measure(name: str, k: int, splits: Sequence[int], run: Run) -> Iterator[Row]:
+    settings: Settings = run.settings
+    state = run.once(name, train, name, splits, run.data, settings, run.seed)
+    split = read_split(name, run.data, k, settings.kind)
+    numbers_of_split = range(k * settings.members, (k + 1) * settings.members)
+    members = [fit_member(*member(state, number), split) for number in numbers_of_split]
+    posteriors = {"network": [m.point for m in members], "L2M": [m.l2m for m in members]}
+    posteriors["Laplace"] = [m.laplace for m in members]
+    for kind, method in [*zip(ENSEMBLES, ENSEMBLES, strict=True), *ENSEMBLES.items()]:
+        ensemble = DeepEnsemble(posteriors[kind][:1] if kind == method else posteriors[kind])
+        predictive = "map" if kind == "network" else "glm"
+        noise = choose_noise(*_function(ensemble, predictive, split.validation), split.validation.tensors[1])
+        μ, variance = _function(ensemble, predictive, split.test)
+        numbers = judge(μ, variance + noise, split.test.tensors[1], split.scale)
+        yield {"set": name, "split": k, "method": method, **numbers, "noise": noise**0.5 * split.scale}
+
+
+def _function(ensemble: DeepEnsemble, predictive: str, data: TensorDataset) -> tuple[Tensor, Tensor]:
+    """Mean and variance of f  # [N, 1] each"""
+    prediction = ensemble.predict(data.tensors[0], predictive)
+    return prediction.mean, prediction.epistemic
+
+
+def choose_noise(μ: Tensor, variance: Tensor, y: Tensor) -> float:
+    """The σ² that makes `N(y; μ, variance + σ²)` largest, of a fine grid below the mean squared error."""
+    largest = (y - μ).square().mean()
+    grid = largest * torch.logspace(-4, 0, 401, dtype=torch.float64)
+    total = variance.double().unsqueeze(-1) + grid  # [N, 1, G]
+    nll = (total.log() + (y - μ).square().double().unsqueeze(-1) / total).mean((0, 1))  # [G]
+    return float(grid[nll.argmin()])
+
+
+def judge(μ: Tensor, variance: Tensor, y: Tensor, scale: float) -> dict[str, float]:
+    μ, variance, y = μ * scale, variance * scale**2, y * scale
+    return {
+        "NLL": float(metrics.functional.gaussian_nll(μ, variance, y)),
+        "CRPS": float(metrics.functional.gaussian_crps(μ, variance, y)),
+        "coverage": float(metrics.functional.interval_coverage(μ, variance, y)),
+        "RMSE": float((μ - y).square().mean().sqrt()),
+    }
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def report(folder: Path) -> str:
+    """Means and standard errors over splits, and paired differences to the networks without posteriors."""
+    by_cell: dict[tuple[str, str], list[Row]] = {}
+    for row in read_rows(folder / "scores.csv"):
+        by_cell.setdefault((row["set"], row["method"]), []).append(row)
+    sets = list(dict.fromkeys(name for name, _ in by_cell))
+    parts = []
+    for score, methods in TABLES.items():
+        lines = [[name, *(spread([row[score] for row in by_cell[name, m]], 4) for m in methods)] for name in sets]
+        parts += [CAPTIONS[score], markdown(["", *methods], lines)]
+    return "\n\n".join([*parts, verdict(list(claims(by_cell, sets)))])
+
+
+def claims(by_cell: dict[tuple[str, str], list[Row]], sets: list[str]) -> Iterator[Claim]:
+    """That the uncertainty around each member adds to their disagreement, as the paper expects, and to one network."""
+    for own, rival in (("L2M ensemble", "deep ensemble"), ("L2M", "network")):
+        for name in sets:
+            pairs = zip(by_cell[name, own], by_cell[name, rival], strict=True)
+            gaps = [a["NLL"] - b["NLL"] for a, b in pairs]
+            statement = f"{name}: the NLL of {own} is lower than that of {rival}"
+            yield Claim(statement, mean(gaps) < 0, f"difference {spread(gaps)}")
+
+
+def main() -> None:
+    run = start(__doc__, "papers/l2m/ensembles", SCALES, threads=1)  # networks this small are faster on one
+    settings: Settings = run.settings
+    check_files(settings.sets, run.data)
+    for name in settings.sets:
+        splits = range(min(settings.splits, n_splits(name, run.data, settings.kind)))
+        for k in progress(splits, f"{name}, splits"):
+            run.collect("scores", f"{name}, split {k}", measure, name, k, splits, run)
+    text = report(run.output)
+    print(f"\n{text}")
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

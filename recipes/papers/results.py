@@ -1,0 +1,149 @@
+"""`RESULTS.md`: what the papers' programs have measured, written from the CSVs that they have saved.
+
+    make results                          # or: python -m recipes.papers.results
+
+A folder below `results/` with a `settings.json` is a measured run. The program that it names writes the tables, by its
+function `report(folder)`; the command, its settings, the time, the seeds and the versions come from `settings.json` and
+the CSVs beside it. Nothing is typed, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from recipes.program import markdown, read_rows
+
+FOLDER = Path(__file__).with_suffix("")
+PAGE = Path(__file__).with_name("RESULTS.md")
+ORDER = ("glm/uci", "glm/images", "variational_laplace", "lae", "l2m", "evidence", "subnetwork")
+HEAD = """# What was measured
+
+Written by `make results` from the CSVs in [`results/`](results), with the papers' own numbers beside ours. Do not edit
+it. The time is that of one processor core. A ± is the standard error of the mean, unless a table says otherwise."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: its folder, and what is in the folder's `settings.json`."""
+
+    name: str  # of the folder below `results/`
+    folder: Path
+    settings: Mapping[str, Any]
+
+    @property
+    def program(self) -> ModuleType:
+        return importlib.import_module("recipes." + self.settings["recipe"].replace("/", "."))
+
+    @property
+    def seeds(self) -> list[int]:
+        """Those in the CSVs, or the only one."""
+        drawn = dict.fromkeys(row["seed"] for row in self._rows() if "seed" in row)
+        return list(drawn) or [self.settings["seed"]]
+
+    @property
+    def cpu_seconds(self) -> float:
+        """A step is counted once, however many rows it has."""
+        steps = {(row["table"], row["step"]): row["cpu_seconds"] for row in self._rows() if "cpu_seconds" in row}
+        return sum(steps.values())
+
+    def _rows(self) -> Iterable[dict[str, Any]]:
+        for path in sorted(self.folder.glob("*.csv")):
+            yield from ({"table": path.name, **row} for row in read_rows(path))
+
+
+def measured(folder: Path = FOLDER) -> list[Measured]:
+    """All runs below a folder, in the order of the page."""
+    runs = []
+    for path in folder.rglob("settings.json"):
+        name = path.parent.relative_to(folder).as_posix()
+        runs.append(Measured(name, path.parent, json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(runs, key=lambda run: (_place(run.name), run.name))
+
+
+def page(runs: Iterable[Measured], beside: Path = PAGE) -> str:
+    """As Markdown, with links from the place of the page."""
+    runs = list(runs)
+    rows = [[f"[{run.name}](#{_anchor(run.name)})", run.settings["scale"], time_of(run), seeds_of(run)] for run in runs]
+    contents = markdown(["run", "scale", "processor time", "seeds"], rows)
+    return "\n\n".join([HEAD, contents, *(section(run, beside) for run in runs)]) + "\n"
+
+
+def section(run: Measured, beside: Path) -> str:
+    words = inspect.getdoc(run.program) or ""
+    link = run.folder.relative_to(beside.parent).as_posix()
+    pictures = [f"![{path.stem}]({link}/{path.name})" for path in sorted(run.folder.glob("*.png"))]
+    parts = [
+        f"## {run.name}",
+        " ".join(words.split("\n\n")[0].split()),
+        _below(run.program.report(run.folder).strip()),
+        *pictures,
+        how(run, link),
+    ]
+    return "\n\n".join(parts)
+
+
+def how(run: Measured, link: str) -> str:
+    """What made the numbers, a line each."""
+    commands = dict.fromkeys(f"`{entry['command']}`" for entry in run.settings["made_by"])
+    used = dict.fromkeys(_named(entry["versions"], " ") for entry in run.settings["made_by"])
+    settings = _named(run.settings["settings"], " = ")
+    lines = {
+        "command": ", ".join(commands),
+        "scale": run.settings["scale"] + (f": {settings}" if settings else ""),
+        "processor time": time_of(run),
+        "seeds": seeds_of(run),
+        "versions": "; ".join(used),
+        "numbers": f"[{link}]({link})",
+    }
+    return "\n".join(f"- {name}: {line}" for name, line in lines.items())
+
+
+def time_of(run: Measured) -> str:
+    minutes = run.cpu_seconds / 60
+    return f"{minutes:.1f} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+
+
+def seeds_of(run: Measured) -> str:
+    return ", ".join(map(str, run.seeds))
+
+
+def _place(name: str) -> int:
+    """Among those in `ORDER`, or behind them."""
+    return next((i for i, first in enumerate(ORDER) if f"{name}/".startswith(f"{first}/")), len(ORDER))
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _below(text: str) -> str:
+    """A program's own headings are below those of the page."""
+    levels = [len(marks) for marks in re.findall("^(#+) ", text, re.MULTILINE)]
+    more = "#" * max(0, 3 - min(levels, default=3))
+    return re.sub("^(#+ )", more + r"\1", text, flags=re.MULTILINE)
+
+
+def _named(values: Mapping[str, Any], between: str) -> str:
+    return ", ".join(f"{name}{between}{_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    PAGE.write_text(page(runs := measured()), encoding="utf-8")
+    print(f"{len(runs)} runs are in {PAGE.name}")
+
+
+if __name__ == "__main__":
+    main()
