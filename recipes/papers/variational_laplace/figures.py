@@ -1,40 +1,17 @@
-"""What the Variational Laplace paper shows: the numbers of its tables 1 and 2, and its figures 1 and 2, drawn from the
-trainings of `tables.py`."""
+"""Figures 1 and 2 of the Variational Laplace paper, drawn from the CSVs of `tables.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-PAPER: dict[str, dict[str, tuple[float, float, float]]] = {  # test NLL, accuracy and ECE of table 1
-    "CIFAR10": {
-        "VL": (0.23, 0.924, 0.017),
-        "VI (mean)": (0.37, 0.911, 0.053),
-        "VI (10 samples)": (0.35, 0.902, 0.044),
-        "MAP": (0.43, 0.908, 0.058),
-    },
-    "CIFAR100": {
-        "VL": (1.00, 0.714, 0.024),
-        "VI (mean)": (1.29, 0.688, 0.100),
-        "VI (10 samples)": (1.49, 0.673, 0.026),
-        "MAP": (1.61, 0.675, 0.159),
-    },
-    "SVHN": {
-        "VL": (0.14, 0.971, 0.009),
-        "VI (mean)": (0.16, 0.963, 0.012),
-        "VI (10 samples)": (0.22, 0.955, 0.022),
-        "MAP": (0.24, 0.957, 0.028),
-    },
-    "FashionMNIST": {
-        "VL": (0.16, 0.946, 0.010),
-        "VI (mean)": (0.23, 0.940, 0.034),
-        "VI (10 samples)": (0.29, 0.936, 0.016),
-        "MAP": (0.29, 0.936, 0.096),
-    },
-}
-PAPER_SECONDS = {"VL": 114.9, "VI": 43.2, "MAP": 41.8}  # per epoch of CIFAR-10 on their GPUs, table 2
+from recipes.papers.variational_laplace.results import METHODS, Results
+from recipes.program import standard_error
 
 LOOKS = {  # told apart by marker and line too, not by colour alone
     "VL": {"color": "#D55E00", "marker": "o", "linestyle": "-"},
@@ -42,50 +19,73 @@ LOOKS = {  # told apart by marker and line too, not by colour alone
     "VI (10 samples)": {"color": "#56B4E9", "marker": "^", "linestyle": "-."},
     "MAP": {"color": "#404040", "marker": "x", "linestyle": ":"},
 }
-SCORES = {"acc": "test accuracy", "nll": "test log-likelihood", "ece": "ECE"}
+LABELS = {"acc": "test accuracy", "nll": "test log-likelihood", "ece": "ECE"}
 
 
-def figure_1(runs: Sequence[Any], rows: Sequence[str], dataset: str) -> Figure:
-    """Accuracy, log-likelihood and calibration error over β."""
-    figure = Figure(figsize=(11, 3.4), layout="constrained", dpi=120)
-    for ax, (score, label) in zip(figure.subplots(1, 3), SCORES.items(), strict=True):
-        for row in rows:
-            points = sorted((r.beta, r.scores[row][score]) for r in runs if row in r.scores)
-            sign = -1 if score == "nll" else 1
-            ax.plot([β for β, _ in points], [sign * value for _, value in points], label=row, **LOOKS[row])
-        ax.set(xscale="log", xlabel="β", ylabel=label)
-    ax.legend(fontsize=8)
-    figure.suptitle(f"{dataset}: tempering")
+def save_pictures(folder: Path) -> None:
+    results = Results.read(folder)
+    figure_1(results).savefig(folder / "figure_1.png")
+    figure_2(results).savefig(folder / "figure_2.png")
+
+
+def figure_1(results: Results) -> Figure:
+    """Accuracy, log-likelihood and calibration error over β: mean and standard error over seeds."""
+    figure = Figure(figsize=(10, 2.8 * len(results.datasets)), layout="constrained", dpi=90)
+    for axes, dataset in zip(figure.subplots(len(results.datasets), 3, squeeze=False), results.datasets, strict=True):
+        for ax, (score, label) in zip(axes, LABELS.items(), strict=True):
+            for method in METHODS:
+                values = [_signed(score, results.scores(dataset, method, score, β)) for β in results.betas]
+                _line(ax, results.betas, values, method)
+            ax.set(xlabel="β", ylabel=label)
+        axes[1].set_title(dataset)
+        axes[0].legend(fontsize=7)
     return figure
 
 
-def figure_2(runs: Sequence[Any], betas: Sequence[float], multipliers: Sequence[float], dataset: str) -> Figure:
+def figure_2(results: Results) -> Figure:
     """The ELBO over epochs for several multipliers of log σ's learning rate, and where each ends."""
-    figure = Figure(figsize=(16, 3.2 * len(betas)), layout="constrained", dpi=120)
-    for axes, β in zip(figure.subplots(len(betas), 5, squeeze=False), betas, strict=True):
+    betas = results.settings["multiplier_betas"]
+    panels = [(dataset, β) for dataset in results.datasets for β in betas]
+    figure = Figure(figsize=(15, 2.8 * len(panels)), layout="constrained", dpi=90)
+    for axes, (dataset, β) in zip(figure.subplots(len(panels), 5, squeeze=False), panels, strict=True):
         for ax, method in zip(axes[:2], ("VI", "VL"), strict=True):
-            for place, m in enumerate(multipliers):
-                shade = str(0.75 * (1 - place / max(1, len(multipliers) - 1)))  # darker: larger
-                for r in (r for r in runs if (r.method, r.beta, r.multiplier) == (method, β, m)):
-                    ax.plot(range(1, len(r.elbo) + 1), r.elbo, color=shade, label=f"× {m:g}")
-            ax.set(title=f"{method}, β = {β:g}", xlabel="epoch", ylabel="ELBO per example")
-            ax.legend(fontsize=8)
-        for ax, quantity in zip(axes[2:], ("nll", "acc", "elbo"), strict=True):
-            for row in ("VL", "VI (mean)", "VI (10 samples)"):
-                points = [
-                    (r.multiplier, r) for r in runs if row in r.scores and r.beta == β and r.multiplier in multipliers
-                ]
-                points.sort(key=lambda point: point[0])
-                if quantity == "elbo" and row == "VI (10 samples)":
-                    continue  # the same training as VI (mean)
-                ax.plot([m for m, _ in points], [_value(r, row, quantity) for _, r in points], label=row, **LOOKS[row])
-            ax.set(xscale="log", xlabel="multiplier", ylabel={**SCORES, "elbo": "final ELBO per example"}[quantity])
-            ax.legend(fontsize=8)
-    figure.suptitle(f"{dataset}: learning-rate multipliers for log σ")
+            _elbo_curves(ax, results, dataset, method, β)
+        for ax, score in zip(axes[2:4], ("nll", "acc"), strict=True):
+            for method in METHODS[:3]:
+                values = [_signed(score, results.scores(dataset, method, score, β, m)) for m in results.multipliers]
+                _line(ax, results.multipliers, values, method)
+            ax.set(xlabel="multiplier", ylabel=LABELS[score])
+        for method, look in (("VL", "VL"), ("VI", "VI (mean)")):
+            ends = [[curve[-1] for curve in results.curves(dataset, method, β, m)] for m in results.multipliers]
+            _line(axes[4], results.multipliers, ends, look, label=method)
+        axes[4].set(xlabel="multiplier", ylabel="final ELBO per example")
+        axes[2].set_title(f"{dataset}, β = {β:g}")
+        axes[2].legend(fontsize=7)
+        axes[4].legend(fontsize=7)
     return figure
 
 
-def _value(run: Any, row: str, quantity: str) -> float:
-    if quantity == "elbo":
-        return float(run.elbo[-1])
-    return float(-run.scores[row]["nll"] if quantity == "nll" else run.scores[row][quantity])
+def _elbo_curves(ax: Axes, results: Results, dataset: str, method: str, β: float) -> None:
+    """Means over seeds, within the smallest and the largest."""
+    for place, m in enumerate(results.multipliers):
+        shade = str(0.75 * (1 - place / max(1, len(results.multipliers) - 1)))  # darker: larger
+        by_epoch = list(zip(*results.curves(dataset, method, β, m), strict=True))
+        epochs = range(1, len(by_epoch) + 1)
+        ax.plot(epochs, [mean(values) for values in by_epoch], color=shade, label=f"× {m:g}")
+        low, high = ([choose(values) for values in by_epoch] for choose in (min, max))
+        ax.fill_between(epochs, low, high, color=shade, alpha=0.2, linewidth=0)
+    ax.set(title=method, xlabel="epoch", ylabel="ELBO per example")
+    ax.legend(fontsize=7)
+
+
+def _line(ax: Axes, x: Sequence[float], values: Sequence[Sequence[float]], method: str, label: str = "") -> None:
+    errors = [standard_error(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
+    look: dict[str, Any] = {"capsize": 2, "markersize": 4, **LOOKS[method]}
+    ax.errorbar(x, [mean(seeds) for seeds in values], errors, label=label or method, **look)
+    ax.set_xscale("log")
+    ax.set_xticks(list(x), [f"{value:g}" for value in x])
+    ax.minorticks_off()
+
+
+def _signed(score: str, values: Sequence[float]) -> list[float]:
+    return [-value for value in values] if score == "nll" else list(values)

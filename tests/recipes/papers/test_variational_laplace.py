@@ -1,172 +1,300 @@
-"""The Variational Laplace recipe as a user runs it, on small images in torchvision's own layout, and its parts."""
+"""The Variational Laplace program on small images, as a user runs it; its report and pictures from CSVs alone."""
 
-import csv
-import importlib
-import math
-import os
-import subprocess
+import json
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.image_files import OFFLINE, write_idx
-from helpers.programs import run_program
 from sklearn.datasets import load_digits
 
 from lightning_bayes.mixins.activations import warn_piecewise_linear
+from recipes.papers.image_data import Images
+from recipes.papers.variational_laplace import figures, tables
+from recipes.papers.variational_laplace.preact_resnet import PreActResNet
+from recipes.papers.variational_laplace.report import PAPER, gained, report
+from recipes.papers.variational_laplace.results import METHODS, Results
+from recipes.program import append_rows, read_rows
 
-ROOT, RECIPE = Path(__file__).parents[3], "recipes.papers.variational_laplace.tables"
 PNG = b"\x89PNG\r\n\x1a\n"
-BETAS, MULTIPLIERS, EPOCHS = (0.1, 0.01), (1.0, 10.0), 4
-ROWS = ("VL", "VI (mean)", "VI (10 samples)", "MAP")
+FAST = tables.SCALES["fast"]
+CLOCKS = ("seconds", "cpu_seconds")
 
 
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return run_program("-m", RECIPE, *arguments, cwd=folder, env=env)
+def call(*arguments: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OFFLINE.items():
+            patch.setenv(name, value)
+        patch.setattr("sys.argv", ["tables", *arguments])
+        with torch.random.fork_rng(devices=[]):
+            tables.main()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the program prints, and the folder it was run in; the data are digits in the files of FashionMNIST."""
-    folder, data = tmp_path_factory.mktemp("recipe"), tmp_path_factory.mktemp("data")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits in the files of FashionMNIST."""
+    folder = tmp_path_factory.mktemp("data")
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
     for part, rows in {"train": slice(0, 700), "t10k": slice(700, 1000)}.items():
-        write_idx(data / "FashionMNIST" / "raw" / f"{part}-images-idx3-ubyte.gz", images[rows])
-        write_idx(data / "FashionMNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
-    sizes = ["--width", "2", "--stride", "1", "--n-train", "300", "--n-test", "250", "--batch", "25", "--lr", "0.02"]
-    sweep = ["--betas", *map(str, BETAS), "--multipliers", *map(str, MULTIPLIERS), "--epochs", str(EPOCHS)]
-    sweep += ["--early-stopping-betas", *map(str, BETAS)]
-    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
-    done = call(folder, "--data", str(data), *sizes, *sweep)
-    assert done.returncode == 0, done.stderr
-    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before  # the data folder may be read-only
-    return done.stdout, folder
+        write_idx(folder / "FashionMNIST" / "raw" / f"{part}-images-idx3-ubyte.gz", images[rows])
+        write_idx(folder / "FashionMNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz", labels[rows])
+    return folder
 
 
 @pytest.fixture(scope="module")
-def results(run: tuple[str, Path]) -> list[dict[str, Any]]:
-    return read(run, "results.csv")
+def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("output")
+    call("--fast", "--stride", "1", "--data", str(data), "--output", str(folder))
+    return folder
 
 
-def read(run: tuple[str, Path], name: str) -> list[dict[str, Any]]:
-    with output(run).joinpath(name).open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+def without_clocks(path: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name not in CLOCKS} for row in read_rows(path)]
 
 
-def output(run: tuple[str, Path]) -> Path:
-    return run[1] / "outputs" / "papers" / "variational_laplace" / "FashionMNIST"
+# -- the program -------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_is_trained_at_every_beta_and_multiplier_once(results: list[dict[str, Any]]) -> None:
-    found = sorted((row["method"], float(row["beta"]), float(row["multiplier"])) for row in results)
-    swept = [(method, β, 10.0) for method in ROWS for β in BETAS]
-    slower = [(method, β, 1.0) for method in ROWS[:3] for β in BETAS]
-    assert found == sorted(swept + slower)
-
-
-def test_the_numbers_are_those_of_a_classifier_that_has_learnt(results: list[dict[str, Any]]) -> None:
-    for row in results:
-        nll, acc, ece = (float(row[score]) for score in ("nll", "acc", "ece"))
-        assert 0 < nll < math.inf
-        assert 0 <= ece <= 1
-        assert float(row["seconds_per_epoch"]) > 0
-        if row["method"] != "VI (10 samples)":
-            assert acc > 0.3, row  # of ten classes
-
-
-def test_table_1_is_the_best_over_beta_beside_the_papers(run: tuple[str, Path], results: list[dict[str, Any]]) -> None:
-    papers = {
-        "VL": (0.16, 0.946, 0.010),
-        "VI (mean)": (0.23, 0.940, 0.034),
-        "VI (10 samples)": (0.29, 0.936, 0.016),
-        "MAP": (0.29, 0.936, 0.096),
-    }
-    lines = run[0].split("table 1,")[1].split("table 2,")[0].splitlines()
-    for method, paper in papers.items():
-        (line,) = [line for line in lines if line.startswith(f"{method} ")]
-        shown = [float(word) for word in line.removeprefix(method).split()]
-        swept = [row for row in results if row["method"] == method and float(row["multiplier"]) == 10]
-        for place, (score, choose) in enumerate((("nll", min), ("acc", max), ("ece", min))):
-            value, β = choose((float(row[score]), float(row["beta"])) for row in swept)
-            assert shown[3 * place : 3 * place + 3] == pytest.approx([value, β, paper[place]], abs=5e-5)
-
-
-def test_table_2_has_the_papers_times_too(run: tuple[str, Path]) -> None:
-    lines = run[0].split("table 2,")[1].splitlines()
-    for method, paper in (("VL", 114.9), ("VI", 43.2), ("MAP", 41.8)):
-        (line,) = [line for line in lines if line.startswith(f"{method} ")]
-        seconds, ratio, theirs, their_ratio = (float(word) for word in line.split()[1:])
-        assert seconds > 0
-        assert ratio > 0
-        assert (theirs, their_ratio) == (paper, pytest.approx(paper / 41.8, abs=5e-3))
-
-
-def test_it_says_that_it_is_not_the_papers_experiment(run: tuple[str, Path]) -> None:
-    assert "PreActResNet-18 of width 2" in run[0]
-    assert "300 of 700 training images, 250 test images" in run[0]
-    assert "Not the paper's experiment" in run[0]
-
-
-def test_the_elbo_of_every_epoch_is_kept(run: tuple[str, Path], results: list[dict[str, Any]]) -> None:
-    rows = read(run, "elbo.csv")
-    curves: dict[tuple[str, float, float], list[float]] = {}
+def test_every_method_is_tested_on_both_splits_at_every_beta_and_multiplier_once(output: Path) -> None:
+    rows = read_rows(output / "scores.csv")
+    found = [(row["method"], row["beta"], row["multiplier"], row["split"]) for row in rows]
+    trained = {(m, β, None if m == "MAP" else 10.0) for m in METHODS for β in FAST.betas}
+    trained |= {(m, 0.1, 1.0) for m in METHODS[:3]}
+    assert sorted(found, key=str) == sorted(((*t, split) for t in trained for split in ("validation", "test")), key=str)
     for row in rows:
-        key = row["method"], float(row["beta"]), float(row["multiplier"])
-        curves.setdefault(key, []).append(float(row["elbo"]))
-        assert int(row["epoch"]) == len(curves[key])
-    assert set(curves) == {(method, β, m) for method in ("VI", "VL") for β in BETAS for m in MULTIPLIERS}
-    for (method, β, m), curve in curves.items():
-        assert len(curve) == EPOCHS
-        assert curve[-1] > curve[0]  # it is what training maximises
-        name = {"VI": "VI (mean)", "VL": "VL"}[method]
-        (row,) = [r for r in results if (r["method"], float(r["beta"]), float(r["multiplier"])) == (name, β, m)]
-        assert float(row["elbo"]) == curve[-1]
-    for method in ("VI", "VL"):  # where the KL weighs most, a larger multiplier gets further
-        assert curves[method, 0.1, 10.0][-1] > curves[method, 0.1, 1.0][-1]
+        assert 0 < row["nll"] < 4
+        assert 0 <= row["ece"] <= 1
+    at_mean = [row["acc"] for row in rows if row["method"] != "VI (10 samples)"]
+    assert mean(at_mean) > 0.2  # of ten classes
 
 
-def test_pictures(run: tuple[str, Path]) -> None:
+def test_every_epoch_has_its_elbo_and_the_move_of_log_sigma(output: Path) -> None:
+    results = Results.read(output)
+    moved, ends = {}, {}
+    for method in ("VI", "VL"):
+        for m in FAST.multipliers:
+            (elbo,) = results.curves("FashionMNIST", method, 0.1, m)
+            (log_σ,) = results.curves("FashionMNIST", method, 0.1, m, "log_sigma_moved")
+            assert len(elbo) == len(log_σ) == FAST.epochs
+            assert elbo[-1] > elbo[0]  # it is what training maximises
+            moved[method, m], ends[method, m] = log_σ[-1], elbo[-1]
+        # Adam's bound: the sum of learning rates, 6 steps an epoch with 1, 1, 0.1 and 0.01 of the first
+        assert 0.5 * 6 * 2.11 * FAST.lr < moved[method, 1.0] <= 1.001 * 6 * 2.11 * FAST.lr
+        assert moved[method, 10.0] > 5 * moved[method, 1.0]
+        assert ends[method, 10.0] > ends[method, 1.0]
+    assert all(row["elbo"] is None for row in results.epoch_rows if row["method"] == "MAP")
+
+
+def test_an_interrupted_run_goes_on_to_the_same_tables(output: Path, data: Path, tmp_path: Path) -> None:
+    """Whole trainings are lost, and one has been written into the first table only."""
+    folder = tmp_path / "interrupted"
+    shutil.copytree(output, folder)
+    steps = list(dict.fromkeys(row["step"] for row in read_rows(output / "scores.csv")))
+    for table, kept in (("scores", steps[:-1]), ("epochs", steps[:-2])):
+        path = folder / f"{table}.csv"
+        rows = [row for row in read_rows(path) if row["step"] in kept]
+        path.unlink()
+        append_rows(path, rows)
+    (folder / "steps" / f"{steps[-1]}.pt").unlink()
+    old = (folder / "steps" / f"{steps[-2]}.pt").stat().st_mtime_ns
+    call("--fast", "--stride", "1", "--data", str(data), "--output", str(folder))
+    for table in ("scores.csv", "epochs.csv"):
+        assert without_clocks(folder / table) == without_clocks(output / table)
+    assert (folder / "steps" / f"{steps[-2]}.pt").stat().st_mtime_ns == old  # not trained again
+
+
+def test_the_report_is_made_of_the_csvs_alone(output: Path, tmp_path: Path) -> None:
+    for name in ("scores.csv", "epochs.csv", "settings.json"):
+        shutil.copy(output / name, tmp_path / name)
+    assert report(tmp_path) == (output / "table.md").read_text(encoding="utf-8")
+    figures.save_pictures(tmp_path)
     for name in ("figure_1.png", "figure_2.png"):
-        content = output(run).joinpath(name).read_bytes()
-        assert content.startswith(PNG)
-        assert len(content) > 20_000
-    assert {path.relative_to(run[1]).parts[0] for path in run[1].rglob("*")} == {"outputs"}
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+        assert (output / name).read_bytes().startswith(PNG)
+
+
+def test_missing_images_stop_the_program_before_any_training(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"FashionMNIST is not in .*nothing and cannot be downloaded.*--data or"):
+        call("--fast", "--data", str(tmp_path / "nothing"), "--output", str(tmp_path / "output"))
+    assert not (tmp_path / "output" / "scores.csv").exists()
+
+
+# -- its report, of numbers made up ------------------------------------------------------------------------------------
+
+SEEDS, MULTIPLIERS = (0, 1, 2), (1.0, 10.0, 30.0)
+NLL = {  # validation and test, by β; each seed adds a tenth of itself
+    "VL": {0.1: (0.5, 0.9), 0.01: (0.7, 0.6)},
+    "VI (mean)": {0.1: (0.8, 0.96), 0.01: (0.9, 1.0)},
+    "VI (10 samples)": {0.1: (0.9, 1.0), 0.01: (1.0, 1.1)},
+    "MAP": {0.1: (1.1, 1.2), 0.01: (1.0, 1.3)},
+}
 
 
 @pytest.fixture
-def recipe() -> Any:
-    return importlib.import_module(RECIPE)
+def made_up(tmp_path: Path) -> Path:
+    settings = replace(FAST, multipliers=MULTIPLIERS, seeds=3)
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": asdict(settings)}), encoding="utf-8")
+    scores, epochs = [], []
+    for training in tables.plan(settings, seed=0):
+        row = {"dataset": training.dataset, "method": training.method, "beta": training.beta}
+        row |= {"multiplier": training.multiplier, "seed": training.seed}
+        for method in METHODS[1:3] if training.method == "VI" else [training.method]:
+            for split, nll in zip(("validation", "test"), NLL[method][training.beta], strict=True):
+                nll += training.seed / 10 + (0.01 * (training.multiplier or 10) if "VI" in method else 0)
+                scores.append(row | {"method": method, "split": split, "nll": nll, "acc": 1 - nll / 4, "ece": nll / 10})
+        for epoch in range(1, FAST.epochs + 1):
+            elbo = {"MAP": None, "VI": -9 / (training.multiplier or 1), "VL": -3 / (training.multiplier or 1)}
+            value = elbo[training.method]
+            elbo_row = {"epoch": epoch, "elbo": value and value - 1 / epoch, "log_sigma_moved": value and epoch / 10}
+            epochs.append(row | elbo_row | {"seconds": {"MAP": 2.0, "VI": 3.0, "VL": 5.0}[training.method]})
+    append_rows(tmp_path / "scores.csv", scores)
+    append_rows(tmp_path / "epochs.csv", epochs)
+    return tmp_path
 
 
-def test_the_network_is_preactresnet_18(recipe: Any) -> None:
+def cells(text: str, heading: str, row: str) -> list[str]:
+    """Of the first line with that name after the heading."""
+    (line, *_) = [line for line in text.split(heading)[1].splitlines() if line.startswith(f"| {row} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_beta_is_chosen_on_validation_images_and_not_on_test_images(made_up: Path) -> None:
+    results = Results.read(made_up)
+    assert {method: results.beta("FashionMNIST", method) for method in METHODS} == {
+        "VL": 0.1,
+        "VI (mean)": 0.1,
+        "VI (10 samples)": 0.1,
+        "MAP": 0.01,
+    }
+    text = report(made_up)
+    # mean over seeds: test NLL at that β + 0.1, and 0.1 for multiplier 10 of VI; three seeds 0.1 apart: ± 0.058
+    assert cells(text, "Table 1:", "VL")[1:4] == ["0.1*", "1.000 ± 0.058", "0.160"]
+    assert cells(text, "Table 1:", "MAP")[1:4] == ["0.01*", "1.400 ± 0.058", "0.290"]
+    assert cells(text, "Table 1:", "VI (mean)")[2:] == [
+        *("1.160 ± 0.058", "0.230", "0.710 ± 0.014", "0.940", "0.116 ± 0.006", "0.034")
+    ]
+    # what the paper reports chooses on the test images
+    assert cells(text, "The same as the paper reports it", "VL")[1] == "0.700 ± 0.058 (β 0.01)"
+
+
+def test_statements_of_the_paper_are_judged_with_their_spread(made_up: Path) -> None:
+    text = report(made_up)
+    said = [line for line in text.splitlines() if line.startswith(("- holds", "- does not hold"))]
+    assert said[0].startswith("- holds: VL has the best NLL (1.000 ± 0.058; VI (mean): 1.160 ± 0.058; ")
+    assert said[0].endswith("better by 0.160 ± 0.000, in 3 of 3 seeds)")
+    assert "- holds: the order of methods by NLL is VL, VI (mean), VI (10 samples), MAP (5 of 5 pairs" in text
+    assert "- does not hold: the order of methods by ECE is VL, VI (10 samples), VI (mean), MAP (5 of 6 pairs" in text
+    (early,) = [line for line in said if "with multiplier 1 VI stops early" in line]
+    assert early.startswith("- holds: β = 0.1")
+    assert "higher by 8.100 ± 0.000, in 3 of 3 seeds" in early
+    (less,) = [line for line in said if "VL stops less early than VI" in line]
+    assert less == "- holds: β = 0.1: VL stops less early than VI (ELBO higher by 2.700; VI: 8.100)"
+    (worse,) = [line for line in said if "the test NLL of VI (mean) gets worse" in line]
+    assert worse.startswith("- holds")
+    assert "by 0.290 ± 0.000, in 3 of 3 seeds" in worse
+    (robust,) = [line for line in said if "depends less on the multiplier" in line]
+    assert robust.startswith("- holds")
+    assert f"Of {len(said)} statements" in text
+
+
+def test_a_difference_within_its_spread_is_said_to_be() -> None:
+    assert gained([0.1, 0.2, 0.3]) == "0.200 ± 0.058, in 3 of 3 seeds"
+    assert gained([-0.1, 0.1, 0.3]) == "0.100 ± 0.115, in 2 of 3 seeds, less than two standard errors"
+    assert gained([0.1]) == "0.100 ± –, in 1 of 1 seeds"
+
+
+def test_the_paper_s_order_counts_only_pairs_that_its_numbers_tell_apart(made_up: Path) -> None:
+    """FashionMNIST's NLL and accuracy of MAP and of 10 samples are the same in the paper."""
+    assert PAPER["FashionMNIST"]["MAP"][:2] == PAPER["FashionMNIST"]["VI (10 samples)"][:2]
+    (line,) = [line for line in report(made_up).splitlines() if "the order of methods by accuracy" in line]
+    assert "of 5 pairs" in line
+    (line,) = [line for line in report(made_up).splitlines() if "the order of methods by ECE" in line]
+    assert "of 6 pairs; here: " in line
+
+
+def test_table_2_has_the_papers_times_too(made_up: Path) -> None:
+    text = report(made_up)
+    assert cells(text, "## Table 2", "VL") == ["VL", "5.00", "2.50", "114.9", "2.75"]
+    assert cells(text, "## Table 2", "VI") == ["VI", "3.00", "1.50", "43.2", "1.03"]
+
+
+def test_figure_1_has_a_line_for_each_method_over_beta(made_up: Path) -> None:
+    results = Results.read(made_up)
+    _, likelihood, ece = figures.figure_1(results).axes
+    lines = {bars.get_label(): bars.lines[0] for bars in likelihood.containers}
+    assert list(lines) == list(METHODS)
+    for method, line in lines.items():
+        assert line.get_xdata().tolist() == [0.01, 0.1]
+        expected = [-mean(results.scores("FashionMNIST", method, "nll", β)) for β in (0.01, 0.1)]
+        assert line.get_ydata().tolist() == pytest.approx(expected)
+    assert ece.get_ylabel() == "ECE"
+
+
+def test_figure_2_has_a_curve_for_each_multiplier_and_where_it_ends(made_up: Path) -> None:
+    of_vi, of_vl, *_, ends = figures.figure_2(Results.read(made_up)).axes
+    for ax, first in ((of_vi, -9), (of_vl, -3)):
+        curves = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
+        assert list(curves) == ["× 1", "× 10", "× 30"]
+        for m, curve in zip(MULTIPLIERS, curves.values(), strict=True):
+            assert curve == pytest.approx([first / m - 1 / epoch for epoch in (1, 2, 3, 4)])
+    last = {bars.get_label(): bars.lines[0].get_ydata().tolist() for bars in ends.containers}
+    assert last["VI"] == pytest.approx([-9 / m - 0.25 for m in MULTIPLIERS])
+    assert last["VL"] == pytest.approx([-3 / m - 0.25 for m in MULTIPLIERS])
+
+
+# -- its parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_network_is_preactresnet_18() -> None:
     """He et al.'s weights, by hand: two 3×3 convolutions and two norms per block, 1×1 shortcuts, one norm at last."""
     widths = [(64, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
     blocks = sum(9 * a * b + 9 * b * b + (a * b if a != b else 0) + 2 * a + 2 * b for a, b in widths)
-    network = recipe.PreActResNet()
+    network = PreActResNet()
     assert sum(p.numel() for p in network.parameters()) == 27 * 64 + blocks + 2 * 512 + 512 * 10 + 10
     assert warn_piecewise_linear(network, torch.randn(2, 3, 8, 8)) == {}
-    assert recipe.PreActResNet(1, 7, width=3, stride=2)(torch.randn(2, 1, 28, 28)).shape == (2, 7)
+    assert PreActResNet(1, 7, width=3, stride=2)(torch.randn(2, 1, 28, 28)).shape == (2, 7)
 
 
-def test_the_paper_setting_is_the_protocol(recipe: Any) -> None:
-    paper = recipe.PAPERS
-    assert (paper.width, paper.stride, paper.n_train, paper.n_test) == (64, 1, None, None)
+def test_the_paper_scale_is_the_protocol() -> None:
+    paper = tables.SCALES["paper"]
+    assert (paper.width, paper.blocks, paper.stride, paper.n_train, paper.n_test) == (64, 2, 1, None, None)
     assert (paper.epochs, paper.batch, paper.lr, paper.milestones) == (200, 128, 1e-4, (100, 150))
     assert (paper.multiplier, paper.multipliers) == (10.0, (1.0, 3.0, 10.0, 30.0))
-    assert paper.early_stopping_betas == (1.0, 0.1)
+    assert paper.multiplier_betas == (1.0, 0.1)
 
 
-def test_all_methods_have_the_same_prior_and_start(recipe: Any) -> None:
+@pytest.fixture
+def images() -> Images:
+    train = torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8), torch.arange(40) % 4)
+    return Images("MNIST", train, train, 40, 4)
+
+
+def test_each_seed_splits_the_training_images_anew(images: Images) -> None:
+    ids = {tuple(x.flatten().tolist()): i for i, x in enumerate(images.train.tensors[0])}
+    seen = []
+    for seed in (0, 1, 0):
+        parts = tables.split(images, 10, seed)
+        train, validation = ([ids[tuple(x.flatten().tolist())] for x, _ in parts[p]] for p in ("train", "validation"))
+        assert sorted(train + validation) == list(range(40))
+        assert len(validation) == 10
+        assert parts["test"] is images.test
+        seen.append(validation)
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_all_methods_have_the_same_prior_and_start(images: Images) -> None:
     """MAP's penalty is the mean's part of the KL divergence; log σ starts at log s − 3."""
-    train = torch.utils.data.TensorDataset(torch.randn(4, 1, 8, 8), torch.arange(4))
-    images = recipe.Images("MNIST", train, train, 4, 4)
-    settings = recipe.Settings(width=2)
-    made = {method: recipe.make(method, 0.1, 10.0, images, settings) for method in ("MAP", "VI", "VL")}
-    penalty = recipe.negative_log_prior(made["MAP"].net)
+    made = {
+        method: tables.make(tables.Training("MNIST", method, 0.1, 10.0, 0), images, FAST, 40)
+        for method in ("MAP", "VI", "VL")
+    }
+    penalty = tables.negative_log_prior(made["MAP"].net)
     for method in ("VI", "VL"):
         weights = dict(made[method].named_parameters())
         pairs = [(weights[name], (log_σ + 3).exp()) for name, log_σ in made[method].log_sigma.items()]
@@ -174,30 +302,3 @@ def test_all_methods_have_the_same_prior_and_start(recipe: Any) -> None:
         norms = {name for name in weights if "norm" in name}
         assert norms
         assert {n for n in weights if not n.startswith("log_sigma.")} - norms == set(made[method].log_sigma.keys())
-
-
-def test_a_dataset_that_is_nowhere(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
-    said = "CIFAR100 is not in .*nothing and cannot be downloaded .*put cifar-100-python/ there.* LIGHTNING_BAYES_DATA"
-    with pytest.raises(SystemExit, match=said):
-        recipe.read_images("CIFAR100", tmp_path / "nothing", tmp_path)
-
-
-def test_images_are_standardised_by_the_training_part(recipe: Any, tmp_path: Path) -> None:
-    """Unpacked files are read where they are; a part is a choice of the whole."""
-    generator = np.random.default_rng(0)
-    images = {"train": generator.integers(0, 256, (40, 6, 6)), "t10k": generator.integers(0, 256, (20, 6, 6))}
-    for part, pixels in images.items():
-        for kind, values in (("images-idx3", pixels), ("labels-idx1", np.arange(len(pixels)) % 3)):
-            write_idx(tmp_path / "MNIST" / "raw" / f"{part}-{kind}-ubyte", values)
-    found = recipe.read_images("MNIST", tmp_path, tmp_path / "unpacked")
-    assert not (tmp_path / "unpacked").exists()
-    mean, std = images["train"].mean(), images["train"].std(ddof=1)
-    expected = torch.tensor((images["t10k"] - mean) / std).float().unsqueeze(1)
-    torch.testing.assert_close(found.test.tensors[0], expected, rtol=1e-5, atol=1e-5)
-    assert (found.classes, found.channels, found.n_all, len(found.train)) == (3, 1, 40, 40)
-    part = recipe.read_images("MNIST", tmp_path, tmp_path / "unpacked", n_train=7, n_test=5, seed=1)
-    assert (part.n_all, len(part.train), len(part.test)) == (40, 7, 5)
-    for x, y in part.train:
-        assert any(torch.equal(x, a) and y == b for a, b in found.train)
