@@ -1,5 +1,5 @@
-"""Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST notices MNIST
-(figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
+"""Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST notices
+MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
 
     python -m recipes.papers.lae.ablation            # half an hour: every row of the table, small
     python -m recipes.papers.lae.ablation --scale    # half an hour: the first row with 8 channels, 8 epochs, all images
@@ -7,8 +7,8 @@
 
 The first row is the authors' code as far as it can be: batch 100, learning rate 1e-4 for 64 channels, curvature at the
 sampled weights, `H ← 0.999 H + h` from `H₀ = N`, prior precision 1, one sampled network in training and 10 at test, the
-mean squared error as loss while h is that of the sum, a factor ½ in h, and images in the same order in every epoch. (One
-slip is left out: their convolutions have the gradient of the mean network.) Each other row changes one thing.
+mean squared error as loss while h is that of the sum, a factor ½ in h, and images in the same order in every epoch.
+(One slip is left out: their convolutions have the gradient of the mean network.) Each other row changes one thing.
 
 What theory says before anything is trained. To first order a sampled network's variance is
 
@@ -18,17 +18,18 @@ with J_w the derivative of the output (or latent point) in weight w.
 
 - Where the data's part of H prevails, α, the scale, the factor ½ and the sum against the average multiply all σ alike:
   no AUROC changes, until samples are so wide that first order ends and training at them changes the network.
-- Where H₀ or δ prevails, all weights have the same variance, and σ² is ‖J(x)‖² but for a factor: large for bright images
-  with much contrast, which are FashionMNIST's. σ is then larger inside than outside. What matters is which weights the
-  data have determined when training ends: `(1 − α)ᵗ`, so the memory's length against that of the training.
+- Where H₀ or δ prevails, all weights have the same variance, and σ² is ‖J(x)‖² but for a factor: large for bright
+  images with much contrast, which are FashionMNIST's. σ is then larger inside than outside. What matters is which
+  weights the data have determined when training ends: `(1 − α)ᵗ`, so the memory's length against the training's.
 - A factor in the loss cancels in Adam's step, in the plateau's relative threshold and in early stopping, and the loss
   has no prior. The mean over pixels instead of the sum changes nothing but for Adam's ε.
 - A convolution's weights are shared by all places of an image, so the data determine all of them: there is no weight
   that only an unknown image uses, as at the dark border of MNIST's digits, where linear layers notice KMNIST.
 
 A smaller run translates two numbers. With n of N images the memory lasts as many epochs and is as sharp (α N/n, scale
-(N/n)²); with c of 64 channels Adam's rate is 64/c times as large, so that a layer's output moves as far per step.
-AUROC is that of validation images of FashionMNIST and training images of MNIST, none of which any program tests on.
+(N/n)²); with c of 64 channels Adam's rate is 64/c times as large, so that a layer's output moves as far per step
+(`--scale` leaves it at 1e-4). AUROC is that of validation images of FashionMNIST and training images of MNIST, none of
+which any program tests on.
 """
 
 from __future__ import annotations
@@ -282,9 +283,9 @@ def report(folder: Path) -> str:
         f"AUROC on {settings['n_valid']:,} validation images and as many of MNIST; mean ± standard error over "
         f"{max(map(len, rows.values()))} seeds. The paper's figure 9 has no numbers in its text.",
         _rows(rows),
-        '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision comes '
-        'from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. Errors are '
-        "‖x − f(x)‖² inside: of a sampled network, and of the mean one.",
+        '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
+        'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '
+        "Errors are ‖x − f(x)‖² inside: of a sampled network, and of the mean one.",
         "Without any network:",
         markdown(["score", "AUROC"], [[r["score"], r["AUROC"]] for r in read_rows(folder / "baselines.csv")], 3),
     ]

@@ -5,7 +5,7 @@ Every method is a `Method`: it draws networks, and has the moments of their late
 with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior has. Where the authors'
 code differs from their paper, this follows the paper: the loss is that of the Hessian (theirs is a mean over pixels),
 the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor ½, and the
-prior does not decay.
+prior does not decay. `ablation.py` has their configuration, and what these differences change.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = Fal
             **memory(len(data.train), settings),
             hessian=settings.hessian,
             average=settings.average,
-            name=f"online_{settings.hessian}",
+            save=False,
             seed=run.seed,
         )
         module = fit(LitAutoencoder(settings, conv), data, settings, run.output, callback)

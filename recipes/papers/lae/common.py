@@ -88,4 +88,5 @@ def linear_net(settings: Any) -> str:
 
 def conv_net(settings: Any) -> str:
     c, pixels = settings["width"] // 8, settings["pixels"]
-    return f"{pixels} × {pixels} pixels, two convolutions of {c} channels, {32 * c}-{16 * c}-2, and their mirror, tanh"
+    size = f"{pixels} × {pixels} pixels"
+    return f"{size}, two convolutions of {c} channels, {32 * c}-{16 * c}-2-{16 * c}-{32 * c}, three convolutions, tanh"
