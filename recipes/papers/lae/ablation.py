@@ -117,7 +117,7 @@ class Settings:
     seeds: int = 2
     n_train: int = 2500
     n_valid: int = 1000  # and as many outside
-    epochs: int = 30
+    epochs: int = 20
     pixels: int = 16
     channels: int = 8
     samples: int = 10
