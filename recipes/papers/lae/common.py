@@ -33,7 +33,7 @@ class Settings:
     average: bool = False
 
 
-FAST = Settings(300, 100, 150, epochs=6, batch=30, lr=0.01, samples=8, pixels=8, width=32)
+FAST = Settings(300, 100, 150, epochs=4, batch=30, lr=0.01, samples=8, pixels=8, width=32)
 PAPER = Settings(55_000, 5_000, 10_000, 1000, 64, 1e-3, 100, 28, 512, "exact", memory_factor=1e-4)
 
 
