@@ -37,6 +37,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -67,6 +68,7 @@ from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spre
 
 N, CHANNELS = 55_000, 64
 AUTHORS = "the authors' configuration"
+EQUAL = 5000.0  # the precision with which the newest version of their code tests, which forgets to load H
 STEP = 0.05  # of an AUROC that is called a difference, and three standard errors
 
 
@@ -234,7 +236,18 @@ def judge(posterior: LaplacePosterior, data: Data, outside: Tensor, samples: int
     both_sets = torch.cat([inside, outside]).flatten(1).mean(1)
     for name in SCORES[2:]:
         row[f"{name} and brightness"] = rank_correlation(torch.cat(scores[name]), both_sets)
-    return row
+    equal = Several([perturbed(posterior.network, i) for i in range(samples)])
+    both = [measure(equal, x, samples, 0) for x in (inside, outside)]
+    return row | {f"{name}, equal variances": auroc(*(m[name] for m in both)) for name in SCORES[2:]}
+
+
+@torch.no_grad()
+def perturbed(network: Any, seed: int) -> Any:
+    """As if no curvature had been learned: every weight with the same variance."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(seed)
+    for weight in copy.parameters():
+        weight += torch.randn(weight.shape, generator=generator) / EQUAL**0.5
+    return copy
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
@@ -285,7 +298,8 @@ def report(folder: Path) -> str:
         _rows(rows),
         '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
         'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '
-        "Errors are ‖x − f(x)‖² inside: of a sampled network, and of the mean one.",
+        "Errors are ‖x − f(x)‖² inside: of a sampled network, and of the mean one. In the last two columns the trained "
+        f"network's weights have all the same precision, {EQUAL:.0f}, instead of the learned one.",
         "Without any network:",
         markdown(["score", "AUROC"], [[r["score"], r["AUROC"]] for r in read_rows(folder / "baselines.csv")], 3),
     ]
@@ -301,6 +315,7 @@ def report(folder: Path) -> str:
 
 def _rows(rows: dict[str, list[Row]]) -> str:
     columns = ["", "error", "mean network", *SCORES, "brightness", "start left", "determined", "epochs"]
+    columns += [f"{score}, equal variances" for score in SCORES[2:]]
     lines = []
     for name, of_row in rows.items():
 
@@ -310,7 +325,8 @@ def _rows(rows: dict[str, list[Row]]) -> str:
         line = [name, both("error", 2), both("error of the mean network", 2), *(both(score) for score in SCORES)]
         line += [f"{mean(r['output σ and brightness'] for r in of_row):.2f}"]
         line += [f"{mean(r['start left'] for r in of_row):.1e}", f"{mean(r['determined'] for r in of_row):.2f}"]
-        lines.append([*line, f"{mean(r['epochs'] for r in of_row):.0f}"])
+        line += [f"{mean(r['epochs'] for r in of_row):.0f}"]
+        lines.append([*line, *(both(f"{score}, equal variances") for score in SCORES[2:])])
     return markdown(columns, lines)
 
 
