@@ -95,10 +95,8 @@ class Configuration:
 
 ROWS: dict[str, dict[str, Any]] = {
     AUTHORS: {},
-    "mixed Hessian": {"hessian": "mixed"},
     "H₀ = 1 (paper)": {"start": 1.0},
     "memory factor 1e-4 (paper)": {"memory_factor": 1e-4},
-    "three times as long": {"longer": 3},
     "average, not leaky sum": {"average": True},
     "scale 100": {"scale": 50.0},
     "prior precision 1000": {"prior_precision": 1000.0},
@@ -109,6 +107,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "learning rate × 10": {"lr": 1e-3},
     "learning rate not by width": {"lr_by_width": False},
     "decoder mirrored": {"mirrored": True},
+    "mixed Hessian": {"hessian": "mixed"},
+    "three times as long": {"longer": 3},
     "twice the channels": {"wider": 2},
 }
 
