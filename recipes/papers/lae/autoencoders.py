@@ -5,7 +5,7 @@ Every method is a `Method`: it draws networks, and has the moments of their late
 with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior has. Where the authors'
 code differs from their paper, this follows the paper: the loss is that of the Hessian (theirs is a mean over pixels),
 the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor ½, and the
-prior does not decay.
+prior does not decay. `ablation.py` has their configuration, and what these differences change.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
 from lightning_bayes.predictive import Reconstruction, decode
 from recipes.papers.lae.common import PAPER, Data, Settings
+from recipes.program import QUIET, Run, progress
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 DROPOUT, MEMBERS, KL_WEIGHT, LATENT = 0.2, 5, 1e-3, 2
@@ -59,10 +60,14 @@ def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential
     return nn.Sequential(*first, *second, nn.Flatten(), *_stack(linear, dropout))
 
 
-def conv_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+def conv_decoder(pixels: int, width: int, dropout: float = 0.0, mirrored: bool = False) -> nn.Sequential:
+    """As in the authors' code, whose decoder has a convolution more than the encoder; `mirrored`: as many."""
     c, side = width // 8, pixels // 4
     linear = [nn.Linear(LATENT, 16 * c), nn.Linear(16 * c, 32 * c), nn.Linear(32 * c, c * side**2)]
-    first = [nn.Tanh(), nn.Unflatten(1, (c, side, side)), nn.Upsample(scale_factor=2), *_dropout(dropout)]
+    first: list[nn.Module] = [nn.Tanh(), nn.Unflatten(1, (c, side, side))]
+    if not mirrored:
+        first += [*_dropout(dropout), nn.Conv2d(c, c, 3, padding=1), nn.Tanh()]
+    first += [nn.Upsample(scale_factor=2), *_dropout(dropout)]
     second = [nn.Conv2d(c, c, 3, padding=1), nn.Tanh(), nn.Upsample(scale_factor=2), *_dropout(dropout)]
     return nn.Sequential(*_dropout(dropout), *_stack(linear, dropout), *first, *second, nn.Conv2d(c, 1, 3, padding=1))
 
@@ -133,36 +138,52 @@ class LitVAE(LitAutoencoder):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def fit(module: L.LightningModule, data: Data, settings: Settings, output: Path, *callbacks: L.Callback) -> Any:
+def fit(module: L.LightningModule, data: Data, settings: Settings, folder: Path, *callbacks: L.Callback) -> Any:
     """Until the validation loss has not fallen for `PATIENCE` epochs, or `settings.epochs` are over."""
     trainer = L.Trainer(
         max_epochs=settings.epochs,
         callbacks=[EarlyStopping("val_loss", patience=PATIENCE), *callbacks],
-        default_root_dir=output,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        default_root_dir=folder,
         num_sanity_val_steps=0,
+        **QUIET,
     )
     trainer.fit(module, data.loader("train", settings.batch), data.loader("valid", BATCH))
     return module
 
 
-def online(data: Data, settings: Settings, output: Path, conv: bool = False) -> LaplacePosterior:
+def trained(run: Run, name: str, make: Callable[[], Any], data: Data, seed: int) -> Any:
+    """A module with the weights that an interrupted run has saved, or trained."""
+
+    def weights() -> dict[str, Tensor]:
+        seed_everything(seed)
+        return fit(make(), data, run.settings, run.output).state_dict()
+
+    module = make()
+    module.load_state_dict(run.once(name, weights))
+    return module.eval()
+
+
+def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = False) -> LaplacePosterior:
     """Trained at samples of its posterior, whose curvature is learned on the way."""
-    seed(settings.seed)
-    callback = OnlineLaplaceCallback(
-        NOISE,
-        calibrate=None,  # the paper's predictions as they are
-        **memory(len(data.train), settings),
-        hessian=settings.hessian,
-        average=settings.average,
-        name=f"online_{settings.hessian}",
-        seed=settings.seed,
-    )
-    fit(LitAutoencoder(settings, conv), data, settings, output, callback)
-    return callback.posterior  # type: ignore[return-value]
+
+    def state() -> dict[str, Any]:
+        seed_everything(run.seed)
+        callback = OnlineLaplaceCallback(
+            NOISE,
+            calibrate=None,  # the paper's predictions as they are
+            **memory(len(data.train), settings),
+            hessian=settings.hessian,
+            average=settings.average,
+            save=False,
+            seed=run.seed,
+        )
+        module = fit(LitAutoencoder(settings, conv), data, settings, run.output, callback)
+        return {"module": module.state_dict(), "posterior": callback.posterior.state_dict()}
+
+    saved = run.once(name, state)
+    module = LitAutoencoder(settings, conv)
+    module.load_state_dict(saved["module"])
+    return LaplacePosterior.from_state_dict(module, saved["posterior"])  # type: ignore[return-value]
 
 
 def memory(n: int, settings: Settings) -> dict[str, float]:
@@ -177,14 +198,18 @@ def memory(n: int, settings: Settings) -> dict[str, float]:
     return {"memory_factor": factor, "scale": scale, "initial_curvature": n / scale}
 
 
-def post_hoc(module: LitAutoencoder, data: Data, hessian: str) -> LaplacePosterior:
+def post_hoc(run: Run, name: str, module: LitAutoencoder, data: Data, hessian: str) -> LaplacePosterior:
     """The Hessian of a trained autoencoder, and the prior precision with the largest evidence."""
-    x, _ = data.train.tensors
-    posterior = fit_laplace(module, DataLoader(TensorDataset(x, x), BATCH), NOISE, "diag", hessian=hessian)
-    return posterior.tune_prior("marglik", noise=False)
+
+    def state() -> dict[str, Any]:
+        x, _ = data.train.tensors
+        posterior = fit_laplace(module, DataLoader(TensorDataset(x, x), BATCH), NOISE, "diag", hessian=hessian)
+        return posterior.tune_prior("marglik", noise=False).state_dict()
+
+    return LaplacePosterior.from_state_dict(module, run.once(name, state))  # type: ignore[return-value]
 
 
-def seed(number: int) -> None:
+def seed_everything(number: int) -> None:
     L.seed_everything(number, verbose=False)
 
 
@@ -271,23 +296,19 @@ def _with_moments(z: Tensor, f: Tensor) -> Reconstruction:
     return Reconstruction(f.mean(0), f.var(0, correction=0), z.mean(0), z.var(0, correction=0), f, z)
 
 
-def train_all(
-    data: Data, settings: Settings, output: Path, conv: bool = False, say: Callable[[str], None] = print
-) -> dict[str, Method]:
+def train_all(run: Run, data: Data, conv: bool = False) -> dict[str, Method]:
     """All methods of the paper's comparisons; the autoencoder is the ensemble's first member."""
-    members = []
-    for number in range(MEMBERS):
-        seed(settings.seed + number)
-        members.append(fit(LitAutoencoder(settings, conv), data, settings, output))
-    say(f"trained {MEMBERS} autoencoders")
-    posterior = post_hoc(members[0], data, settings.hessian)
-    say("fitted the post-hoc LAE")
-    seed(settings.seed)
-    vae = fit(LitVAE(settings, conv), data, settings, output).eval()
-    seed(settings.seed)
-    dropout = fit(LitAutoencoder(settings, conv, DROPOUT), data, settings, output)
-    say("trained the VAE and the MC-AE")
-    lae = online(data, settings, output, conv)
-    say("trained the online LAE")
+    settings = run.settings
+    members = [
+        trained(run, f"autoencoder {i}", lambda: LitAutoencoder(settings, conv), data, run.seed + i)
+        for i in progress(range(MEMBERS), "autoencoders")
+    ]
+    print("trained the autoencoders", flush=True)
+    vae = trained(run, "VAE", lambda: LitVAE(settings, conv), data, run.seed)
+    dropout = trained(run, "MC-AE", lambda: LitAutoencoder(settings, conv, DROPOUT), data, run.seed)
+    print("trained the VAE and the MC-AE", flush=True)
     others = (Several(members[:1]), Variational(vae), Several([dropout], dropout=True), Several(members))
+    posterior = post_hoc(run, "post-hoc", members[0], data, settings.hessian)
+    lae = online(run, "online", data, settings, conv)
+    print("fitted the post-hoc LAE, trained the online one", flush=True)
     return dict(zip(METHODS, (*others, Laplacian(posterior), Laplacian(lae)), strict=True))

@@ -9,12 +9,12 @@ One autoencoder is trained as usual and gets its posterior afterwards (post-hoc)
 approximate diagonal Hessian; others are trained at samples of their posterior (online), with the exact and the
 approximate diagonal. The table has the squared error of the mean reconstruction, and the log-likelihood of a
 sampled network, averaged over the samples. The exact diagonal costs a backward pass per pixel, so the default has few
-pixels. Results go to outputs/papers/lae/mnist/.
+pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import LaplacePosterior, fit_laplace
+from recipes.papers.claims import Claim, verdict
 from recipes.papers.lae.autoencoders import (
     BATCH,
     NOISE,
@@ -32,16 +33,17 @@ from recipes.papers.lae.autoencoders import (
     Method,
     Several,
     Variational,
-    fit,
     online,
     post_hoc,
-    seed,
+    seed_everything,
+    trained,
 )
-from recipes.papers.lae.common import PAPER, Claim, Data, Settings, begin, linear_net, parse, table, verdict, write_csv
+from recipes.papers.lae.common import FAST, PAPER, Data, Settings, describe, linear_net, read_data
 from recipes.papers.lae.pictures import figure_1, figure_8, square_around
+from recipes.program import Row, Run, markdown, read_rows, start
 
 DEFAULT = Settings(n_train=3000, epochs=10, pixels=14, width=256, hessian="exact and approx")
-PAPERS = replace(PAPER, hessian=DEFAULT.hessian)
+TINY, PAPERS = (replace(settings, hessian=DEFAULT.hessian) for settings in (FAST, PAPER))
 STORED_RUN = 28.4  # squared error per image of the online LAE with the exact diagonal, in the authors' repository
 ALIKE = 0.1  # relative difference of two errors
 NOTE = """\
@@ -51,41 +53,43 @@ and without a constant. "authors" is the one run that their repository stores, 2
 stopped it; the numbers of table 2 are not in the paper's text."""
 
 
-def train(data: Data, settings: Settings, output: Path, say: Callable[[str], None]) -> dict[str, Method]:
+def train(run: Run, data: Data) -> dict[str, Method]:
     """Every row of the table, and the VAE of figure 1."""
-    seed(settings.seed)
-    module = fit(LitAutoencoder(settings), data, settings, output)
+    settings = run.settings
+    module = trained(run, "autoencoder", lambda: LitAutoencoder(settings), data, run.seed)
     methods: dict[str, Method] = {"AE": Several([module])}
-    say("trained the autoencoder")
-    methods["post-hoc KFAC"] = Laplacian(kfac(module, data, settings))
-    for hessian in hessians(settings):
-        methods[f"post-hoc {hessian}"] = Laplacian(post_hoc(module, data, hessian))
-    say("fitted the post-hoc posteriors")
-    for hessian in hessians(settings):
-        methods[f"online {hessian}"] = Laplacian(online(data, replace(settings, hessian=hessian), output))
-        say(f"trained the online LAE with the {hessian} Hessian")
-    seed(settings.seed)
-    methods["VAE"] = Variational(fit(LitVAE(settings), data, settings, output).eval())
-    say("trained the VAE")
+    methods["post-hoc KFAC"] = Laplacian(kfac(run, module, data))
+    for hessian in hessians(settings.hessian):
+        methods[f"post-hoc {hessian}"] = Laplacian(post_hoc(run, f"post-hoc {hessian}", module, data, hessian))
+    print("trained the autoencoder and fitted the post-hoc posteriors", flush=True)
+    for hessian in hessians(settings.hessian):
+        posterior = online(run, f"online {hessian}", data, replace(settings, hessian=hessian))
+        methods[f"online {hessian}"] = Laplacian(posterior)
+        print(f"trained the online LAE with the {hessian} Hessian", flush=True)
+    methods["VAE"] = Variational(trained(run, "VAE", lambda: LitVAE(settings), data, run.seed))
     return methods
 
 
-def hessians(settings: Settings) -> list[str]:
+def hessians(words: str) -> list[str]:
     """`--hessian approx`, alone, leaves out what is slow."""
-    return settings.hessian.split(" and ")
+    return words.split(" and ")
 
 
-def kfac(module: LitAutoencoder, data: Data, settings: Settings) -> Any:
+def kfac(run: Run, module: LitAutoencoder, data: Data) -> LaplacePosterior:
     """With labels drawn from the model: the GGN's factors would take a backward pass for every pixel."""
-    x, _ = data.train.tensors
-    pairs = DataLoader(TensorDataset(x, x), BATCH)
-    posterior = fit_laplace(module, pairs, NOISE, "kron", curvature="fisher_mc", samples=10, seed=settings.seed)
-    return posterior.tune_prior("marglik", noise=False)
+
+    def state() -> dict[str, Any]:
+        x, _ = data.train.tensors
+        pairs = DataLoader(TensorDataset(x, x), BATCH)
+        posterior = fit_laplace(module, pairs, NOISE, "kron", curvature="fisher_mc", samples=10, seed=run.seed)
+        return posterior.tune_prior("marglik", noise=False).state_dict()
+
+    return LaplacePosterior.from_state_dict(module, run.once("post-hoc KFAC", state))  # type: ignore[return-value]
 
 
-def judge(method: Method, data: Data, settings: Settings) -> dict[str, float]:
+def judge(name: str, method: Method, data: Data, samples: int, seed: int) -> list[Row]:
     x, _ = data.test.tensors
-    moments = method.moments(x, settings.samples, settings.seed)
+    moments = method.moments(x, samples, seed)
     assert moments.mean is not None
     assert moments.variance is not None
     assert moments.latent_mean is not None
@@ -94,22 +98,22 @@ def judge(method: Method, data: Data, settings: Settings) -> dict[str, float]:
     # Averaged over the samples, the error of a sampled network is that of the mean plus the variance.
     spread = 0.0 if isinstance(method, Variational) else moments.variance.flatten(1).sum(1).mean()
     latent = moments.latent_variance.mean().sqrt() / moments.latent_mean.std(0).mean()
-    row = {"MSE": float(mse), "log p(x)": -float(mse + spread), "latent σ": float(latent)}
-    if isinstance(method, Several):
-        return row | {"far / near": float("nan")}
-    return row | {"far / near": growth(method, moments.latent_mean[:BATCH], settings)}
+    row = {"method": name, "MSE": float(mse), "log p(x)": -float(mse + spread), "latent σ": float(latent)}
+    if isinstance(method, Several):  # which has one network
+        return [row | {"latent σ": None, "far / near": None}]
+    return [row | {"far / near": growth(method, moments.latent_mean[:BATCH], samples, seed)}]
 
 
-def growth(method: Method, z: torch.Tensor, settings: Settings) -> float:
+def growth(method: Method, z: torch.Tensor, samples: int, seed: int) -> float:
     """The decoder's σ, averaged over pixels, on the edge of a square around the latent points, over that at them."""
     centre, side = square_around(z)
     edge = torch.cartesian_prod(side, side)
     edge = edge[edge.abs().amax(1) == side[-1]] + centre
-    far, near = (method.decoder_variance(points, settings.samples, settings.seed).sqrt().mean() for points in (edge, z))
+    far, near = (method.decoder_variance(points, samples, seed).sqrt().mean() for points in (edge, z))
     return float(far / near)
 
 
-def claims(rows: dict[str, dict[str, float]], names: list[str]) -> list[Claim]:
+def claims(rows: dict[str, Row], names: list[str]) -> list[Claim]:
     """Of section 5 on table 2, and of figure 1."""
     statements = []
     if len(names) == 2:
@@ -133,34 +137,45 @@ def claims(rows: dict[str, dict[str, float]], names: list[str]) -> list[Claim]:
     return [*statements, Claim("a VAE's σ does not grow away from the data", ratio <= 1, f"far / near {ratio:.2f}")]
 
 
+def report(folder: Path) -> str:
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    rows = {row["method"]: row for row in read_rows(folder / "results.csv")}
+    columns = ["MSE", "log p(x)", "latent σ", "far / near"]
+    lines = []
+    for name, row in rows.items():
+        line = [row[column] for column in columns]
+        if name == "VAE":
+            line[1] = None  # its log-likelihood has a variance of its own
+        lines.append([name, *line, STORED_RUN if name == "online exact" else None])
+    return "\n\n".join(
+        [
+            f"MNIST, table 2 on {settings['n_test']:,} test images: {describe(linear_net(settings), settings)}.",
+            markdown(["", *columns, "MSE (authors)"], lines, 3),
+            NOTE,
+            verdict(claims(rows, hessians(settings["hessian"]))),
+            "Pictures: figure_1.png, figure_8.png.",
+        ]
+    )
+
+
 def main() -> None:
-    settings, arguments = parse(__doc__ or "", "mnist", DEFAULT, PAPERS)
-    data, say = begin("MNIST", f"MNIST: {linear_net(settings)}", settings, PAPERS, arguments)
-    methods = train(data, settings, arguments.output, say)
+    run = start(__doc__, "papers/lae/mnist", {"default": DEFAULT, "fast": TINY, "paper": PAPERS})
+    settings = run.settings
+    data = read_data("MNIST", run.data, settings)
+    methods = train(run, data)
+    for name, method in methods.items():
+        run.collect("results", name, judge, name, method, data, settings.samples, run.seed)
 
-    rows = {name: judge(method, data, settings) for name, method in methods.items()}
-    columns = ["MSE", "log p(x)", "latent σ", "far / near", "MSE (authors)"]
-    shown: dict[str, Any] = {name: [*row.values(), None] for name, row in rows.items()}
-    if "online exact" in shown:
-        shown["online exact"][-1] = f"{STORED_RUN}"
-    shown["AE"][2:4] = None, None  # which has one network
-    shown["VAE"][1] = None  # its log-likelihood has a variance of its own
-    print(f"\ntable 2, on {len(data.test):,} test images, {settings.samples} sampled networks:\n")
-    print(f"{table(columns, shown)}\n{NOTE}")
-    write_csv(
-        arguments.output / "results.csv", ["method", *columns[:4]], [[n, *row.values()] for n, row in rows.items()]
-    )
-
-    torch.manual_seed(settings.seed)
+    seed_everything(run.seed)
     lae = {name: method for name, method in methods.items() if isinstance(method, Laplacian)}
-    figure_8(lae, data, settings).savefig(arguments.output / "figure_8.png")
-    first = hessians(settings)[0]
+    run.save_picture("figure_8", figure_8(lae, data, settings.samples, run.seed))
+    first = hessians(settings.hessian)[0]
     compared = {"VAE": "VAE", "LAE (post-hoc)": f"post-hoc {first}", "LAE (online)": f"online {first}"}
-    figure_1({name: methods[row] for name, row in compared.items()}, data, settings).savefig(
-        arguments.output / "figure_1.png"
-    )
-    print(f"\nfigure_1.png, figure_8.png and results.csv are in {arguments.output}\n")
-    print(verdict(claims(rows, hessians(settings))))
+    shown = {name: methods[row] for name, row in compared.items()}
+    run.save_picture("figure_1", figure_1(shown, data, settings.samples, run.seed))
+    text = report(run.output)
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

@@ -3,44 +3,41 @@ for learning stochastic representations").
 
     python -m recipes.papers.lae.ood                        # trained on FashionMNIST, asked about MNIST; convolutions
     python -m recipes.papers.lae.ood --pair mnist-kmnist    # trained on MNIST, asked about KMNIST; linear layers
+    python -m recipes.papers.lae.ood --scale                # either pair, an hour: more images, wider, longer
     python -m recipes.papers.lae.ood --paper                # either pair, whole network, 55,000 images; wants a GPU
 
 An autoencoder, a VAE, an autoencoder with dropout, an ensemble of five, and the Laplacian autoencoder, post-hoc and
 online, are scored by the area under the ROC curve (AUROC) of four scores, each of which is to be larger outside: the
 squared error of a sampled network, which is the log-likelihood but for its sign ("log-likelihood"), its distance from
 the training images' average ("typicality"), and the standard deviation over sampled networks, summed over latent
-dimensions ("latent σ") and over pixels ("output σ"). Results go to outputs/papers/lae/ood/.
+dimensions ("latent σ") and over pixels ("output σ"). Which settings matter is measured by `ablation.py`.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_bayes import metrics, plots
-from recipes.papers.lae.autoencoders import BATCH, Method, memory, train_all
-from recipes.papers.lae.common import (
-    PAPER,
-    Claim,
-    Data,
-    Settings,
-    beats,
-    begin,
-    chosen_settings,
-    conv_net,
-    linear_net,
-    parser,
-    read_outside,
-    table,
-    verdict,
-    write_csv,
-)
+from lightning_bayes import plots
+from recipes.papers.claims import Claim, beats, verdict
+from recipes.papers.lae import common
+from recipes.papers.lae.autoencoders import METHODS, Method, memory, train_all
+from recipes.papers.lae.common import Data, conv_net, describe, linear_net, read_data, read_outside
 from recipes.papers.lae.pictures import LOOKS
+from recipes.papers.lae.scores import SCORES, Scores, auroc, detection, joined, roc, scores_of
+from recipes.program import Row, markdown, read_rows, start
+
+
+@dataclass(frozen=True)
+class Settings(common.Settings):
+    pair: str = "fashionmnist-mnist"
 
 
 @dataclass(frozen=True)
@@ -50,103 +47,60 @@ class Pair:
     inside: str
     outside: str
     conv: bool
-    default: Settings
-    paper: Settings
-    trials: str  # behind the default
+    scales: dict[str, Settings]
 
 
+def _tiny(pair: str) -> Settings:
+    return Settings(**{**vars(common.FAST), "lr": 0.003}, pair=pair)
+
+
+def _papers(pair: str, **changes: Any) -> Settings:
+    return Settings(**{**vars(common.PAPER), "n_test": 5000, **changes}, pair=pair)
+
+
+_FASHION, _DIGITS = "fashionmnist-mnist", "mnist-kmnist"
 PAIRS = {
-    "fashionmnist-mnist": Pair(
+    _FASHION: Pair(
         "FashionMNIST",
         "MNIST",
         conv=True,
-        default=Settings(2500, 500, 1000, 40, samples=10, pixels=16, width=96, memory_factor=1e-4),
-        paper=replace(PAPER, batch=100, lr=1e-4, n_test=5000, samples=10, hessian="mixed"),
-        trials="in nine trial runs of the online LAE (start, factor, scale, Hessian, 28 or 16 pixels, 12 to 40\n"
-        "epochs), two of them stopped early, scored by AUROC on validation images and on training images of MNIST,\n"
-        "none of which are among those below; along them it went from 0.16 to 0.82 by latent σ, and from 0.22 to 0.79\n"
-        "by output σ. This setting had 0.53, 0.74 and 0.70, and 0.74, 0.68 and 0.61, with seeds 0, 1 and 2: near the\n"
-        "line that is drawn below, either verdict is chance. With the mixed Hessian it had 0.50 and 0.57, and 0.49\n"
-        "and 0.67, with seeds 1 and 2. How dark an image is, without any network, has 0.76.\n"
-        "Minutes on two cores do not reproduce the paper's figure 9",
+        scales={
+            "default": Settings(2500, 500, 1000, 40, samples=10, pixels=16, width=96, memory_factor=1e-4),
+            "fast": _tiny(_FASHION),
+            "scale": Settings(10_000, 1000, 2000, 60, samples=10, width=128, memory_factor=1e-4),
+            "paper": _papers(_FASHION, batch=100, lr=1e-4, samples=10, hessian="mixed"),
+        },
     ),
-    "mnist-kmnist": Pair(
+    _DIGITS: Pair(
         "MNIST",
         "KMNIST",
         conv=False,
-        default=Settings(epochs=10),
-        paper=replace(PAPER, n_test=5000),
-        trials="in two trial runs of the online LAE with seed 0, without and with the scaled memory, scored by AUROC\n"
-        "on validation images and on 1,000 test images of KMNIST, about a hundred of which are among those below",
+        scales={
+            "default": Settings(epochs=10, pair=_DIGITS),
+            "fast": _tiny(_DIGITS),
+            "scale": Settings(20_000, 2000, 5000, 40, samples=100, pair=_DIGITS),
+            "paper": _papers(_DIGITS),
+        },
     ),
 }
-SCORES = ("log-likelihood", "typicality", "latent σ", "output σ")
 COLUMNS = ("error", *SCORES, "FPR95")
 STORED_RUNS = {  # AUROC of the four scores, MNIST against KMNIST
     "VAE": (0.74, 0.61, 0.57, 0.92),
     "LAE (online)": (0.991, 0.988, 0.999, 0.999),
 }
-CHOSEN = """\
-The memory is the paper's, counted in epochs, and as sharp as with 55,000 images: a step forgets one part in
-{steps:.0f}, and the curvature is scaled by {scale:.0f}. After {epochs} epochs {left:.1%} of the memory's start is left;
-as long as it prevails, most weights have one and the same variance. How this was settled:
-{trials}."""
 TOLD_APART, AS_STORED = 0.75, 0.02  # an AUROC that is called so; a difference from a stored one
 
-Scores = dict[str, tuple[Tensor, Tensor]]
+
+def judge(scores: Scores) -> Row:
+    row: Row = {"error": float(scores["log-likelihood"][0].mean())}
+    row |= {score: auroc(*scores[score]) if score in scores else None for score in SCORES}
+    row["FPR95"] = detection(*scores["output σ"])["fpr95"] if "output σ" in scores else None
+    return row
 
 
-def chosen(n: int, settings: Settings, pair: Pair) -> str:
-    kept = memory(n, settings)
-    left = (1 - kept["memory_factor"]) ** (settings.epochs * math.ceil(n / settings.batch))
-    steps, scale = 1 / kept["memory_factor"], kept["scale"]
-    return CHOSEN.format(steps=steps, scale=scale, epochs=settings.epochs, left=left, trials=pair.trials)
-
-
-def measure(method: Method, x: Tensor, settings: Settings) -> dict[str, Tensor]:
-    """Squared error and standard deviations of every image.  # each [N]"""
-    measured: dict[str, list[Tensor]] = {"error": [], "latent σ": [], "output σ": []}
-    for part in x.split(BATCH):
-        drawn = method.draw(part, settings.samples, settings.seed)
-        assert drawn.samples is not None
-        assert drawn.variance is not None
-        assert drawn.latent_variance is not None
-        measured["error"].append((drawn.samples - part).square().flatten(2).sum(2).mean(0))
-        measured["latent σ"].append((drawn.latent_variance + 1e-5).sqrt().sum(1))
-        measured["output σ"].append((drawn.variance + 1e-5).sqrt().flatten(1).sum(1))
-    return {name: torch.cat(parts) for name, parts in measured.items()}
-
-
-def scores_of(method: Method, data: Data, outside: Tensor, settings: Settings) -> Scores:
-    """Each score inside and outside of the distribution; an autoencoder without samples has two of the four."""
-    some = data.train.tensors[0][: len(data.test)]  # as many as there are test images
-    typical = measure(method, some, settings)["error"].mean()
-    both = [measure(method, x, settings) for x in (data.test.tensors[0], outside)]
-    scores = {"log-likelihood": tuple(measured["error"] for measured in both)}
-    scores["typicality"] = tuple((measured["error"] - typical).abs() for measured in both)
-    if method.stochastic:
-        scores |= {name: tuple(measured[name] for measured in both) for name in SCORES[2:]}
-    return scores  # type: ignore[return-value]
-
-
-def auroc(inside: Tensor, outside: Tensor) -> float:
-    return detection(inside, outside)["auroc"]
-
-
-def detection(inside: Tensor, outside: Tensor) -> dict[str, float]:
-    return {name: float(v) for name, v in metrics.functional.ood_detection(*joined(inside, outside)).items()}
-
-
-def joined(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    score = torch.cat([inside, outside])
-    return score, torch.arange(len(score)) >= len(inside)
-
-
-def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """False and true positive rates over all thresholds; outside is positive."""
-    thresholds = torch.cat([inside, outside]).unique().flip(0)
-    rates = [1 - torch.searchsorted(part.sort().values, thresholds) / len(part) for part in (inside, outside)]
-    return tuple(torch.cat([torch.zeros(1), rate]) for rate in rates)  # type: ignore[return-value]
+def darkness(inside: Tensor, outside: Tensor) -> float:
+    """AUROC without any network."""
+    return auroc(*(-x.flatten(1).mean(1) for x in (inside, outside)))
 
 
 def claims(rows: dict[str, dict[str, Any]], pair: Pair) -> list[Claim]:
@@ -164,7 +118,7 @@ def claims(rows: dict[str, dict[str, Any]], pair: Pair) -> list[Claim]:
     statements.append(Claim(text, _first_two_best(better), f"output σ: {numbers}"))
     dropout, text = rows["MC-AE"]["output σ"], "with dropout output σ is larger inside than outside"
     statements.append(Claim(text, dropout < 0.5, f"AUROC {dropout:.3f}"))
-    if pair is PAIRS["mnist-kmnist"]:
+    if not pair.conv:
         stored = STORED_RUNS["LAE (online)"]
         same = all(abs(lae[score] - value) <= AS_STORED for score, value in zip(SCORES, stored, strict=True))
         text = f"the online LAE's four AUROC are the authors', ± {AS_STORED}"
@@ -205,48 +159,66 @@ def figure_10(scores: dict[str, Scores], pair: Pair) -> Figure:
     return figure
 
 
-def main() -> None:
-    options = parser(__doc__ or "", "ood")
-    options.add_argument("--pair", choices=PAIRS, default=next(iter(PAIRS)), help="trained on – asked about")
-    arguments = options.parse_args()
-    pair = PAIRS[arguments.pair]
-    settings = chosen_settings(arguments, pair.default, pair.paper)
+def report(folder: Path) -> str:
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    pair = PAIRS[settings["pair"]]
+    rows = {row["method"]: row for row in read_rows(folder / "auroc.csv")}
+    dark = read_rows(folder / "darkness.csv")[0]["AUROC"]
+    authors = {} if pair.conv else STORED_RUNS
+    lines = []
+    for name, row in rows.items():
+        stored = [authors.get(name, (None,) * 4)] if authors else []
+        lines.append([name, *(row[column] for column in COLUMNS), *(value for values in stored for value in values)])
     net = (conv_net if pair.conv else linear_net)(settings)
-    what = f"{pair.inside} against {pair.outside}: {net}"
-    data, say = begin(pair.inside, what, settings, pair.paper, arguments)
-    outside = read_outside(pair.outside, arguments.data, arguments.output, settings)
-    if not arguments.paper:
-        print(chosen(len(data.train), settings, pair), flush=True)
-
-    methods = train_all(data, settings, arguments.output, conv=pair.conv, say=say)
-    scores = {name: scores_of(method, data, outside, settings) for name, method in methods.items()}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, of_method in scores.items():
-        row: dict[str, Any] = {"error": float(of_method["log-likelihood"][0].mean())}
-        row |= {score: auroc(*of_method[score]) if score in of_method else None for score in SCORES}
-        row["FPR95"] = detection(*of_method["output σ"])["fpr95"] if "output σ" in of_method else None
-        rows[name] = row
-    say("scored")
-
-    print(
-        f"\nfigure 9 (c), AUROC on {len(data.test):,} images of {pair.inside} and {len(outside):,} of {pair.outside}, "
-        f"{settings.samples} sampled networks:\n"
+    numbers = "the authors' are of the runs that their repository stores" if authors else "the paper's text has none"
+    return "\n\n".join(
+        [
+            f"{pair.inside} → {pair.outside}, figure 9 (c), AUROC on {settings['n_test']:,} test images of each: "
+            f"{describe(net, settings)}. {remembered(settings)}",
+            markdown(["", *COLUMNS, *(f"{score} (authors)" for score in SCORES if authors)], lines, 3),
+            f'"error" is ‖x − f(x)‖² of a sampled network inside; "FPR95" the share of {pair.outside} that output σ '
+            f"takes for {pair.inside} where it accepts 95 % of that; numbers to compare with: {numbers}. How dark an "
+            f"image is, without any network, has AUROC {dark:.3f}. Pictures: figure_9.png, figure_10.png.",
+            verdict(claims(rows, pair)),
+            *([] if pair.conv else ["All but the last the paper says of FashionMNIST against MNIST."]),
+        ]
     )
-    authors = {} if pair.conv else STORED_RUNS  # the paper's text has no numbers for the other pair
-    shown = {name: [*row.values(), *(authors.get(name) or [None] * 4)] for name, row in rows.items()}
-    columns = [*COLUMNS, *("(authors)",) * 4]
-    print(table(columns, shown) if authors else table(COLUMNS, {name: row[:6] for name, row in shown.items()}))
-    print(
-        f'"error" is ‖x − f(x)‖² of a sampled network inside; "FPR95" the share of {pair.outside} that output σ takes '
-        f"for\n{pair.inside} where it accepts 95 % of that."
+
+
+def remembered(settings: dict[str, Any]) -> str:
+    n = settings["n_train"]
+    kept = memory(n, Settings(**settings))
+    left = (1 - kept["memory_factor"]) ** (settings["epochs"] * math.ceil(n / settings["batch"]))
+    return (
+        f"The online memory is that of {settings['memory_factor']:g} with 55,000 images, counted in epochs and as "
+        f"sharp: a step forgets one part in {1 / kept['memory_factor']:.0f}, the curvature is scaled by "
+        f"{kept['scale']:.0f}, and after all epochs {left:.1%} of the start is left."
     )
-    write_csv(arguments.output / "auroc.csv", ["method", *COLUMNS], [[n, *row.values()] for n, row in rows.items()])
-    figure_9(scores).savefig(arguments.output / "figure_9.png")
-    figure_10(scores, pair).savefig(arguments.output / "figure_10.png")
-    print(f"\nfigure_9.png, figure_10.png and auroc.csv are in {arguments.output}\n")
-    print(verdict(claims(rows, pair)))
-    if not pair.conv:
-        print("All but the last the paper says of FashionMNIST against MNIST.")
+
+
+def scored(methods: dict[str, Method], data: Data, outside: Tensor, settings: Settings, seed: int) -> dict[str, Scores]:
+    train, inside = data.train.tensors[0], data.test.tensors[0]
+    return {name: scores_of(method, train, inside, outside, settings.samples, seed) for name, method in methods.items()}
+
+
+def main() -> None:
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--pair", choices=PAIRS, default=_FASHION)
+    pair = PAIRS[first.parse_known_args()[0].pair]
+    run = start(__doc__, "papers/lae/ood", pair.scales)
+    settings = run.settings
+    data = read_data(pair.inside, run.data, settings)
+    outside = read_outside(pair.outside, run.data, settings)
+    methods = train_all(run, data, pair.conv)
+    scores: dict[str, Scores] = run.once("scores", scored, methods, data, outside, settings, run.seed)
+    for name in METHODS:
+        run.collect("auroc", name, lambda name=name: [{"method": name, **judge(scores[name])}])
+    run.collect("darkness", "darkness", lambda: [{"AUROC": darkness(data.test.tensors[0], outside)}])
+    run.save_picture("figure_9", figure_9(scores))
+    run.save_picture("figure_10", figure_10(scores, pair))
+    text = report(run.output)
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from recipes.papers.lae.autoencoders import METHODS, Method
-from recipes.papers.lae.common import Data, Settings
+from recipes.papers.lae.common import Data
 
 # Ten digits: Okabe and Ito's colours, each twice, with another marker.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00") * 2
@@ -30,19 +30,19 @@ LOOKS: dict[str, dict[str, Any]] = {
 GRID, POINTS, BARS = 50, 600, 150
 
 
-def figure_1(methods: dict[str, Method], data: Data, settings: Settings) -> Figure:
+def figure_1(methods: dict[str, Method], data: Data, samples: int, seed: int) -> Figure:
     """Latent points over the decoder's uncertainty, and one image with the mean and the standard deviation of its
     reconstruction."""
     figure = Figure(figsize=(4.9 * len(methods), 4.3), layout="constrained", dpi=110)
     panels = figure.subfigures(1, len(methods))
     x, y = (t[:POINTS] for t in data.test.tensors)
     for panel, (name, method) in zip(panels, methods.items(), strict=True):
-        moments = method.moments(x, settings.samples, settings.seed)
+        moments = method.moments(x, samples, seed)
         grid = panel.add_gridspec(3, 4)
         ax = panel.add_subplot(grid[:, :3])
         z = moments.latent_mean
         assert z is not None
-        _heat_map(panel, ax, method, z, settings)
+        _heat_map(panel, ax, method, z, samples, seed)
         _points(ax, z, y, size=7)
         ax.set(title=name, xticks=[], yticks=[])
         ax.legend(handles=_digits(), ncols=10, loc="lower center", fontsize=7, handletextpad=-0.5, columnspacing=0.1)
@@ -53,7 +53,7 @@ def figure_1(methods: dict[str, Method], data: Data, settings: Settings) -> Figu
     return figure
 
 
-def figure_8(methods: dict[str, Method], data: Data, settings: Settings) -> Figure:
+def figure_8(methods: dict[str, Method], data: Data, samples: int, seed: int) -> Figure:
     """The latent space with its uncertainty, and three images, for every Hessian."""
     x, y = (t[:POINTS] for t in data.test.tensors)
     chosen = [int((y == digit).nonzero()[0]) for digit in (0, 4, 7) if (y == digit).any()]
@@ -61,7 +61,7 @@ def figure_8(methods: dict[str, Method], data: Data, settings: Settings) -> Figu
     figure = Figure(figsize=(2.3 + 1.35 * (columns - 1), 1.75 * len(methods)), layout="constrained", dpi=110)
     axes = figure.subplots(len(methods), columns, width_ratios=[1.6] + [1] * (columns - 1), squeeze=False)
     for row, (name, method) in zip(axes, methods.items(), strict=True):
-        moments = method.moments(x, settings.samples, settings.seed)
+        moments = method.moments(x, samples, seed)
         assert moments.latent_mean is not None
         assert moments.latent_variance is not None
         assert moments.mean is not None
@@ -84,11 +84,11 @@ def square_around(z: Tensor) -> tuple[Tensor, Tensor]:
     return (low + high) / 2, torch.linspace(-reach, reach, GRID)
 
 
-def _heat_map(figure: Any, ax: Any, method: Method, z: Tensor, settings: Settings) -> None:
+def _heat_map(figure: Any, ax: Any, method: Method, z: Tensor, samples: int, seed: int) -> None:
     """The decoder's standard deviation, averaged over pixels, on a square around the latent points."""
     centre, side = square_around(z)
     points = torch.cartesian_prod(side, side) + centre  # [GRID², 2]
-    variance = method.decoder_variance(points, settings.samples, settings.seed)
+    variance = method.decoder_variance(points, samples, seed)
     σ = variance.sqrt().flatten(1).mean(1).reshape(GRID, GRID).T
     xs, ys = ((centre[i] + side).numpy() for i in (0, 1))
     mesh = ax.pcolormesh(xs, ys, σ.numpy(), cmap="viridis_r", norm=LogNorm(), rasterized=True)

@@ -8,25 +8,29 @@ Autoencoders learn from images without labels. Then 1 to 100 images of each clas
 validation set, and K-nearest neighbours in latent space classify the rest of it (appendix A.4). A stochastic encoder
 writes every labelled image 100 times, and so says how far its label reaches. K is chosen by two-fold cross-validation
 on the labelled images. All copies of an image are in the same fold, because they would give each other away. (With
-one label per class there is nothing to leave out, and K is 1.) Five repeats. Results go to
-outputs/papers/lae/semisupervised/.
+one label per class there is nothing to leave out, and K is 1.) Five repeats.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from sklearn.neighbors import KDTree
 from torch import Tensor
 
-from recipes.papers.lae.autoencoders import Method, train_all
-from recipes.papers.lae.common import PAPER, Claim, Settings, begin, linear_net, parse, table, verdict, write_csv
+from recipes.papers.claims import Claim, verdict
+from recipes.papers.lae.autoencoders import METHODS, Method, train_all
+from recipes.papers.lae.common import FAST, PAPER, Settings, describe, linear_net, read_data
 from recipes.papers.lae.pictures import LOOKS
+from recipes.program import Row, markdown, read_rows, start
 
 DEFAULT = Settings(n_train=4000, n_valid=2000, n_test=100, samples=100, epochs=10)
+TINY = replace(FAST, n_valid=300)
 PAPERS = replace(PAPER, n_test=100)  # which are not used
 LABELS = (1, 2, 5, 10, 20, 50, 100)  # per class
 NEIGHBOURS = (1, 3, 5, 10, 25, 50, 100, 250, 500, 1000)  # copies: a hundred of them may be one image
@@ -34,12 +38,12 @@ REPEATS = 5
 ALIKE = 0.02  # of two accuracies
 
 
-def embed(method: Method, x: Tensor, settings: Settings) -> Tensor:
+def embed(method: Method, x: Tensor, samples: int, seed: int) -> Tensor:
     """All images by every sampled encoder, one after the other in memory.  # [S, N, 2]"""
-    n = settings.samples if method.stochastic else 1
+    n = samples if method.stochastic else 1
     parts = []
     for part in x.split(max(1, 20_000 // n)):
-        drawn = method.draw(part, n, settings.seed).latent_samples
+        drawn = method.draw(part, n, seed).latent_samples
         assert drawn is not None
         parts.append(drawn)
     return torch.cat(parts, 1)
@@ -111,43 +115,57 @@ def figure_12(results: dict[str, Tensor], labels: list[int]) -> Figure:
     return figure
 
 
+def judge(name: str, method: Method, x: Tensor, y: Tensor, labels: list[int], samples: int, seed: int) -> Iterable[Row]:
+    z = embed(method, x, samples, seed)
+    for n in labels:
+        generator = torch.Generator().manual_seed(seed)  # the same labelled images for every method
+        for repeat in range(REPEATS):
+            found = accuracy(z, y, n, generator)
+            yield {"method": name, "labels per class": n, "repeat": repeat, "accuracy": found}
+
+
+def read_results(folder: Path) -> tuple[dict[str, Tensor], list[int]]:
+    """The accuracies of every method  # [labels, repeats], and the numbers of labels."""
+    results: dict[str, dict[int, list[float]]] = {}
+    for row in read_rows(folder / "accuracy.csv"):
+        results.setdefault(row["method"], {}).setdefault(row["labels per class"], []).append(row["accuracy"])
+    labels = list(next(iter(results.values())))
+    return {name: torch.tensor([by_labels[n] for n in labels]) for name, by_labels in results.items()}, labels
+
+
+def report(folder: Path) -> str:
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    results, labels = read_results(folder)
+    lines = [
+        [name, *(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(r.mean(1), r.std(1, correction=0), strict=True))]
+        for name, r in results.items()
+    ]
+    return "\n\n".join(
+        [
+            f"MNIST, figure 12, accuracy on the rest of {settings['n_valid']:,} validation images by labels per class; "
+            f"mean and standard deviation of {REPEATS} repeats: {describe(linear_net(settings), settings)}. The "
+            "paper's text has no numbers.",
+            markdown(["", *map(str, labels)], lines),
+            verdict(claims(results, labels)),
+            "Picture: figure_12.png.",
+        ]
+    )
+
+
 def main() -> None:
-    settings, arguments = parse(__doc__ or "", "semisupervised", DEFAULT, PAPERS)
-    data, say = begin("MNIST", f"MNIST, few labels: {linear_net(settings)}", settings, PAPERS, arguments)
-    methods = train_all(data, settings, arguments.output, say=say)
+    run = start(__doc__, "papers/lae/semisupervised", {"default": DEFAULT, "fast": TINY, "paper": PAPERS})
+    settings = run.settings
+    data = read_data("MNIST", run.data, settings)
+    methods = train_all(run, data)
     x, y = data.valid.tensors
     labels = [n for n in LABELS if n < int(y.bincount().min())]
-    results: dict[str, Tensor] = {}
-    for name, method in methods.items():
-        if name == "AE ensemble":
-            continue  # five latent spaces that have nothing to do with each other
-        z = embed(method, x, settings)
-        accuracies = []
-        for n in labels:
-            generator = torch.Generator().manual_seed(settings.seed)  # the same labelled images for every method
-            accuracies.append([accuracy(z, y, n, generator) for _ in range(REPEATS)])
-        results[name] = torch.tensor(accuracies)  # [labels, repeats]
-    say("classified")
-
-    print(
-        f"\nfigure 12, accuracy on the rest of {len(y):,} validation images, by labels per class; mean and standard "
-        f"deviation of {REPEATS} repeats:\n"
-    )
-    shown: dict[str, Any] = {
-        name: [f"{mean:.3f} ± {std:.3f}" for mean, std in zip(r.mean(1), r.std(1, correction=0), strict=True)]
-        for name, r in results.items()
-    }
-    print(table([f"{n:>14}" for n in labels], shown))
-    rows = [
-        [name, n, repeat, float(r[i, repeat])]
-        for name, r in results.items()
-        for i, n in enumerate(labels)
-        for repeat in range(REPEATS)
-    ]
-    write_csv(arguments.output / "accuracy.csv", ["method", "labels per class", "repeat", "accuracy"], rows)
-    figure_12(results, labels).savefig(arguments.output / "figure_12.png")
-    print(f"\nfigure_12.png and accuracy.csv are in {arguments.output}\n")
-    print(verdict(claims(results, labels)))
+    for name in METHODS:
+        if name != "AE ensemble":  # five latent spaces that have nothing to do with each other
+            run.collect("accuracy", name, judge, name, methods[name], x, y, labels, settings.samples, run.seed)
+    run.save_picture("figure_12", figure_12(*read_results(run.output)))
+    text = report(run.output)
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The recipes on Laplacian autoencoders as a user runs them, on small images in torchvision's own layout; and parts."""
+"""The recipes on Laplacian autoencoders, on small images in torchvision's own layout; and parts of them."""
 
-import csv
 import importlib
 import io
+import json
 import logging
 import math
-import os
+import shutil
 import sys
 from contextlib import redirect_stdout
 from itertools import pairwise
@@ -16,19 +16,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.image_files import OFFLINE, write_idx
-from helpers.programs import run_program
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
 from lightning_bayes import Gaussian, fit_laplace
+from recipes.program import Run, read_rows
 
-ROOT, LAE = Path(__file__).parents[3], "recipes.papers.lae"
+LAE = "recipes.papers.lae"
 PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
-TINY = ["--n-train", "300", "--n-valid", "100", "--n-test", "150", "--pixels", "8", "--width", "32", "--batch", "30"]
-TINY += ["--lr", "0.01", "--epochs", "6", "--samples", "8"]
+SCORES = ("log-likelihood", "typicality", "latent σ", "output σ")
 
-Rows = dict[str, dict[str, str]]
+Rows = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -47,48 +46,51 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Path]:
-    """What the program prints, and where its results are."""
-    done = run_program(
-        *("-m", f"{LAE}.{recipe}", "--data", str(data), *TINY, *options),
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Not the paper's experiment" in done.stdout
-    return done.stdout, folder / "outputs" / "papers" / "lae" / recipe
-
-
-def call_here(recipe: str, data: Path, folder: Path, *options: str) -> tuple[str, Path]:
-    """The same in this process, which has long imported what takes most of the time."""
-    output, printed = folder / recipe, io.StringIO()
-    arguments = [recipe, "--data", str(data), "--output", str(output), *TINY, *options]
+def call(recipe: str, data: Path, output: Path, *options: str) -> str:
+    """What the program prints with `--fast`, in this process."""
+    printed = io.StringIO()
+    arguments = [recipe, "--data", str(data), "--output", str(output), "--fast", *options]
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), redirect_stdout(printed):
         patch.setattr(sys, "argv", arguments)
-        patch.setenv("PL_GLOBAL_SEED", "0")
+        for name, value in {**OFFLINE, "PL_GLOBAL_SEED": "0"}.items():
+            patch.setenv(name, value)
         level = logging.getLogger("lightning.pytorch").level
         try:
-            importlib.import_module(f"{LAE}.{recipe}").main()
+            parts(recipe).main()
         finally:
             logging.getLogger("lightning.pytorch").setLevel(level)
-    return printed.getvalue(), output
+    return printed.getvalue()
 
 
-def read(path: Path) -> Rows:
-    return {row["method"]: row for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())}
+def parts(name: str) -> Any:
+    """A module of the paper's programs."""
+    return importlib.import_module(f"{LAE}.{name}")
+
+
+def rows_of(path: Path) -> Rows:
+    return {row["method"]: row for row in read_rows(path)}
+
+
+def without_time(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "cpu_seconds"} for row in read_rows(path)]
 
 
 def line(text: str, start: str) -> list[str]:
-    """The words of the one line of a table that starts so."""
-    (found,) = [row for row in text.splitlines() if row.startswith(f"{start}  ")]
-    return found.removeprefix(start).split()
+    """The cells of the one line of a table that starts so."""
+    (found,) = [
+        row for row in text.splitlines() if row.startswith(f"| {start} ") and row[2:].split(" |")[0].strip() == start
+    ]
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
 
 
 def statements(text: str) -> dict[str, bool]:
     """The paper's statements at the end, and whether they hold; the heading counts them."""
-    heading, *rows = text.splitlines()[next(i for i, t in enumerate(text.splitlines()) if "statements of the" in t) :]
-    found = {row[12:].rsplit(" [", 1)[0]: row.split()[0] == "holds" for row in rows if row.startswith("  ")}
-    assert heading == f"Of {len(found)} statements of the paper {sum(found.values())} hold in this run:"
+    found = {}
+    for row in text.splitlines():
+        for start, holds in (("- holds: ", True), ("- does not hold: ", False)):
+            if row.startswith(start):
+                found[row.removeprefix(start).rsplit(" (", 1)[0]] = holds
+    assert f"Of {len(found)} statements of the paper {sum(found.values())} hold in this run:" in text
     return found
 
 
@@ -99,41 +101,33 @@ def assert_pictures(folder: Path, *names: str) -> None:
         assert len(content) > 10_000
 
 
-def parts(name: str) -> Any:
-    """A module of the paper's programs."""
-    return importlib.import_module(f"{LAE}.{name}")
-
-
 # -- MNIST: Hessians, post-hoc and online ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def mnist(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call("mnist", data, tmp_path_factory.mktemp("mnist"))
+    folder = tmp_path_factory.mktemp("mnist")
+    return call("mnist", data, folder), folder
 
 
 def test_table_2_has_every_hessian_post_hoc_and_online(mnist: tuple[str, Path]) -> None:
-    rows = read(mnist[1] / "results.csv")
+    rows = rows_of(mnist[1] / "results.csv")
     hessians = ["post-hoc KFAC", "post-hoc exact", "post-hoc approx", "online exact", "online approx"]
     assert list(rows) == ["AE", *hessians, "VAE"]
     for name in hessians:
-        mse, log_p = float(rows[name]["MSE"]), float(rows[name]["log p(x)"])
+        mse, log_p = rows[name]["MSE"], rows[name]["log p(x)"]
         assert 0 < mse < -log_p < math.inf  # a sampled network is worse than the mean of all of them
-        shown = line(mnist[0], name)
-        assert [float(word) for word in shown[:2]] == pytest.approx([mse, log_p], abs=5e-4)
-    assert float(rows["AE"]["MSE"]) == -float(rows["AE"]["log p(x)"])
-    assert line(mnist[0], "online exact")[-1] == "28.4"  # the authors' stored run
+        assert [float(cell) for cell in line(mnist[0], name)[:2]] == pytest.approx([mse, log_p], abs=5e-4)
+    assert rows["AE"]["MSE"] == -rows["AE"]["log p(x)"]
+    assert line(mnist[0], "online exact")[-1] == "28.400"  # the authors' stored run
+    assert_pictures(mnist[1], "figure_1.png", "figure_8.png")
 
 
 def test_online_samples_reconstruct_better_than_post_hoc_ones(mnist: tuple[str, Path]) -> None:
     """The paper's finding on table 2."""
-    rows = read(mnist[1] / "results.csv")
+    rows = rows_of(mnist[1] / "results.csv")
     for hessian in ("exact", "approx"):
-        assert float(rows[f"online {hessian}"]["log p(x)"]) > float(rows[f"post-hoc {hessian}"]["log p(x)"])
-
-
-def test_pictures_of_the_latent_space(mnist: tuple[str, Path]) -> None:
-    assert_pictures(mnist[1], "figure_1.png", "figure_8.png")
+        assert rows[f"online {hessian}"]["log p(x)"] > rows[f"post-hoc {hessian}"]["log p(x)"]
 
 
 def test_what_is_claimed_of_hessians_follows_from_the_numbers() -> None:
@@ -158,55 +152,77 @@ def test_what_is_claimed_of_hessians_follows_from_the_numbers() -> None:
 
 @pytest.fixture(scope="module")
 def ood(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("ood", data, tmp_path_factory.mktemp("ood"), "--lr", "0.003")
-
-
-@pytest.fixture(scope="module")
-def ood_linear(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("ood", data, tmp_path_factory.mktemp("ood_linear"), "--pair", "mnist-kmnist")
+    folder = tmp_path_factory.mktemp("ood")
+    return call("ood", data, folder), folder
 
 
 def test_figure_9_has_four_scores_of_every_method(ood: tuple[str, Path]) -> None:
-    rows = read(ood[1] / "auroc.csv")
+    rows = rows_of(ood[1] / "auroc.csv")
     assert tuple(rows) == METHODS
     for name, row in rows.items():
         shown = line(ood[0], name)
         assert len(shown) == 6  # the authors have no numbers for this pair
-        for place, score in enumerate(("log-likelihood", "typicality", "latent σ", "output σ"), start=1):
+        for place, score in enumerate(SCORES, start=1):
             if name == "AE" and score.endswith("σ"):  # which has none
-                assert (row[score], shown[place]) == ("", "–")
+                assert (row[score], shown[place]) == (None, "–")
                 continue
-            assert 0 <= float(row[score]) <= 1
-            assert float(shown[place]) == pytest.approx(float(row[score]), abs=5e-4)
+            assert 0 <= row[score] <= 1
+            assert float(shown[place]) == pytest.approx(row[score], abs=5e-4)
         if name != "LAE (post-hoc)":  # whose sampled networks reconstruct nothing well
-            assert float(row["log-likelihood"]) > 0.9  # digits are not reconstructed as negatives of digits
-    best = max((name for name in rows), key=lambda name: float(rows[name]["log-likelihood"]))
+            assert row["log-likelihood"] > 0.9  # digits are not reconstructed as negatives of digits
+    best = max(rows, key=lambda name: rows[name]["log-likelihood"])
     assert statements(ood[0])["LAE (online) has the best log-likelihood"] == (best == "LAE (online)")
     assert_pictures(ood[1], "figure_9.png", "figure_10.png")
 
 
-def test_the_authors_stored_run_is_beside_its_own_pair(ood_linear: tuple[str, Path]) -> None:
+def test_an_interrupted_run_goes_on_with_what_was_trained(ood: tuple[str, Path], data: Path, tmp_path: Path) -> None:
+    """Without its scores and two of its networks, a folder has the same table again."""
+    again = tmp_path / "again"
+    shutil.copytree(ood[1], again)
+    for name in ("scores", "MC-AE", "online"):
+        (again / "steps" / f"{name}.pt").unlink()
+    (again / "auroc.csv").unlink()
+    call("ood", data, again)
+    assert without_time(again / "auroc.csv") == without_time(ood[1] / "auroc.csv")
+    assert (again / "table.md").read_text() == (ood[1] / "table.md").read_text()
+    with pytest.raises(SystemExit, match=r"holds results of another run \(pair fashionmnist-mnist, not mnist-kmnist\)"):
+        call("ood", data, again, "--pair", "mnist-kmnist")
+
+
+@pytest.mark.slow
+def test_the_authors_stored_run_is_beside_its_own_pair(data: Path, tmp_path: Path) -> None:
     """And a dataset outside needs no training images."""
-    assert "MNIST against KMNIST: 64-32-16-2-16-32-64" in ood_linear[0]
-    assert line(ood_linear[0], "LAE (online)")[-4:] == ["0.991", "0.988", "0.999", "0.999"]
-    assert line(ood_linear[0], "VAE")[-4:] == ["0.740", "0.610", "0.570", "0.920"]
-    row = read(ood_linear[1] / "auroc.csv")["LAE (online)"]
+    text = call("ood", data, tmp_path, "--pair", "mnist-kmnist")
+    assert "MNIST → KMNIST" in text
+    assert "64-32-16-2-16-32-64" in text
+    assert line(text, "LAE (online)")[-4:] == ["0.991", "0.988", "0.999", "0.999"]
+    assert line(text, "VAE")[-4:] == ["0.740", "0.610", "0.570", "0.920"]
+    row = rows_of(tmp_path / "auroc.csv")["LAE (online)"]
     stored = {"log-likelihood": 0.991, "typicality": 0.988, "latent σ": 0.999, "output σ": 0.999}
-    same = all(abs(float(row[score]) - value) <= 0.02 for score, value in stored.items())
-    assert statements(ood_linear[0])["the online LAE's four AUROC are the authors', ± 0.02"] == same
+    same = all(abs(row[score] - value) <= 0.02 for score, value in stored.items())
+    assert statements(text)["the online LAE's four AUROC are the authors', ± 0.02"] == same
 
 
-def test_images_outside_are_the_test_images(data: Path, tmp_path: Path) -> None:
+def test_missing_images_are_one_sentence_before_any_training(data: Path, tmp_path: Path) -> None:
+    fewer = tmp_path / "data"
+    shutil.copytree(data / "FashionMNIST", fewer / "FashionMNIST")
+    with pytest.raises(
+        SystemExit, match=r"MNIST is not in .* or name another folder with --data or LIGHTNING_BAYES_DATA"
+    ):
+        call("ood", fewer, tmp_path / "output")
+    assert not (tmp_path / "output" / "steps").exists()
+
+
+def test_images_outside_are_the_test_images(data: Path) -> None:
     common = parts("common")
     settings = common.Settings(n_train=50, n_valid=10, n_test=40, pixels=4)
-    found = common.read_outside("MNIST", data, tmp_path, settings)
-    expected = common.read_data("MNIST", data, tmp_path, settings).test.tensors[0]
+    found = common.read_outside("MNIST", data, settings)
+    expected = common.read_data("MNIST", data, settings).test.tensors[0]
     torch.testing.assert_close(found * (255 / 254), expected)  # the brightest pixel of these digits is 254
 
 
 def test_what_is_claimed_of_outliers_follows_from_the_numbers() -> None:
-    recipe = parts("ood")
-    scores = ("log-likelihood", "typicality", "latent σ", "output σ")
+    recipe, scores = parts("ood"), SCORES
     rows = {name: dict.fromkeys(scores, 0.6) for name in METHODS} | {"AE": {scores[0]: 0.9, scores[1]: 0.5}}
     rows["LAE (online)"] = dict(zip(scores, (0.8, 0.8, 0.7, 0.95), strict=True))
     rows["LAE (post-hoc)"] |= {"output σ": 0.7}
@@ -221,7 +237,7 @@ def test_what_is_claimed_of_outliers_follows_from_the_numbers() -> None:
 
 
 def test_roc_curve_by_brute_force() -> None:
-    recipe = parts("ood")
+    recipe = parts("scores")
     generator = torch.Generator().manual_seed(0)
     inside = torch.randint(0, 6, (40,), generator=generator).float()
     outside = torch.randint(2, 8, (30,), generator=generator).float()
@@ -236,28 +252,138 @@ def test_roc_curve_by_brute_force() -> None:
     assert float(torch.trapezoid(true, false)) == pytest.approx(recipe.auroc(inside, outside), abs=1e-6)
 
 
+# -- the authors' configuration ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ablation(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("ablation")
+    return call("ablation", data, folder, "--seeds", "1"), folder
+
+
+def test_every_row_has_its_scores_and_what_the_data_determine(ablation: tuple[str, Path]) -> None:
+    rows = {row["row"]: row for row in read_rows(ablation[1] / "rows.csv")}
+    assert list(rows) == ["the authors' configuration", "H₀ = 1 (paper)"]
+    for row in rows.values():
+        assert all(0 <= row[score] <= 1 for score in SCORES)
+        assert row["start left"] == pytest.approx((1 - 55_000 / 300 * 1e-3) ** 9)  # three epochs of three batches
+    # A start at 55,000 hides more of what the data say than a start at 1.
+    assert rows["the authors' configuration"]["determined"] < rows["H₀ = 1 (paper)"]["determined"]
+    assert [row["epoch"] for row in read_rows(ablation[1] / "curve.csv")] == [1, 2]
+    scores = {row["score"]: row["AUROC"] for row in read_rows(ablation[1] / "baselines.csv")}
+    assert scores["darkness"] == 1  # negatives of digits are bright
+    assert "| darkness " in ablation[0]
+
+
+def test_a_row_interrupted_in_its_training_is_the_same(
+    ablation: tuple[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = parts("ablation")
+
+    def stopped(self: Any, module: Any, epoch: int) -> list[dict[str, Any]]:
+        if epoch == 2:
+            raise KeyboardInterrupt
+        return kept(self, module, epoch)
+
+    kept = recipe.Curve.rows
+    options = ("--seeds", "1", "--rows", "the authors' configuration")
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Curve, "rows", stopped)
+        with pytest.raises(BaseException):  # noqa: B017 — Lightning turns it into an exit
+            call("ablation", data, tmp_path, *options)
+    assert not (tmp_path / "rows.csv").exists()
+    call("ablation", data, tmp_path, *options)
+    assert without_time(tmp_path / "rows.csv") == without_time(ablation[1] / "rows.csv")[:1]
+    assert without_time(tmp_path / "curve.csv") == without_time(ablation[1] / "curve.csv")
+
+
+def test_fewer_images_have_the_authors_precision() -> None:
+    """The recursion itself, for all images and for some: as much of the start after the same epochs, and as sharp."""
+    recipe = parts("ablation")
+    of, h, found = recipe.Configuration(), 0.3, {}
+    for n in (recipe.N, 2500):
+        kept, C = recipe.memory(n, of), 0.0
+        for _ in range(30 * n // of.batch):
+            C = (1 - kept["memory_factor"]) * C + n * h
+        start = kept["initial_curvature"] * kept["scale"]
+        found[n] = [start, recipe.start_left(n, 3, of), kept["scale"] * C]
+    assert found[2500] == pytest.approx(found[recipe.N], rel=0.05)
+    assert found[recipe.N] == pytest.approx([55_000, 0.999**1650, 0.5 * h * 55_000 / 1e-3], rel=0.01)
+
+
+def test_each_row_is_one_difference() -> None:
+    recipe = parts("ablation")
+    authors = recipe.configuration(recipe.AUTHORS, recipe.PAPER)
+    assert (authors.lr, authors.hessian, authors.at, authors.batch) == (1e-4, "mixed", "sample", 100)
+    assert recipe.memory(recipe.N, authors) == {
+        "memory_factor": 1e-3,
+        "scale": 0.5,
+        "initial_curvature": 110_000,  # so that the precision starts at the number of images
+        "prior_precision": 1.0,
+        "average": False,
+    }
+    for name, change in recipe.ROWS.items():
+        assert len(change) == (0 if name == recipe.AUTHORS else 1)
+
+
+def test_what_a_row_changes_is_said_if_every_seed_agrees() -> None:
+    recipe = parts("ablation")
+
+    def row(seed: int, latent: float, output: float) -> dict[str, Any]:
+        return {"seed": seed, **dict.fromkeys(SCORES, 0.5), "latent σ": latent, "output σ": output}
+
+    rows = {recipe.AUTHORS: [row(0, 0.5, 0.5), row(1, 0.6, 0.5)]}
+    rows["one"] = [row(0, 0.7, 0.9), row(1, 0.7, 0.2)]
+    rows["other"] = [row(0, 0.51, 0.52), row(1, 0.6, 0.5)]
+    text = recipe.differences(rows)
+    assert "- one: latent σ +0.15\n" in text
+    assert text.endswith("- other: nothing")
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    from scipy.stats import spearmanr
+
+    a, b = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    assert parts("ablation").rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic)
+
+
 # -- half-observed digits ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def imputation(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("imputation", data, tmp_path_factory.mktemp("imputation"))
+    folder = tmp_path_factory.mktemp("imputation")
+    return call("imputation", data, folder), folder
 
 
 def test_table_3_beside_the_papers(imputation: tuple[str, Path]) -> None:
-    rows = read(imputation[1] / "results.csv")
+    rows = rows_of(imputation[1] / "results.csv")
     assert tuple(rows) == ("classifier", *METHODS)
     for name, row in rows.items():
-        accuracy, ece, mce, rmsce = (float(row[key]) for key in ("accuracy", "ECE", "MCE", "RMSCE"))
-        assert 0 <= accuracy <= 1
-        assert 0 <= ece <= rmsce <= mce <= 1
+        assert 0 <= row["accuracy"] <= 1
+        assert 0 <= row["ECE"] <= row["RMSCE"] <= row["MCE"] <= 1
         if name != "classifier":
-            assert 0 < float(row["MSE"]) <= -float(row["log p(x)"]) * (1 + 1e-6)
-        assert float(line(imputation[0], name)[2]) == pytest.approx(accuracy, abs=5e-4)
-    papers = ["99.590", "-106.290", "0.530", "0.120", "0.160", "0.130", "–", "0.820"]
-    assert line(imputation[0], "  paper: LAE (online)") == papers
+            assert 0 < row["MSE"] <= -row["log p(x)"] * (1 + 1e-6)
+            assert row["MSE"] == pytest.approx(row["seen half"] + row["hidden half"])
+            assert row["MSE as in the paper"] == pytest.approx(row["seen half"] + row["from the noise"], rel=1e-5)
+    assert line(imputation[0], "paper: LAE (online)") == ["–", "–", "0.530", "0.120", "0.160", "0.130", "–", "0.820"]
     assert len(statements(imputation[0])) == 7
     assert_pictures(imputation[1], "figure_11.png")
+
+
+def test_errors_of_an_imputation_by_hand() -> None:
+    recipe = parts("imputation")
+    x = torch.zeros(100, 1, 28, 28)
+    shown, observed = recipe.hide(x, seed=0)
+    assert 0 <= shown[~observed].amin() < 0.1 < 0.9 < shown.amax() <= 1
+    assert not shown[observed].any()
+    errors = recipe.errors(torch.zeros(2, *x.shape), x, shown, observed)
+    assert (errors["MSE"], errors["seen half"], errors["hidden half"]) == (0, 0, 0)
+    # A black image is as far from the authors' noise as their table says of all methods.
+    assert errors["MSE as in the paper"] == pytest.approx(float(shown.square().sum() / 100), rel=1e-6)
+    assert 95 < errors["MSE as in the paper"] < 120
+    errors = recipe.errors(torch.stack([x + 1, x - 1]), x, shown, observed)
+    assert (errors["MSE"], errors["log p(x)"]) == (0, -784)
 
 
 def test_imputation_keeps_what_was_observed() -> None:
@@ -285,17 +411,21 @@ def test_imputation_keeps_what_was_observed() -> None:
 
 def test_what_is_claimed_of_imputations_follows_from_the_numbers() -> None:
     recipe = parts("imputation")
-    row = [100.0, -110.0, 0.5, 0.2, 0.3, 0.25, 1.5, 0.7]
-    rows = {name: list(row) for name in ("classifier", *METHODS)}
-    rows["LAE (online)"] = [90.0, -100.0, 0.5, 0.1, 0.2, 0.15, 2.0, 0.8]
-    rows["AE"][3] = 0.05  # which the paper's table does not have
-    rows["AE ensemble"][3] = 0.08
-    drawn = dict.fromkeys(METHODS, (3.0, 0.4)) | {"LAE (online)": (2.5, 0.3)}
-    assert [claim.holds for claim in recipe.claims(rows, drawn, 0.3)] == [True] * 7
-    rows["LAE (online)"] = [90.0, -111.0, 0.5, 0.15, 0.31, 0.15, 1.4, 0.8]
-    drawn["LAE (online)"] = (1.5, 0.5)
-    rows["VAE"][3] = 0.12
-    assert [claim.holds for claim in recipe.claims(rows, drawn, 0.3)] == [False] * 7
+
+    def row(*values: float) -> dict[str, float]:
+        return dict(zip(recipe.COLUMNS, values, strict=True))
+
+    rows = {name: row(100.0, -110.0, 0.5, 0.2, 0.3, 0.25, 1.5, 0.7) for name in ("classifier", *METHODS)}
+    rows["LAE (online)"] = row(90.0, -100.0, 0.5, 0.1, 0.2, 0.15, 2.0, 0.8)
+    rows["AE"]["ECE"] = 0.05  # which the paper's table does not have
+    rows["AE ensemble"]["ECE"] = 0.08
+    drawn = {name: {"variety": 3.0, "grey": 0.4} for name in METHODS} | {"digits": {"variety": 9.9, "grey": 0.3}}
+    drawn["LAE (online)"] = {"variety": 2.5, "grey": 0.3}
+    assert [claim.holds for claim in recipe.claims(rows, drawn)] == [True] * 7
+    rows["LAE (online)"] = row(90.0, -111.0, 0.5, 0.15, 0.31, 0.15, 1.4, 0.8)
+    drawn["LAE (online)"] = {"variety": 1.5, "grey": 0.5}
+    rows["VAE"]["ECE"] = 0.12
+    assert [claim.holds for claim in recipe.claims(rows, drawn)] == [False] * 7
 
 
 def test_digits_among_imputations() -> None:
@@ -318,20 +448,23 @@ def test_digits_among_imputations() -> None:
 
 
 @pytest.fixture(scope="module")
-def few_labels(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return call_here("semisupervised", data, tmp_path_factory.mktemp("labels"), "--n-valid", "300")
+def few_labels(imputation: tuple[str, Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """With the networks that were trained for the imputation."""
+    folder = tmp_path_factory.mktemp("labels")
+    shutil.copytree(imputation[1] / "steps", folder / "steps")
+    return call("semisupervised", data, folder), folder
 
 
 def test_figure_12_has_every_number_of_labels(few_labels: tuple[str, Path]) -> None:
-    rows = list(csv.DictReader((few_labels[1] / "accuracy.csv").read_text(encoding="utf-8").splitlines()))
+    rows = read_rows(few_labels[1] / "accuracy.csv")
     methods = [name for name in METHODS if name != "AE ensemble"]
-    found = {(row["method"], int(row["labels per class"]), int(row["repeat"])): float(row["accuracy"]) for row in rows}
+    found = {(row["method"], row["labels per class"], row["repeat"]): row["accuracy"] for row in rows}
     assert set(found) == {(name, n, repeat) for name in methods for n in (1, 2, 5, 10, 20) for repeat in range(5)}
     for name in methods:
         means = [sum(found[name, n, repeat] for repeat in range(5)) / 5 for n in (1, 20)]
         assert means[1] > means[0]
-        words = line(few_labels[0], name)
-        assert [float(words[0]), float(words[-3])] == pytest.approx(means, abs=5e-4)
+        cells = line(few_labels[0], name)
+        assert [float(cells[i].split()[0]) for i in (0, -1)] == pytest.approx(means, abs=5e-4)
     assert len(statements(few_labels[0])) == 6
     assert_pictures(few_labels[1], "figure_12.png")
 
@@ -386,7 +519,10 @@ def test_the_networks_are_the_papers() -> None:
     assert sum(p.numel() for p in linear.parameters()) == sum(a * b + b for a, b in pairwise(sizes))
     conv = autoencoders.LitAutoencoder(common.PAPER, conv=True)
     kernels = [m.weight.shape for m in conv.modules() if isinstance(m, torch.nn.Conv2d)]
-    assert [tuple(k[:2]) for k in kernels] == [(64, 1), (64, 64), (64, 64), (1, 64)]
+    assert [tuple(k[:2]) for k in kernels] == [(64, 1), (64, 64), (64, 64), (64, 64), (1, 64)]
+    mirror = autoencoders.conv_decoder(28, 512, mirrored=True)
+    assert sum(isinstance(m, torch.nn.Conv2d) for m in mirror) == 2
+    assert mirror(torch.zeros(1, 2)).shape == (1, 1, 28, 28)
     widths = [m.out_features for m in conv.modules() if isinstance(m, torch.nn.Linear)]
     assert widths == [2048, 1024, 2, 1024, 2048, 64 * 49]
     x = torch.rand(2, 1, 28, 28)
@@ -397,7 +533,7 @@ def test_the_networks_are_the_papers() -> None:
 
 def test_the_paper_settings_are_the_protocol() -> None:
     mnist, pairs = parts("mnist").PAPERS, parts("ood").PAIRS
-    ood, linear = (pairs[name].paper for name in ("fashionmnist-mnist", "mnist-kmnist"))
+    ood, linear = (pairs[name].scales["paper"] for name in ("fashionmnist-mnist", "mnist-kmnist"))
     labels, imputation = parts("semisupervised").PAPERS, parts("common").PAPER
     for paper in (mnist, ood, linear, labels, imputation):
         assert (paper.n_train, paper.n_valid, paper.pixels, paper.width) == (55_000, 5_000, 28, 512)
@@ -426,7 +562,7 @@ def test_fewer_images_have_the_papers_memory() -> None:
     assert found[2200][1] == pytest.approx(h * 55_000 / 1e-4, rel=0.01)
 
 
-def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior() -> None:
+def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior(tmp_path: Path) -> None:
     autoencoders, common = parts("autoencoders"), parts("common")
     x = torch.rand(20, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     part = torch.utils.data.TensorDataset(x, torch.zeros(20))
@@ -435,8 +571,32 @@ def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior()
         torch.manual_seed(0)
         module = autoencoders.LitAutoencoder(common.Settings(pixels=4, width=8, batch=7))
     for hessian in ("exact", "approx"):
-        found = autoencoders.post_hoc(module, images, hessian)
+        run = Run(tmp_path, 0, fast=False, output=tmp_path)
+        found = autoencoders.post_hoc(run, hessian, module, images, hessian)
         expected = fit_laplace(module, [(x, x)], Gaussian(1.0), "diag", hessian=hessian)
         torch.testing.assert_close(found.curvature.structure.diagonal(), expected.curvature.structure.diagonal())
         evidence = [float(found.log_marginal_likelihood(found.prior_precision * factor)) for factor in (0.9, 1, 1.1)]
         assert max(evidence) == evidence[1]
+
+
+def test_reports_follow_from_the_saved_numbers_alone(
+    mnist: tuple[str, Path],
+    ood: tuple[str, Path],
+    ablation: tuple[str, Path],
+    imputation: tuple[str, Path],
+    few_labels: tuple[str, Path],
+    tmp_path: Path,
+) -> None:
+    for recipe, (_, folder) in {
+        "mnist": mnist,
+        "ood": ood,
+        "ablation": ablation,
+        "imputation": imputation,
+        "semisupervised": few_labels,
+    }.items():
+        copy = tmp_path / recipe
+        copy.mkdir()
+        for file in (*folder.glob("*.csv"), folder / "settings.json"):
+            shutil.copy(file, copy)
+        assert parts(recipe).report(copy) + "\n" == (folder / "table.md").read_text(encoding="utf-8")
+        assert json.loads((copy / "settings.json").read_text(encoding="utf-8"))["recipe"] == f"papers/lae/{recipe}"

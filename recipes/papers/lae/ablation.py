@@ -1,0 +1,384 @@
+"""Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST notices
+MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
+
+    python -m recipes.papers.lae.ablation            # half an hour: every row of the table, small
+    python -m recipes.papers.lae.ablation --scale    # half an hour: the first row with 8 channels, 8 epochs, all images
+    python -m recipes.papers.lae.ablation --paper    # the first row with all 64 channels until it stops; wants a GPU
+
+The first row is the authors' code as far as it can be: batch 100, learning rate 1e-4 for 64 channels, curvature at the
+sampled weights, `H ← 0.999 H + h` from `H₀ = N`, prior precision 1, one sampled network in training and 10 at test, the
+mean squared error as loss while h is that of the sum, a factor ½ in h, and images in the same order in every epoch.
+(One slip is left out: their convolutions have the gradient of the mean network.) Each other row changes one thing.
+
+What theory says before anything is trained. To first order a sampled network's variance is
+
+    σ²(x) = Σ_w J_w(x)² / H_w,     H_w = scale · N/α · E[J_w²] + H₀ (1 − α)ᵗ + δ,
+
+with J_w the derivative of the output (or latent point) in weight w.
+
+- Where the data's part of H prevails, α, the scale, the factor ½ and the sum against the average multiply all σ alike:
+  no AUROC changes, until samples are so wide that first order ends and training at them changes the network.
+- Where H₀ or δ prevails, all weights have the same variance, and σ² is ‖J(x)‖² but for a factor: large for bright
+  images with much contrast, which are FashionMNIST's. σ is then larger inside than outside. What matters is which
+  weights the data have determined when training ends: `(1 − α)ᵗ`, so the memory's length against the training's.
+- A factor in the loss cancels in Adam's step, in the plateau's relative threshold and in early stopping, and the loss
+  has no prior. The mean over pixels instead of the sum changes nothing but for Adam's ε.
+- A convolution's weights are shared by all places of an image, so the data determine all of them: there is no weight
+  that only an unknown image uses, as at the dark border of MNIST's digits, where linear layers notice KMNIST.
+
+A smaller run translates two numbers. With n of N images the memory lasts as many epochs and is as sharp (α N/n, scale
+(N/n)²); with c of 64 channels Adam's rate is 64/c times as large, so that a layer's output moves as far per step
+(`--scale` leaves it at 1e-4). AUROC is that of validation images of FashionMNIST and training images of MNIST, none of
+which any program tests on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_bayes import LaplacePosterior, OnlineLaplaceCallback
+from recipes.papers.lae import common
+from recipes.papers.lae.autoencoders import (
+    BATCH,
+    NOISE,
+    PATIENCE,
+    Laplacian,
+    LitAutoencoder,
+    Several,
+    conv_decoder,
+    seed_everything,
+)
+from recipes.papers.lae.common import Data, read_data
+from recipes.papers.lae.scores import SCORES, auroc, measure, scores_of
+from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spread, start
+
+N, CHANNELS = 55_000, 64
+AUTHORS = "the authors' configuration"
+EQUAL = 5000.0  # the precision with which the newest version of their code tests, which forgets to load H
+STEP = 0.05  # of an AUROC that is called a difference, and three standard errors
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The authors', for N images and 64 channels."""
+
+    batch: int = 100
+    lr: float = 1e-4
+    lr_by_width: bool = True
+    hessian: str = ""  # of the settings
+    at: str = "sample"
+    memory_factor: float = 1e-3
+    start: float = N  # H₀
+    prior_precision: float = 1.0
+    scale: float = 0.5  # their factor ½
+    average: bool = False
+    mean_loss: bool = True
+    shuffle: bool = False
+    mirrored: bool = False
+    wider: int = 1
+    longer: int = 1
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    AUTHORS: {},
+    "H₀ = 1 (paper)": {"start": 1.0},
+    "memory factor 1e-4 (paper)": {"memory_factor": 1e-4},
+    "average, not leaky sum": {"average": True},
+    "scale 100": {"scale": 50.0},
+    "prior precision 1000": {"prior_precision": 1000.0},
+    "Hessian at the mean": {"at": "mean"},
+    "without the factor ½": {"scale": 1.0},
+    "summed loss": {"mean_loss": False},
+    "shuffled images": {"shuffle": True},
+    "learning rate × 10": {"lr": 1e-3},
+    "learning rate not by width": {"lr_by_width": False},
+    "decoder mirrored": {"mirrored": True},
+    "mixed Hessian": {"hessian": "mixed"},
+    "three times as long": {"longer": 3},
+    "twice the channels": {"wider": 2},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    rows: tuple[str, ...] = tuple(ROWS)
+    seeds: int = 2
+    n_train: int = 2500
+    n_valid: int = 1000  # and as many outside
+    epochs: int = 20
+    pixels: int = 16
+    channels: int = 8
+    samples: int = 10
+    hessian: str = "approx"  # a third of the mixed one's time
+    lr_by_width: bool = True
+
+
+SCALE = Settings((AUTHORS,), 1, N, 1000, 8, 28, 8, hessian="mixed", lr_by_width=False)
+PAPER = Settings((AUTHORS,), 1, N, 5000, 1000, 28, 64, hessian="mixed")
+FAST = Settings((AUTHORS, "H₀ = 1 (paper)"), 2, 300, 100, 3, 8, 2, 4)
+
+
+# -- one row -----------------------------------------------------------------------------------------------------------
+
+
+class LitMeanLoss(LitAutoencoder):
+    """The authors' loss: the mean over pixels, too."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return 0.5 * F.mse_loss(self(x), x)
+
+
+class Curve(L.Callback):
+    """A row of curve.csv after the epochs 1, 2, 4, …, and after the last one."""
+
+    def __init__(self, run: Run, step: str, callback: OnlineLaplaceCallback, data: Data, outside: Tensor) -> None:
+        self.run, self.step, self.callback, self.data, self.outside = run, step, callback, data, outside
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        epoch = trainer.current_epoch + 1
+        if epoch & (epoch - 1) == 0:
+            self.run.collect("curve", f"{self.step} epoch {epoch}", self.rows, pl_module, epoch)
+
+    def rows(self, module: L.LightningModule, epoch: int) -> list[Row]:
+        posterior = self.callback.fit_now(None, module)
+        return [{"epoch": epoch, **judge(posterior, self.data, self.outside, self.run.settings.samples)}]
+
+
+def configuration(name: str, settings: Settings) -> Configuration:
+    chosen = replace(Configuration(hessian=settings.hessian, lr_by_width=settings.lr_by_width), **ROWS[name])
+    channels = settings.channels * chosen.wider
+    return replace(chosen, lr=chosen.lr * CHANNELS / channels) if chosen.lr_by_width else chosen
+
+
+def memory(n: int, of: Configuration) -> dict[str, Any]:
+    """For n images, what the configuration has for N."""
+    s = N / n
+    scale = of.scale * (s if of.average else s**2)
+    return {
+        "memory_factor": min(1.0, s * of.memory_factor),
+        "scale": scale,
+        "initial_curvature": of.start / scale,
+        "prior_precision": of.prior_precision,
+        "average": of.average,
+    }
+
+
+def start_left(n: int, epochs: int, of: Configuration) -> float:
+    """The part of H₀ that training has not forgotten."""
+    return (1 - memory(n, of)["memory_factor"]) ** (epochs * math.ceil(n / of.batch))
+
+
+def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterable[Row]:
+    settings, of = run.settings, configuration(name, run.settings)
+    sizes = common.Settings(pixels=settings.pixels, width=8 * settings.channels * of.wider, lr=of.lr)
+    seed_everything(seed)
+    module = (LitMeanLoss if of.mean_loss else LitAutoencoder)(sizes, conv=True)
+    if of.mirrored:
+        module.decoder = conv_decoder(sizes.pixels, sizes.width, mirrored=True)
+    threshold = sizes.width // 8 * max(32, (settings.pixels // 4) ** 2)  # all linear layers are exact, as the authors'
+    kept = memory(len(data.train), of)
+    callback = OnlineLaplaceCallback(
+        NOISE, calibrate=None, hessian=of.hessian, threshold=threshold, at=of.at, save=False, seed=seed, **kept
+    )
+    step = f"{name} seed {seed}"
+    folder = run.output / "steps" / step
+    trainer = L.Trainer(
+        max_epochs=settings.epochs * of.longer,
+        callbacks=[
+            callback,
+            EarlyStopping("val_loss", patience=PATIENCE),
+            ModelCheckpoint(folder, "last", every_n_epochs=1, enable_version_counter=False),
+            *([Curve(run, step, callback, data, outside)] if name == AUTHORS else []),
+        ],
+        num_sanity_val_steps=0,
+        **{**QUIET, "enable_checkpointing": True},
+    )
+    last = folder / "last.ckpt"
+    trainer.fit(
+        module,
+        data.loader("train", of.batch, shuffle=of.shuffle),
+        data.loader("valid", BATCH),
+        ckpt_path=last if last.exists() else None,
+        weights_only=True if last.exists() else None,
+    )
+    posterior = callback.posterior
+    assert isinstance(posterior, LaplacePosterior)
+    left = start_left(len(data.train), trainer.current_epoch, of)
+    unknown = of.start * left + of.prior_precision
+    determined = posterior.curvature.structure.diagonal() + of.prior_precision > 2 * unknown
+    row = {"row": name, "seed": seed, "epochs": trainer.current_epoch, "start left": left}
+    row |= judge(posterior, data, outside, settings.samples)
+    yield row | {"determined": float(determined.float().mean())}
+
+
+def judge(posterior: LaplacePosterior, data: Data, outside: Tensor, samples: int) -> Row:
+    """Errors, AUROC, and whether σ is only another word for brightness."""
+    inside = data.valid.tensors[0][: len(outside)]
+    method = Laplacian(posterior)
+    scores = scores_of(method, data.train.tensors[0], inside, outside, samples, 0)
+    row: Row = {"error": float(scores["log-likelihood"][0].mean())}
+    row["error of the mean network"] = float(measure(Several([posterior.network]), inside, 1, 0)["error"].mean())  # type: ignore[list-item]
+    row |= {name: auroc(*both) for name, both in scores.items()}
+    both_sets = torch.cat([inside, outside]).flatten(1).mean(1)
+    for name in SCORES[2:]:
+        row[f"{name} and brightness"] = rank_correlation(torch.cat(scores[name]), both_sets)
+    equal = Several([perturbed(posterior.network, i) for i in range(samples)])
+    both = [measure(equal, x, samples, 0) for x in (inside, outside)]
+    return row | {f"{name}, equal variances": auroc(*(m[name] for m in both)) for name in SCORES[2:]}
+
+
+@torch.no_grad()
+def perturbed(network: Any, seed: int) -> Any:
+    """As if no curvature had been learned: every weight with the same variance."""
+    copy, generator = deepcopy(network), torch.Generator().manual_seed(seed)
+    for weight in copy.parameters():
+        weight += torch.randn(weight.shape, generator=generator) / EQUAL**0.5
+    return copy
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    ranks = torch.stack([t.argsort().argsort().double() for t in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+# -- without any network -----------------------------------------------------------------------------------------------
+
+
+def baselines(train: Tensor, inside: Tensor, outside: Tensor) -> Iterable[Row]:
+    """AUROC of scores that need no network."""
+    train = train.flatten(1)
+    inside, outside = inside.flatten(1), outside.flatten(1)
+    average = train.mean(0)
+    _, _, V = torch.linalg.svd(train[:5000] - average, full_matrices=False)
+    plane = V[:2]  # as many dimensions as the latent space
+
+    def outside_of_plane(x: Tensor) -> Tensor:
+        return (x - average - (x - average) @ plane.T @ plane).square().sum(1)
+
+    scores = {
+        "darkness": lambda x: -x.mean(1),
+        "black pixels": lambda x: (x < 0.1).float().mean(1),
+        "contrast": lambda x: x.std(1),
+        "distance from the average image": lambda x: (x - average).square().sum(1),
+        "distance from the plane of two principal components": outside_of_plane,
+        "distance from the nearest training image": lambda x: torch.cdist(x, train[:5000]).amin(1),
+    }
+    for name, score in scores.items():
+        yield {"score": name, "AUROC": auroc(score(inside), score(outside))}
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def report(folder: Path) -> str:
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    rows: dict[str, list[Row]] = {}
+    for row in read_rows(folder / "rows.csv"):
+        rows.setdefault(row["row"], []).append(row)
+    parts = [
+        f"FashionMNIST → MNIST, online LAE: {settings['n_train']:,} of {N:,} images of {settings['pixels']} × "
+        f"{settings['pixels']} pixels, {settings['channels']} of {CHANNELS} channels, at most {settings['epochs']} "
+        f"epochs, {settings['hessian']} Hessian unless a row says otherwise, {settings['samples']} sampled networks, "
+        f"AUROC on {settings['n_valid']:,} validation images and as many of MNIST; mean ± standard error over "
+        f"{max(map(len, rows.values()))} seeds. The paper's figure 9 has no numbers in its text.",
+        _rows(rows),
+        '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
+        'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '
+        "Errors are ‖x − f(x)‖² inside: of a sampled network, and of the mean one. In the last two columns the trained "
+        f"network's weights have all the same precision, {EQUAL:.0f}, instead of the learned one.",
+        "Without any network:",
+        markdown(["score", "AUROC"], [[r["score"], r["AUROC"]] for r in read_rows(folder / "baselines.csv")], 3),
+    ]
+    if len(rows) > 1:
+        parts += [differences(rows)]
+    curve = read_rows(folder / "curve.csv")
+    curve = [r for r in curve if r["step"].rsplit(" epoch ", 1)[0] == curve[0]["step"].rsplit(" epoch ", 1)[0]]
+    columns = ["epoch", "error", *SCORES]
+    parts += [f"{AUTHORS[0].upper()}{AUTHORS[1:]} in the course of training (curve.png):"]
+    parts += [markdown(columns, [[r[name] for name in columns] for r in curve], 3)]
+    return "\n\n".join(parts)
+
+
+def _rows(rows: dict[str, list[Row]]) -> str:
+    columns = ["", "error", "mean network", *SCORES, "brightness", "start left", "determined", "epochs"]
+    columns += [f"{score}, equal variances" for score in SCORES[2:]]
+    lines = []
+    for name, of_row in rows.items():
+
+        def both(key: str, digits: int = 3, of_row: list[Row] = of_row) -> str:
+            return spread([r[key] for r in of_row], digits)
+
+        line = [name, both("error", 2), both("error of the mean network", 2), *(both(score) for score in SCORES)]
+        line += [f"{mean(r['output σ and brightness'] for r in of_row):.2f}"]
+        line += [f"{mean(r['start left'] for r in of_row):.1e}", f"{mean(r['determined'] for r in of_row):.2f}"]
+        line += [f"{mean(r['epochs'] for r in of_row):.0f}"]
+        lines.append([*line, *(both(f"{score}, equal variances") for score in SCORES[2:])])
+    return markdown(columns, lines)
+
+
+def differences(rows: dict[str, list[Row]]) -> str:
+    """What changes an AUROC by more than chance: differences between runs of the same seed."""
+    first = {r["seed"]: r for r in rows[AUTHORS]}
+    lines = []
+    for name, of_row in rows.items():
+        if name == AUTHORS:
+            continue
+        moved = []
+        for score in SCORES:
+            changes = [r[score] - first[r["seed"]][score] for r in of_row if r["seed"] in first]
+            if changes and min(abs(c) for c in changes) > STEP and len({c > 0 for c in changes}) == 1:
+                moved.append(f"{score} {mean(changes):+.2f}")
+        lines.append(f"- {name}: {', '.join(moved) or 'nothing'}")
+    head = f"What a row changes by more than {STEP} with every seed, in the same direction:"
+    return "\n".join([head, "", *lines])
+
+
+def picture(folder: Path) -> Figure:
+    """AUROC by epoch, every seed."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
+    rows = read_rows(folder / "curve.csv")
+    steps = dict.fromkeys(r["step"].rsplit(" epoch ", 1)[0] for r in rows)
+    for ax, score in zip(figure.subplots(1, 2, sharey=True), SCORES[2:], strict=True):
+        for step in steps:
+            points = [(r["epoch"], r[score]) for r in rows if r["step"].rsplit(" epoch ", 1)[0] == step]
+            ax.plot(*zip(*points, strict=True), color="#D55E00", marker="o", linewidth=1.6)
+        ax.axhline(0.5, color="black", linewidth=0.6)
+        ax.set(title=f"{score}, {AUTHORS}", xlabel="epoch", xscale="log", ylabel="AUROC", ylim=(0, 1))
+    return figure
+
+
+def main() -> None:
+    scales = {"default": Settings(), "fast": FAST, "scale": SCALE, "paper": PAPER}
+    run = start(__doc__, "papers/lae/ablation", scales)
+    settings = run.settings
+    if unknown := [name for name in settings.rows if name not in ROWS]:
+        raise SystemExit(f"there is no row {unknown[0]!r}: choose among {', '.join(map(repr, ROWS))}")
+    sizes = common.Settings(settings.n_train, settings.n_valid, 1, pixels=settings.pixels)
+    data = read_data("FashionMNIST", run.data, sizes)
+    outside = read_data("MNIST", run.data, replace(sizes, n_train=1)).valid.tensors[0]
+    run.collect("baselines", "baselines", baselines, data.train.tensors[0], data.valid.tensors[0], outside)
+    jobs = [(name, run.seed + i) for i in range(settings.seeds) for name in settings.rows]
+    for name, seed in progress(jobs, "rows"):
+        run.collect("rows", f"{name} seed {seed}", train, run, name, seed, data, outside)
+    run.save_picture("curve", picture(run.output))
+    text = report(run.output)
+    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()
