@@ -168,7 +168,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Not known of a single value, or of one that is infinite."""
+    known = len(values) > 1 and all(map(math.isfinite, values))
+    return stdev(values) / math.sqrt(len(values)) if known else math.nan
 
 
 def read_rows(path: Path) -> list[Row]:
