@@ -163,6 +163,9 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
             pick = priors.index(max(priors, key=picks.count))
             ax.plot(priors[pick], means[pick], "o", markersize=9, markerfacecolor="none", color=COLOURS[method])
         ax.set(xscale="log", yscale="log", xlabel="prior precision δ", ylabel="test NLL", title=name)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(which="both", labelsize=8)
     figure.axes[0].legend(frameon=False, fontsize=8)
     return figure
 
