@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,11 +44,11 @@ COLOURS = {
 
 
 def report(folder: Path) -> str:
-    """Markdown from `scores.csv`. A seed counts once all of its priors are there."""
+    """Markdown from `scores.csv` and `settings.json`. A seed counts once all of its priors are there."""
     rows = _finished(read_rows(folder / "scores.csv"))
     if not rows:
         return "No seed is finished."
-    best, parts, claims = chosen(rows), [], []
+    best, parts, claims = chosen(rows), [_scale(folder)], []
     for name in dict.fromkeys(row["set"] for row in rows):
         own = [row for row in best if row["set"] == name]
         seeds, sizes = sorted({row["seed"] for row in own}), sorted({row["n_train"] for row in own})
@@ -65,6 +66,16 @@ def report(folder: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _scale(folder: Path) -> str:
+    asked = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    networks = (("FashionMNIST", "3c3d", asked["width"]), ("CIFAR-10", asked["cifar_network"], asked["cifar_width"]))
+    by = ", ".join(f"{name} by {network} of {width:.3g} times its width" for name, network, width in networks)
+    return (
+        f"{by}; {asked['epochs']} epochs, {asked['n_test']:,} test images and as many unknown ones, "
+        f"M = {asked['points']:,}, {asked['samples']} samples. The paper: full width, 500 epochs, M = 3,200."
+    )
+
+
 def chosen(rows: Sequence[Row]) -> list[Row]:
     """Of each set, seed and method the row with the best validation NLL."""
     best: dict[tuple[str, int, str], Row] = {}
@@ -79,8 +90,8 @@ def table(name: str, best: Sequence[Row]) -> str:
     lines = []
     for method in METHODS:
         own = [row for row in best if row["method"] == method]
-        priors = ", ".join(f"{prior:g}" for prior in sorted(row["prior"] for row in own))
-        lines.append([method, *(spread([row[score] for row in own]) for score in SCORES), priors])
+        priors = [f"{row['prior']:g}" + (f" × {row['factor']:.2g}" if method == "GP" else "") for row in own]
+        lines.append([method, *(spread([row[score] for row in own]) for score in SCORES), ", ".join(priors)])
         if method in PAPER.get(name, {}):
             lines.append(["· paper", *PAPER[name][method], "–"])
     return markdown(["", *SCORES.values(), "δ by seed"], lines)

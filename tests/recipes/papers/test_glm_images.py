@@ -79,7 +79,7 @@ def test_the_process_alone_has_a_factor_of_the_papers_grid(output: Path) -> None
 
 
 def test_the_report_is_made_from_the_scores_alone(output: Path, tmp_path: Path) -> None:
-    for file in ("scores.csv", *(path.name for path in output.glob("*.png"))):
+    for file in ("scores.csv", "settings.json", *(path.name for path in output.glob("*.png"))):
         shutil.copy(output / file, tmp_path)
     text = report(tmp_path)
     assert text + "\n" == (output / "table.md").read_text(encoding="utf-8")
@@ -130,12 +130,13 @@ def test_each_method_chooses_its_prior_by_validation_images_not_by_test_images()
     assert {row["method"]: row["prior"] for row in chosen(rows)} == {"GLM": 1.0, "BNN": 10.0}
 
 
-def test_a_seed_without_all_priors_is_left_out_and_differences_are_paired(tmp_path: Path) -> None:
+def test_a_seed_without_all_priors_is_left_out_and_differences_are_paired(output: Path, tmp_path: Path) -> None:
     rows = [made_up(seed, δ, m, 1.0, 1.0) for seed in (1, 2) for δ in (1.0, 9.0) for m in METHODS]
     for row in rows:
         row["nll"] += 0.25 * (row["method"] == "BNN") + row["seed"]
     rows += [made_up(3, 1.0, m, 0.1, 99.0) for m in METHODS]
     append_rows(tmp_path / "scores.csv", rows)
+    shutil.copy(output / "settings.json", tmp_path)
     text = report(tmp_path)
     assert "2 seeds" in text
     assert "99" not in text
