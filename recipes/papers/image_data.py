@@ -43,7 +43,7 @@ _MOSAICS = {"CIFAR10": ("cifar10", "cifar-10-batches-py"), "SVHN": ("svhn", "SVH
 
 @dataclass(frozen=True)
 class Images:
-    """Standardised images `[N, channels, H, W]` and their labels `[N]`."""
+    """Images `[N, channels, H, W]` and their labels `[N]`."""
 
     name: str
     train: TensorDataset
@@ -57,15 +57,21 @@ class Images:
 
 
 def read_images(
-    name: str, folder: Path, n_train: int | None = None, n_test: int | None = None, seed: int = 0
+    name: str,
+    folder: Path,
+    n_train: int | None = None,
+    n_test: int | None = None,
+    seed: int = 0,
+    standardised: bool = True,
 ) -> Images:
-    """A dataset of `PLACES`, or a random part of it."""
+    """A dataset of `PLACES`, or a random part of it; not `standardised`, with pixels from 0 to 1."""
     (x, y), (x_test, y_test) = (_read(name, folder, train) for train in (True, False))
-    # Each channel has mean 0 and standard deviation 1 on the training images.
-    mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     n_all, classes = len(x), int(y.max()) + 1
-    x, y = _part((x - mean) / std, y, n_train, seed)
-    x_test, y_test = _part((x_test - mean) / std, y_test, n_test, seed)
+    if standardised:  # each channel has mean 0 and standard deviation 1 on the training images
+        mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
+        x, x_test = (x - mean) / std, (x_test - mean) / std
+    x, y = _part(x, y, n_train, seed)
+    x_test, y_test = _part(x_test, y_test, n_test, seed)
     return Images(name, TensorDataset(x, y), TensorDataset(x_test, y_test), n_all, classes)
 
 

@@ -1,0 +1,201 @@
+"""What `scores.csv` of the GLM paper's images says: a table beside the paper's, its statements, and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.figure import Figure
+
+from recipes.papers.claims import Claim, verdict
+from recipes.program import Row, markdown, read_rows, spread, standard_error
+
+BARS = 30  # of an entropy's histogram
+METHODS = ("MAP", "BNN", "BNN dampened", "GLM", "GLM diagonal", "GP")
+SCORES = {"acc": "accuracy", "nll": "NLL", "ece": "ECE", "auc": "OOD-AUC"}
+LARGER = {"acc": True, "nll": False, "ece": False, "auc": True}  # is better
+PAPER = {  # table 2, which has no diagonal
+    "FashionMNIST": {
+        "MAP": ("0.914 ± 0.001", "0.258 ± 0.004", "0.017 ± 0.001", "0.864 ± 0.014"),
+        "BNN": ("0.844 ± 0.001", "0.942 ± 0.016", "0.411 ± 0.008", "0.945 ± 0.002"),
+        "BNN dampened": ("0.912 ± 0.001", "0.265 ± 0.004", "0.024 ± 0.002", "0.947 ± 0.006"),
+        "GLM": ("0.923 ± 0.001", "0.244 ± 0.003", "0.012 ± 0.003", "0.955 ± 0.006"),
+        "GP": ("0.914 ± 0.001", "0.250 ± 0.004", "0.007 ± 0.001", "0.918 ± 0.010"),
+    },
+    "CIFAR10": {
+        "MAP": ("0.809 ± 0.003", "0.605 ± 0.007", "0.066 ± 0.004", "0.792 ± 0.008"),
+        "BNN": ("0.217 ± 0.008", "2.114 ± 0.021", "0.095 ± 0.012", "0.689 ± 0.020"),
+        "BNN dampened": ("0.808 ± 0.004", "0.588 ± 0.005", "0.052 ± 0.005", "0.783 ± 0.007"),
+        "GLM": ("0.814 ± 0.002", "0.601 ± 0.008", "0.084 ± 0.010", "0.843 ± 0.016"),
+        "GP": ("0.810 ± 0.003", "0.555 ± 0.008", "0.017 ± 0.003", "0.820 ± 0.013"),
+    },
+}
+COLOURS = {
+    "MAP": "#000000",
+    "BNN": "#D55E00",
+    "BNN dampened": "#E69F00",
+    "GLM": "#0072B2",
+    "GLM diagonal": "#56B4E9",
+    "GP": "#009E73",
+}
+
+
+def report(folder: Path) -> str:
+    """Markdown from `scores.csv` and `settings.json`. A seed counts once all of its priors are there."""
+    rows = _finished(read_rows(folder / "scores.csv"))
+    if not rows:
+        return "No seed is finished."
+    best, parts, claims = chosen(rows), [_scale(folder)], []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        own = [row for row in best if row["set"] == name]
+        seeds, sizes = sorted({row["seed"] for row in own}), sorted({row["n_train"] for row in own})
+        parts.append(
+            f"{name}, {', '.join(f'{n:,}' for n in sizes)} training images, {len(seeds)} seeds: mean ± standard error, "
+            "and the paper's number below each."
+        )
+        parts.append(table(name, own))
+        claims += statements(name, own, [row for row in rows if row["set"] == name])
+    parts.append(verdict(claims))
+    parts.append("Differences are paired by seed; ± is their standard error.")
+    pictures = [path.name for path in sorted(folder.glob("*.png"))]
+    if pictures:
+        parts.append("Pictures: " + ", ".join(f"`{name}`" for name in pictures))
+    return "\n\n".join(parts)
+
+
+def _scale(folder: Path) -> str:
+    asked = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    networks = (("FashionMNIST", "3c3d", asked["width"]), ("CIFAR-10", asked["cifar_network"], asked["cifar_width"]))
+    by = ", ".join(f"{name} by {network} of {width:.3g} times its width" for name, network, width in networks)
+    return (
+        f"{by}; {asked['epochs']} epochs, {asked['n_test']:,} test images and as many unknown ones, "
+        f"M = {asked['points']:,}, {asked['samples']} samples. The paper: full width, 500 epochs, M = 3,200."
+    )
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """Of each set, seed and method the row with the best validation NLL."""
+    best: dict[tuple[str, int, str], Row] = {}
+    for row in rows:
+        key = (row["set"], row["seed"], row["method"])
+        if key not in best or row["validation_nll"] < best[key]["validation_nll"]:
+            best[key] = row
+    return list(best.values())
+
+
+def table(name: str, best: Sequence[Row]) -> str:
+    lines = []
+    for method in METHODS:
+        own = [row for row in best if row["method"] == method]
+        priors = [f"{row['prior']:g}" + (f" × {row['factor']:.2g}" if method == "GP" else "") for row in own]
+        lines.append([method, *(spread([row[score] for row in own]) for score in SCORES), ", ".join(priors)])
+        if method in PAPER.get(name, {}):
+            lines.append(["· paper", *PAPER[name][method], "–"])
+    return markdown(["", *SCORES.values(), "δ by seed"], lines)
+
+
+def statements(name: str, best: Sequence[Row], rows: Sequence[Row]) -> Iterator[Claim]:
+    for score in SCORES:
+        yield better(name, best, "GLM", "BNN", score)
+    for method, score in (("GLM", "auc"), ("GP", "ece"), ("GLM", "acc")):
+        others = [other for other in PAPER["FashionMNIST"] if other != method]
+        rival = (max if LARGER[score] else min)(others, key=lambda other: mean(_values(best, other, score)))
+        claim = better(name, best, method, rival, score)
+        yield Claim(f"{name}: {method} has the best {SCORES[score]} of the paper's methods", claim.holds, claim.numbers)
+    yield better(name, best, "GLM", "GLM diagonal", "nll")
+    for method, sign, word in (("MAP", 1, "overconfident"), ("BNN", -1, "underconfident")):
+        gaps = [row["confidence"] - row["acc"] for row in best if row["method"] == method]
+        numbers = f"confidence − accuracy: {spread(gaps)}"
+        yield Claim(f"{name}: {method} is {word} (figure 6)", sign * mean(gaps) > 0, numbers)
+    gaps_by_prior = {}
+    for prior in sorted({row["prior"] for row in rows}):
+        own = [row for row in rows if row["prior"] == prior]
+        gaps_by_prior[prior] = mean(_differences(own, "GLM", "BNN", "nll"))
+    numbers = "GLM − BNN: " + ", ".join(f"{gap:.3f} at δ = {prior:g}" for prior, gap in gaps_by_prior.items())
+    holds = all(gap < 0 for gap in gaps_by_prior.values())
+    yield Claim(f"{name}: GLM has a better NLL than BNN at every δ (figure 5, there on UCI)", holds, numbers)
+
+
+def better(name: str, best: Sequence[Row], method: str, other: str, score: str) -> Claim:
+    differences = _differences(best, method, other, score)
+    gap, error = mean(differences), standard_error(differences)
+    holds = gap > 0 if LARGER[score] else gap < 0
+    unclear = "; within two standard errors of 0" if abs(gap) < 2 * error else ""
+    numbers = f"{mean(_values(best, method, score)):.3f}, {other} {mean(_values(best, other, score)):.3f}"
+    return Claim(
+        f"{name}: {method} has a better {SCORES[score]} than {other}",
+        holds,
+        f"{numbers}; difference {spread(differences)}{unclear}",
+    )
+
+
+def draw(folder: Path) -> None:
+    """`entropies_<set>.png`, like figure 6, and `nll_by_prior.png`."""
+    rows = _finished(read_rows(folder / "scores.csv"))
+    names = list(dict.fromkeys(row["set"] for row in rows))
+    for name in names:
+        _entropies([row for row in chosen(rows) if row["set"] == name]).savefig(
+            folder / f"entropies_{name}.png", dpi=110
+        )
+    if names:
+        _nll_by_prior(rows, names).savefig(folder / "nll_by_prior.png", dpi=110)
+
+
+def _entropies(best: Sequence[Row]) -> Figure:
+    """All seeds together, each method at the prior of its choice."""
+    figure = Figure(figsize=(2.1 * len(METHODS), 2.4), layout="constrained")
+    edges = [math.log(10) * bar / BARS for bar in range(BARS + 1)]
+    for ax, method in zip(figure.subplots(1, len(METHODS), sharey=True), METHODS, strict=True):
+        own = [row for row in best if row["method"] == method]
+        for part, colour in (("known", "#0072B2"), ("unknown", "#D55E00")):
+            counts = [sum(bar) for bar in zip(*([int(n) for n in row[part].split()] for row in own), strict=True)]
+            ax.stairs([n / sum(counts) for n in counts], edges, fill=True, alpha=0.5, color=colour, label=part)
+        ax.set_title(f"{method}\nAUC {mean(row['auc'] for row in own):.3f}", fontsize=9)
+        ax.set_xlabel("entropy")
+    figure.axes[0].set_ylabel("share of images")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
+    """Of test images; a ring is the prior that most seeds choose by their validation images."""
+    figure, best = Figure(figsize=(4.4 * len(names), 3.2), layout="constrained"), chosen(rows)
+    for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for method in METHODS:
+            own = [row for row in rows if row["set"] == name and row["method"] == method]
+            priors = sorted({row["prior"] for row in own})
+            values = [[row["nll"] for row in own if row["prior"] == prior] for prior in priors]
+            errors, means = [standard_error(v) for v in values], [mean(v) for v in values]
+            ax.errorbar(priors, means, errors, color=COLOURS[method], marker=".", capsize=2, label=method)
+            picks = [row["prior"] for row in best if row["set"] == name and row["method"] == method]
+            pick = priors.index(max(priors, key=picks.count))
+            ax.plot(priors[pick], means[pick], "o", markersize=9, markerfacecolor="none", color=COLOURS[method])
+        ax.set(xscale="log", yscale="log", xlabel="prior precision δ", ylabel="test NLL", title=name)
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(which="both", labelsize=8)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _finished(rows: Sequence[Row]) -> list[Row]:
+    """Of the seeds that have all priors of their set."""
+    kept = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        own = [row for row in rows if row["set"] == name]
+        n = len({row["prior"] for row in own})
+        priors = {seed: {row["prior"] for row in own if row["seed"] == seed} for seed in {row["seed"] for row in own}}
+        kept += [row for row in own if len(priors[row["seed"]]) == n]
+    return kept
+
+
+def _values(rows: Sequence[Row], method: str, score: str) -> list[float]:
+    return [row[score] for row in sorted(rows, key=lambda row: row["seed"]) if row["method"] == method]
+
+
+def _differences(rows: Sequence[Row], method: str, other: str, score: str) -> list[float]:
+    """Of two methods, by seed."""
+    return [a - b for a, b in zip(_values(rows, method, score), _values(rows, other, score), strict=True)]
