@@ -1,8 +1,8 @@
 """Many small tanh networks of one shape, trained as one computation: several splits of the data × several priors `δ`.
 
-A network with two hidden layers is a row `θ = (W₁, b₁, W₂, b₂, W₃, b₃)` of `[S, K, P]`, flat as `nn.Module.parameters()`
-are; examples are columns of what a layer computes, `[S·K, units, N]`. `tanh z = 2 sigmoid(2z) − 1`, which takes a
-seventh of the time. Gradients are written out, since autograd would double the memory traffic.
+A network with two hidden layers is a row `θ = (W₁, b₁, W₂, b₂, W₃, b₃)` of `[S, K, P]`, in the order of a module's
+parameters; examples are columns of what a layer computes, `[S·K, units, N]`. `tanh z = 2 sigmoid(2z) − 1`, which takes
+a quarter of the time. Gradients are written out, which saves the memory traffic of autograd.
 
 - `train_map`: full-batch Adam on the negative log joint `−Σₙ log p(yₙ | f(xₙ, θ)) + ½ δ ‖θ‖²`.
 - `train_mfvi`: full-batch Adam on the negative evidence lower bound of `N(μ, σ²)`, `σ = softplus(ρ)`, by local
@@ -12,7 +12,6 @@ seventh of the time. Gradients are written out, since autograd would double the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

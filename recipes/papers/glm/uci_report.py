@@ -69,8 +69,8 @@ def report(folder: Path) -> str:
 
     within = [w for name in sets for method in methods if (w := _is_within(rows, name, method)) is not None]
     parts = [
-        "Test NLL, mean ± standard error over splits (the paper's): ✓ where the two are within three standard errors of "
-        "their difference, √(ours² + the paper's²), ✗ where not. The paper's are rounded, some errors to zero.",
+        "Test NLL, mean ± standard error over splits (the paper's): ✓ where the two are within three standard errors "
+        "of their difference, √(ours² + the paper's²), ✗ where not. The paper's are rounded, some errors to zero.",
         table("nll", True),
         f"Within three standard errors: {sum(within)} of {len(within)}.",
         verdict(claims(folder)),
