@@ -95,8 +95,8 @@ def _joint_gradient(weights: list[Tensor], data: Examples, K: int) -> list[Tenso
     """Of the negative log-likelihood."""
     W1, b1, W2, b2, W3, b3 = weights
     xT = data.x.mT  # [S, D, N]
-    h1 = _tanh(_first(W1, xT, K), b1)  # [S·K, H, N]
-    h2 = _tanh(torch.bmm(W2, h1), b2)
+    h1 = _tanh(_first(W1, xT, K).add_(b1.unsqueeze(-1)))  # [S·K, H, N]
+    h2 = _tanh(torch.baddbmm(b2.unsqueeze(-1), W2, h1))
     r = _residual(torch.baddbmm(b3.unsqueeze(-1), W3, h2), data.y, K)  # [S·K, C, N]
     gradients = [r @ h2.mT, r.sum(-1)]
     u = _through_tanh(W3.mT @ r, h2)
@@ -163,10 +163,10 @@ def mfvi_step(
     u = _residual(f, data.y, K)
     q = u * e3  # of v, twice
     means, halves = [u @ h2.mT, u.sum(-1)], [q @ s2.mT, q.sum(-1)]
-    u = (W3.mT @ u).addcmul_(h2, V3.mT @ q).mul_(s2.neg_().add_(1))
+    u = _through_tanh((W3.mT @ u).addcmul_(h2, V3.mT @ q), h2)
     q = u * e2
     means, halves = [u @ h1.mT, u.sum(-1), *means], [q @ s1.mT, q.sum(-1), *halves]
-    u = (W2.mT @ u).addcmul_(h1, V2.mT @ q).mul_(s1.neg_().add_(1))
+    u = _through_tanh((W2.mT @ u).addcmul_(h1, V2.mT @ q), h1)
     q = u * e1
     means = [_first_gradient(u, data.x, K), u.sum(-1), *means]
     halves = [_first_gradient(q, squares.x, K), q.sum(-1), *halves]
@@ -195,14 +195,14 @@ def _first_gradient(u: Tensor, x: Tensor, K: int) -> Tensor:
     return torch.bmm(u.reshape(len(x), -1, u.shape[-1]), x).view(len(u), -1, x.shape[-1])
 
 
-def _tanh(z: Tensor, b: Tensor | None = None) -> Tensor:
+def _tanh(z: Tensor) -> Tensor:
     """In place."""
-    z = z if b is None else z.add_(b.unsqueeze(-1))
     return z.mul_(2).sigmoid_().mul_(2).sub_(1)
 
 
 def _through_tanh(u: Tensor, h: Tensor) -> Tensor:
-    return u.mul_(h.square().neg_().add_(1))
+    """`u (1 − h²)`, in place and in one pass."""
+    return torch.ops.aten.tanh_backward(u, h, grad_input=u)
 
 
 def _residual(f: Tensor, y: Tensor, K: int) -> Tensor:

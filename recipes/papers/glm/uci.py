@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,26 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_bayes import metrics
+from lightning_bayes import fit_laplace, metrics
+from recipes.papers.glm.linearised import (
+    Diagonal,
+    LinearModel,
+    Posterior,
+    Rows,
+    by_layers,
+    flattened,
+    refine,
+    refine_briefly,
+    sampled_probabilities,
+)
 from recipes.papers.glm.network_grid import Examples, Shape, train_map, train_mfvi
 from recipes.papers.glm.uci_report import SETS, draw, report
 from recipes.program import Row, Run, missing, progress, start
 
 SEEDS = (711, 1, 75, 359, 17, 420, 129, 666, 69, 36)
+MOST_POINTS = 300  # of GP
 PARTS = ("network", "MFVI", "Laplace", "refined")
 
 
@@ -182,6 +195,105 @@ def drawn_probabilities(shape: Shape, θ: Tensor, x: Tensor) -> Tensor:
     return total / len(θ)
 
 
+@dataclass(frozen=True)
+class Case:
+    """A trained network of a split, linearised."""
+
+    name: str
+    split: Split
+    shape: Shape
+    θ: Tensor  # [P]
+    δ: float
+    samples: int
+
+    @cached_property
+    def model(self) -> LinearModel:
+        x, labels = self.split.train
+        y = Examples.stacked([x], [labels], self.shape.outputs).y[0].mT
+        return LinearModel(Rows.of(self.shape, self.θ, x), y, self.δ, float(self.θ.square().sum()))
+
+    @cached_property
+    def held_out(self) -> Rows:
+        return Rows.of(self.shape, self.θ, self.split.held_out)
+
+    def row(self, method: str, probs: Tensor) -> Row:
+        return scores(self.name, self.split, method, self.δ, probs)
+
+    def glm_row(self, method: str, h: Tensor, posterior: Posterior) -> Row:
+        """From outputs `h` and a posterior of the linearised network."""
+        noise = torch.Generator().manual_seed(self.split.seed)
+        covariance = posterior.covariance(self.held_out)
+        return self.row(method, sampled_probabilities(h, covariance, self.samples, noise, probabilities))
+
+    def refined_row(self, method: str) -> Row:
+        refined = refine(self.model, diagonal=method.endswith(" d"))
+        return self.glm_row(method, self.model.outputs(refined.mean, self.held_out), refined.posterior)
+
+
+def cases(name: str, split: Split, θ: Tensor, settings: Settings) -> list[Case]:
+    shape = split.shape(settings.width)
+    of_δ = zip(grid(settings).tolist(), θ.double(), strict=True)
+    return [Case(name, split, shape, weights, δ, settings.samples) for δ, weights in of_δ]
+
+
+def score_laplace(name: str, split: Split, θ: Tensor, settings: Settings) -> Iterator[Row]:
+    for case in progress(cases(name, split, θ, settings), f"{name} {split.seed}: Laplace"):
+        model, f = case.model, case.held_out.f
+        Λ = model.fisher(model.train.f)
+        full = model.posterior(Λ)
+        yield case.glm_row("GLM", f, full)
+        yield case.glm_row("GLM diag", f, Diagonal(model.train, case.δ, Λ))
+        draws = flattened(full.draws(settings.samples, torch.Generator().manual_seed(split.seed)))
+        yield case.row("BNN", drawn_probabilities(case.shape, (case.θ + draws).float(), split.held_out))
+        yield case.row("GP", gp_probabilities(case))
+
+
+def gp_probabilities(case: Case) -> Tensor:
+    network = case.shape.network().double()
+    nn.utils.vector_to_parameters(case.θ.clone(), network.parameters())
+    x, labels = case.split.train
+    is_binary = case.shape.outputs == 1
+    y, likelihood = (labels.double().unsqueeze(1), "binary") if is_binary else (labels, "classification")
+    points = min(len(x) // 2, MOST_POINTS)
+    posterior = fit_laplace(
+        network, [(x, y)], likelihood, "diag", prior_precision=case.δ, gp_points=points, gp_outputs="joint"
+    )
+    noise = torch.Generator().manual_seed(case.split.seed)
+    p = posterior.predict(case.split.held_out, "gp", link="mc", samples=case.samples, generator=noise).probs
+    assert p is not None
+    return torch.cat((1 - p, p), -1) if is_binary else p
+
+
+def score_refined(name: str, split: Split, θ: Tensor, settings: Settings, laplace: list[Row]) -> Iterator[Row]:
+    """All δ, or where that would take long, those on the way down from the Laplace posterior's best."""
+    of_δ = cases(name, split, θ, settings)
+    for case in progress(of_δ, f"{name} {split.seed}: GLM refine d, short"):
+        shift, posterior = refine_briefly(case.model, by_layers(case.shape, case.θ))
+        yield case.glm_row("GLM refine d, short", case.held_out.f + case.held_out.push(shift), posterior)
+    for method, start_from in (("GLM refine", "GLM"), ("GLM refine d", "GLM diag")):
+        if of_δ[0].model.is_narrow:
+            yield from (case.refined_row(method) for case in progress(of_δ, f"{name} {split.seed}: {method}"))
+        else:
+            of_laplace = [row["valid_nll"] for row in laplace if row["method"] == start_from]
+            first = of_laplace.index(min(of_laplace))
+            yield from downhill(lambda k, method=method: of_δ[k].refined_row(method), first, len(of_δ))
+
+
+def downhill(row_of: Callable[[int], Row], first: int, n: int) -> list[Row]:
+    """Rows from `first` on, in both directions for as long as the validation NLL falls."""
+    rows = {first: row_of(first)}
+    for step in (-1, 1):
+        k = first
+        while 0 <= k + step < n:
+            rows[k + step] = row_of(k + step)
+            if rows[k + step]["valid_nll"] >= rows[k]["valid_nll"]:
+                break
+            k += step
+        if k != first:  # lower on this side
+            break
+    return [rows[k] for k in sorted(rows)]
+
+
 def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]) -> None:
     """All parts of a split, `splits[i]` of those that are trained at once."""
     split, settings = splits[i], run.settings
@@ -193,6 +305,11 @@ def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]
     if "MFVI" in parts:
         μ, σ = run.once(f"{name} MFVI {seeds}", trained_mfvi, name, splits, settings)
         run.collect("scores", f"{name} {split.seed} MFVI", score_mfvi, name, split, μ[i], σ[i], settings)
+    if "Laplace" in parts or "refined" in parts:
+        run.collect("scores", step := f"{name} {split.seed} Laplace", score_laplace, name, split, θ, settings)
+        laplace = [row for row in run.rows("scores") if row["step"] == step]
+    if "refined" in parts:
+        run.collect("scores", f"{name} {split.seed} refined", score_refined, name, split, θ, settings, laplace)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
