@@ -167,7 +167,7 @@ class FunctionSpace:
 
     def __init__(self, train: Rows, δ: float, W: Tensor, K: Tensor) -> None:
         """K: `JJᵀ/δ`.  # [N·C, N·C]"""
-        self._train, self._δ, self._W, self._S, self._K = train, δ, W, _root(W), K
+        self._train, self._δ, self._W, self._S, self._K = train, δ, W, _columns(W), K
         self._SK = _blocks_times(self._S, K)
         A = _blocks_times(self._S, self._SK.mT)
         A.diagonal().add_(1)
@@ -210,15 +210,15 @@ class FunctionSpace:
         sizes = [(g.shape[-1], a.shape[-1]) for a, g in zip(train.a, train.g, strict=True)]
         z = [torch.randn(n, *s, generator=generator) / math.sqrt(self._δ) for s in sizes]
         Jz = train.push(z).to(self._K)  # [n, N, C]
-        ε = torch.randn(Jz.shape, dtype=Jz.dtype, generator=generator)
+        ε = torch.randn(n, len(self._S), self._S.shape[-1], dtype=Jz.dtype, generator=generator)
         taken = train.pull(self._Q(Jz, ε).float() / self._δ)
         return [prior - t for prior, t in zip(z, taken, strict=True)]
 
     def _Q(self, u: Tensor, ε: Tensor | float = 0.0) -> Tensor:
         """`SA⁻¹(Sᵀu + ε)`.  # [n, N, C]"""
-        Su = (self._S.mT @ u.unsqueeze(-1)).squeeze(-1) + ε
-        solved = torch.cholesky_solve(Su.flatten(1).mT, self._L).mT.view_as(u)
-        return (self._S @ solved.unsqueeze(-1)).squeeze(-1)
+        Su = _each(u, self._S) + ε  # [n, N, R]
+        solved = torch.cholesky_solve(Su.flatten(1).mT, self._L).mT.unflatten(1, Su.shape[1:])
+        return _each(solved, self._S.mT)
 
 
 class WeightSpace:
@@ -488,10 +488,16 @@ def _pairs(n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _blocks_times(S: Tensor, K: Tensor) -> Tensor:
-    """`SᵀK` with the block-diagonal matrix of `S`.  # [N, C, C], [N·C, M] -> [N·C, M]"""
-    return (
-        (S.mT @ K.view(len(S), S.shape[1], -1)).view(K.shape) if K.is_contiguous() else _blocks_times(S, K.contiguous())
-    )
+    """`SᵀK` with the block-diagonal matrix of `S`.  # [N, C, R], [N·C, M] -> [N·R, M]"""
+    return (S.mT @ K.reshape(*S.shape[:2], -1)).flatten(0, 1)
+
+
+def _columns(W: Tensor) -> Tensor:
+    """A root of `W` with as few columns as it has: of a softmax `W1 = 0`.  # [N, C, C] -> [N, C, R]"""
+    if W.shape[-1] == 1:
+        return W.clamp_min(0).sqrt()
+    values, vectors = torch.linalg.eigh(W)
+    return vectors[..., 1:] * values[..., None, 1:].clamp_min(0).sqrt()
 
 
 def _root(M: Tensor) -> Tensor:
