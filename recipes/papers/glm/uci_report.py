@@ -1,0 +1,182 @@
+"""What `uci` has measured, beside table 1 of the GLM paper; and its figure 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.figure import Figure
+
+from recipes.papers.claims import Claim, verdict
+from recipes.program import Row, markdown, read_rows, spread, standard_error
+
+SETS = ("australian", "cancer", "ionosphere", "glass", "vehicle", "waveform", "digits", "satellite")
+METHODS = ("MAP", "MFVI", "BNN", "GLM", "GLM diag", "GLM refine", "GLM refine d")
+OURS = ("GP", "GLM refine d, short")  # not in the paper's table
+LINES = {"BNN": "tab:red", "GLM": "tab:blue", "GLM refine": "tab:cyan", "MAP": "tab:gray"}
+PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {  # by METHODS, each with its standard error
+    "australian": ((0.31, 0.01), (0.34, 0.01), (0.42, 0.00), (0.32, 0.02), (0.33, 0.01), (0.32, 0.02), (0.31, 0.01)),
+    "cancer": ((0.11, 0.02), (0.11, 0.01), (0.19, 0.00), (0.10, 0.01), (0.11, 0.01), (0.11, 0.01), (0.12, 0.02)),
+    "ionosphere": ((0.35, 0.02), (0.41, 0.01), (0.50, 0.00), (0.29, 0.01), (0.35, 0.01), (0.35, 0.05), (0.32, 0.03)),
+    "glass": ((0.95, 0.03), (1.06, 0.01), (1.41, 0.00), (0.86, 0.01), (0.99, 0.01), (0.98, 0.07), (0.83, 0.02)),
+    "vehicle": (
+        *((0.420, 0.007), (0.504, 0.006), (0.885, 0.002), (0.428, 0.005), (0.618, 0.003), (0.402, 0.007)),
+        (0.432, 0.005),
+    ),
+    "waveform": (
+        *((0.335, 0.004), (0.393, 0.003), (0.516, 0.002), (0.339, 0.004), (0.388, 0.003), (0.335, 0.004)),
+        (0.364, 0.008),
+    ),
+    "digits": (
+        *((0.094, 0.003), (0.219, 0.004), (0.875, 0.002), (0.250, 0.002), (0.409, 0.002), (0.150, 0.002)),
+        (0.149, 0.008),
+    ),
+    "satellite": (
+        *((0.230, 0.002), (0.307, 0.002), (0.482, 0.001), (0.241, 0.001), (0.327, 0.002), (0.227, 0.002)),
+        (0.248, 0.002),
+    ),
+}
+Chosen = dict[tuple[str, str], list[Row]]  # by set and method, a row for each split
+
+
+def chosen(folder: Path) -> Chosen:
+    """Of each split and method the row of the δ with the best validation NLL."""
+    best: dict[tuple[str, str, int], Row] = {}
+    for row in read_rows(folder / "scores.csv"):
+        key = row["set"], row["method"], row["seed"]
+        if key not in best or row["valid_nll"] < best[key]["valid_nll"]:
+            best[key] = row
+    rows: Chosen = {}
+    for (name, method, _), row in best.items():
+        rows.setdefault((name, method), []).append(row)
+    return rows
+
+
+def report(folder: Path) -> str:
+    """Markdown of the saved scores."""
+    rows = chosen(folder)
+    sets = [name for name in SETS if any(key[0] == name for key in rows)]
+    methods = [method for method in (*METHODS, *OURS) if any(key[1] == method for key in rows)]
+
+    def table(metric: str, with_paper: bool) -> str:
+        lines = []
+        for name in sets:
+            cells = [_cell(rows.get((name, method)), metric, name, method, with_paper) for method in methods]
+            lines.append([name, _splits(rows, name), *cells])
+        return markdown(["", "splits", *methods], lines)
+
+    within = [w for name in sets for method in methods if (w := _is_within(rows, name, method)) is not None]
+    parts = [
+        "Test NLL, mean ± standard error over splits (the paper's): ✓ where the two are within three standard errors "
+        "of their difference, √(ours² + the paper's²), ✗ where not. The paper's are rounded, some errors to zero.",
+        table("nll", True),
+        f"Within three standard errors: {sum(within)} of {len(within)}.",
+        verdict(claims(folder)),
+        "Accuracy:",
+        table("accuracy", False),
+        "ECE, 10 bins:",
+        table("ece", False),
+        "NLL against δ: precisions.png.",
+    ]
+    return "\n\n".join(parts)
+
+
+def claims(folder: Path) -> list[Claim]:
+    """Of section 4.2."""
+    rows = chosen(folder)
+
+    def better(one: str, other: str, statement: str, most: bool) -> list[Claim]:
+        pairs = {
+            name: (_mean(rows[name, one]), _mean(rows[name, other]))
+            for name in SETS
+            if (name, one) in rows and (name, other) in rows
+        }
+        if not pairs:
+            return []
+        wins = sum(a < b for a, b in pairs.values())
+        lost = ", ".join(f"{name} {a:.3f} against {b:.3f}" for name, (a, b) in pairs.items() if a >= b)
+        numbers = f"{wins} of {len(pairs)} sets" + (f"; not on {lost}" if lost else "")
+        return [Claim(statement, wins > len(pairs) / 2 if most else wins == len(pairs), numbers)]
+
+    return [
+        *better("GLM", "BNN", "GLM has a better NLL than BNN with the same posterior on all sets", most=False),
+        *better("GLM", "MFVI", "GLM has a better NLL than MFVI on most sets", most=True),
+        *better("GLM refine", "GLM", "refinement improves on GLM on most sets", most=True),
+        *better("GLM refine d", "MFVI", "GLM refine d has a better NLL than MFVI on most sets", most=True),
+        *_at_every_prior(read_rows(folder / "scores.csv")),
+    ]
+
+
+def _at_every_prior(rows: list[Row]) -> list[Claim]:
+    means = _by_prior(rows)
+    pairs = [
+        (means[name, "GLM"][δ], nll) for name in SETS for δ, nll in means.get((name, "BNN"), {}).items()
+    ]  # the same networks
+    if not pairs:
+        return []
+    wins = sum(a < b for a, b in pairs)
+    statement = "GLM has a better NLL than BNN at every δ (figure 5)"
+    return [Claim(statement, wins == len(pairs), f"{wins} of {len(pairs)} pairs of set and δ")]
+
+
+def draw(folder: Path) -> Figure:
+    """Test NLL, mean over splits, against δ."""
+    means = _by_prior(read_rows(folder / "scores.csv"))
+    sets = [name for name in SETS if (name, "MAP") in means]
+    columns = min(4, len(sets))
+    lines = math.ceil(len(sets) / columns)
+    figure = Figure(figsize=(3 * columns, 2.4 * lines), layout="constrained", dpi=100)
+    for ax, name in zip(figure.subplots(lines, columns, squeeze=False).flat, sets, strict=False):
+        for method, colour in LINES.items():
+            of_prior = means.get((name, method), {})
+            ax.plot(list(of_prior), list(of_prior.values()), ".-", color=colour, label=method)
+        ax.set(xscale="log", title=name, xlabel="prior precision δ", ylabel="test NLL")
+        largest = max(nll for method in ("BNN", "GLM") for nll in means.get((name, method), {0.0: 0.0}).values())
+        if largest:
+            ax.set_ylim(0, 1.1 * largest)  # MAP without a prior is far above
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def _by_prior(rows: list[Row]) -> dict[tuple[str, str], dict[float, float]]:
+    """Mean test NLL by set and method, then δ, where all splits have it."""
+    values: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for row in rows:
+        values.setdefault((row["set"], row["method"]), {}).setdefault(float(row["delta"]), []).append(row["nll"])
+    means = {}
+    for key, of_prior in values.items():
+        most = max(len(nlls) for nlls in of_prior.values())
+        means[key] = {δ: mean(nlls) for δ, nlls in sorted(of_prior.items()) if len(nlls) == most}
+    return means
+
+
+def _cell(rows: list[Row] | None, metric: str, name: str, method: str, with_paper: bool) -> str | None:
+    if rows is None:
+        return None
+    text = spread([row[metric] for row in rows])
+    if not with_paper or method not in METHODS:
+        return text
+    value, error = PAPER[name][METHODS.index(method)]
+    digits = 3 if name in SETS[4:] else 2
+    sign = {True: " ✓", False: " ✗", None: ""}[_is_within({(name, method): rows}, name, method)]
+    return f"{text} ({value:.{digits}f} ± {error:.{digits}f}){sign}"
+
+
+def _is_within(rows: Chosen, name: str, method: str) -> bool | None:
+    if method not in METHODS or len(rows.get((name, method), [])) < 2:
+        return None
+    nlls = [row["nll"] for row in rows[name, method]]
+    value, error = PAPER[name][METHODS.index(method)]
+    return abs(mean(nlls) - value) <= 3 * math.hypot(standard_error(nlls), error)
+
+
+def _splits(rows: Chosen, name: str) -> str:
+    """How many, or from the fewest to the most of any method."""
+    counts = {len(of_method) for (other, _), of_method in rows.items() if other == name}
+    return str(max(counts)) if len(counts) == 1 else f"{min(counts)}–{max(counts)}"
+
+
+def _mean(rows: list[Row]) -> float:
+    return mean(row["nll"] for row in rows)
