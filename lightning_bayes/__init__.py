@@ -10,7 +10,7 @@ from lightning_bayes.callbacks import (
     SWAGCallback,
 )
 from lightning_bayes.callbacks.trained_module import fit
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LinearMeasurement
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     VariationalInferenceMixin,
@@ -32,6 +32,7 @@ __all__ = [
     "L2MCallback",
     "LaplaceCallback",
     "LaplacePosterior",
+    "LinearMeasurement",
     "LogSigmaMultiplierMixin",
     "MarginalLikelihoodCallback",
     "OnlineLaplaceCallback",
