@@ -17,7 +17,15 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     replace_activations,
 )
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
+from lightning_bayes.posterior import (
+    GaussianPosterior,
+    LaplacePosterior,
+    MeasurementPosterior,
+    Subnetwork,
+    fit_l2m,
+    fit_laplace,
+    fit_measurements,
+)
 from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -35,6 +43,7 @@ __all__ = [
     "LinearMeasurement",
     "LogSigmaMultiplierMixin",
     "MarginalLikelihoodCallback",
+    "MeasurementPosterior",
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",
@@ -46,6 +55,7 @@ __all__ = [
     "fit",
     "fit_l2m",
     "fit_laplace",
+    "fit_measurements",
     "replace_activations",
 ]
 

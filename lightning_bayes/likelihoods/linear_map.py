@@ -38,7 +38,7 @@ class LinearMap:
             self._apply, self._adjoint = A
         else:
             raise LikelihoodError(
-                f"A must be a matrix [measurements, outputs], dense or sparse, or a pair of functions (apply, adjoint), "
+                "A must be a matrix [measurements, outputs], dense or sparse, or a pair of functions (apply, adjoint), "
                 f"got {shown(A)}."
             )
 
