@@ -5,25 +5,22 @@ for the images whose labels would tell most about the weights: those with the la
 weights. An image that is merely hard to read has much entropy and little of that. Beside it: the images with the
 largest entropy, and images by chance. Means over eight runs, each with other images to label and to test on.
 
-    python recipes/active_learning.py    # two minutes; the picture goes to outputs/active_learning/
+    python recipes/active_learning.py    # two minutes; table and picture go to outputs/active_learning/
 """
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from matplotlib.figure import Figure
+from program import progress, start
 from sklearn.datasets import load_digits
-from support import be_quiet, print_table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import Prediction, fit_laplace
 
-OUTPUT = Path("outputs/active_learning")
-SEEDS, STEPS, SAMPLES, TEST = 8, 150, 200, 600
-LABELS = range(20, 201, 10)  # how many there are in each round
-PRIOR = 1.0
+TEST, PRIOR = 600, 1.0
 METHODS: dict[str, Callable[[Prediction], Tensor]] = {
     "BALD": lambda prediction: prediction.mutual_information,
     "entropy": lambda prediction: prediction.entropy,
@@ -31,66 +28,73 @@ METHODS: dict[str, Callable[[Prediction], Tensor]] = {
 }
 
 
-def train(x: Tensor, y: Tensor) -> nn.Module:
+@dataclass(frozen=True)
+class Settings:
+    runs: int = 8
+    steps: int = 150
+    samples: int = 200
+    labels: tuple[int, ...] = tuple(range(20, 201, 10))  # how many there are in each round
+
+
+def train(x: Tensor, y: Tensor, steps: int) -> nn.Module:
     network = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=PRIOR / len(x))
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(network(x), y).backward()
         optimizer.step()
     return network
 
 
-def learn(name: str, seed: int) -> list[float]:
+def learn(settings: Settings, name: str, seed: int) -> list[float]:
     """The accuracy on other images after each round."""
     torch.manual_seed(seed)
     x, y = map(torch.tensor, load_digits(return_X_y=True))
     x, order = x.float() / 16, torch.randperm(len(x))
     test, pool, labelled, accuracies = order[:TEST], order[TEST:], order[:0], []
     score = torch.rand(len(pool))  # the first images are the same for all methods
-    for n in LABELS:
+    for n in settings.labels:
         chosen = score.topk(n - len(labelled)).indices
         labelled = torch.cat([labelled, pool[chosen]])
         pool = pool[~torch.isin(torch.arange(len(pool)), chosen)]
-        posterior = fit_laplace(train(x[labelled], y[labelled]), [(x[labelled], y[labelled])], prior_precision=PRIOR)
+        data = (x[labelled], y[labelled])
+        posterior = fit_laplace(train(*data, settings.steps), [data], prior_precision=PRIOR)
         accuracies.append(float((posterior.predict(x[test], "map").label == y[test]).float().mean()))
-        score = METHODS[name](posterior.predict(x[pool], link="mc", samples=SAMPLES))
+        score = METHODS[name](posterior.predict(x[pool], link="mc", samples=settings.samples))
     return accuracies
 
 
-def judge(accuracies: Tensor) -> dict[str, float]:
+def judge(accuracies: Tensor, labels: tuple[int, ...]) -> dict[str, float]:
     """Means over runs, and their standard errors.  # [runs, rounds]"""
     mean, error = accuracies.mean(0), accuracies.std(0) / len(accuracies) ** 0.5
-    shown = [n for n in range(len(LABELS)) if LABELS[n] % 50 == 0 or n == 0]
-    return {key: float(t[n]) for n in shown for key, t in ((f"{LABELS[n]} labels", mean), (f"± {LABELS[n]}", error))}
+    shown = [n for n in range(len(labels)) if labels[n] % 50 == 0 or n == 0]
+    return {key: float(t[n]) for n in shown for key, t in ((f"{labels[n]} labels", mean), (f"± {labels[n]}", error))}
 
 
-def save_picture(runs: dict[str, Tensor]) -> None:
+def draw(runs: dict[str, Tensor], labels: tuple[int, ...]) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name, accuracies in runs.items():
         mean, error = accuracies.mean(0), accuracies.std(0) / len(accuracies) ** 0.5
-        axes.plot(LABELS, mean, label=name)
-        axes.fill_between(LABELS, mean - error, mean + error, alpha=0.3)
-    axes.set(xlabel="labels", ylabel=f"accuracy, mean ± standard error of {SEEDS} runs")
+        axes.plot(labels, mean, label=name)
+        axes.fill_between(labels, mean - error, mean + error, alpha=0.3)
+    axes.set(xlabel="labels", ylabel=f"accuracy, mean ± standard error of {len(accuracies)} runs")
     axes.legend()
-    figure.savefig(OUTPUT / "active_learning.png")
+    return figure
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    runs = {name: torch.zeros(SEEDS, len(LABELS)) for name in METHODS}
-    for seed in range(SEEDS):
+    scales = {"default": Settings(), "fast": Settings(runs=2, steps=60, samples=50, labels=(20, 60, 100))}
+    run = start(__doc__, "active_learning", scales, threads=1)
+    settings, accuracies = run.settings, {name: [] for name in METHODS}
+    for seed in progress(run.seeds(settings.runs), "runs"):
         for name in METHODS:
-            runs[name][seed] = torch.tensor(learn(name, seed))
-        last = ", ".join(f"{name} {float(runs[name][seed, -1]):.3f}" for name in METHODS)
-        print(f"run {seed + 1} of {SEEDS}, accuracy with {LABELS[-1]} labels: {last}")
-    table = {name: judge(accuracies) for name, accuracies in runs.items()}
-    table["BALD − chance"] = judge(runs["BALD"] - runs["chance"])  # run by run
-    print_table(table)
-    save_picture(runs)
-    print(f"\nactive_learning.png is in {OUTPUT}")
+            accuracies[name].append(run.once(f"{name} {seed}", learn, settings, name, seed))
+    runs = {name: torch.tensor(rows) for name, rows in accuracies.items()}
+    table = {name: judge(rows, settings.labels) for name, rows in runs.items()}
+    table["BALD − chance"] = judge(runs["BALD"] - runs["chance"], settings.labels)  # run by run
+    run.save_table("table", table)
+    run.save_picture("active_learning", draw(runs, settings.labels))
 
 
 if __name__ == "__main__":

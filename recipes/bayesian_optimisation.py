@@ -9,12 +9,14 @@ Beside them: random search. The regret is the best value so far minus the minimu
 """
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import lightning as L
 import torch
-from branin import branin, draw_searches, summarise
-from support import QUIET, be_quiet, print_table
+from branin import branin, draw_searches, maximise, summarise
+from program import QUIET, progress, start
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
@@ -22,13 +24,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback
 
-OUTPUT = Path("outputs/bayesian_optimisation")
-SEEDS, FIRST, LOOKS, ITERATIONS, DECAY = 5, 5, 20, 200, 1e-4
+FIRST, DECAY = 5, 1e-4
+Fit = Callable[[], GaussianPosterior]
+
+
+@dataclass(frozen=True)
+class Settings:
+    searches: int = 5
+    looks: int = 20  # after the first
+    iterations: int = 200  # of L-BFGS
 
 
 class Surrogate(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, iterations: int) -> None:
         super().__init__()
+        self.iterations = iterations
         self.net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,37 +48,28 @@ class Surrogate(L.LightningModule):
         return F.mse_loss(self(batch[0]), batch[1]) + DECAY * sum(p.square().sum() for p in self.parameters())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(self.parameters(), max_iter=self.iterations, line_search_fn="strong_wolfe")
 
 
-def fit(x: Tensor, y: Tensor) -> GaussianPosterior:
+def fit(x: Tensor, y: Tensor, iterations: int) -> GaussianPosterior:
     """One step of L-BFGS on all data; the evidence chooses prior and noise."""
     laplace = LaplaceCallback("regression", structure="full", tune="marglik", calibrate=None, progress=False)
     loader = DataLoader(TensorDataset(x, y[:, None]), len(x))
-    L.Trainer(max_epochs=1, callbacks=[laplace], accelerator="cpu", **QUIET).fit(Surrogate(), loader)
+    L.Trainer(max_epochs=1, callbacks=[laplace], accelerator="cpu", **QUIET).fit(Surrogate(iterations), loader)
     return laplace.posterior
 
 
-def maximise(score: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
-    """From the best 8 of 500 points along the gradient.  # [1, 2]"""
-    points = torch.rand(500, 2, generator=generator)
-    x = points[score(points).topk(8).indices].requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=0.02, maximize=True)
-    for _ in range(20):
-        optimizer.zero_grad()
-        score(x).sum().backward()
-        optimizer.step()
-        x.data.clamp_(0, 1)
-    return x.detach()[score(x.detach()).argmax()][None]
+def random(fit: Fit, y: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(1, 2, generator=generator)
 
 
-def thompson(x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-    f = fit(x, y).sample_function(generator)
+def thompson(fit: Fit, y: Tensor, generator: torch.Generator) -> Tensor:
+    f = fit().sample_function(generator)
     return maximise(lambda x: -f(x).squeeze(1), generator)
 
 
-def expected_improvement(x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-    posterior, normal = fit(x, y), Normal(0.0, 1.0)
+def expected_improvement(fit: Fit, y: Tensor, generator: torch.Generator) -> Tensor:
+    posterior, normal = fit(), Normal(0.0, 1.0)
 
     def score(x: Tensor) -> Tensor:
         prediction = posterior.predict(x, differentiable=x.requires_grad)
@@ -79,31 +80,29 @@ def expected_improvement(x: Tensor, y: Tensor, generator: torch.Generator) -> Te
     return maximise(score, generator)
 
 
-def search(method: Callable[..., Tensor] | None, seed: int) -> Tensor:
+METHODS = {"random": random, "Thompson": thompson, "expected improvement": expected_improvement}
+
+
+def search(name: str, seed: int, settings: Settings) -> Tensor:
     """The points in their order.  # [n, 2]"""
     L.seed_everything(seed, verbose=False)
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(FIRST, 2, generator=generator)
-    for _ in range(LOOKS):
+    for _ in range(settings.looks):
         y = (branin(x) - branin(x).mean()) / branin(x).std()
-        x = torch.cat([x, method(x, y, generator) if method else torch.rand(1, 2, generator=generator)])
+        x = torch.cat([x, METHODS[name](partial(fit, x, y, settings.iterations), y, generator)])
     return x
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    points, regrets = {}, {}
-    methods = {"random": None, "Thompson": thompson, "expected improvement": expected_improvement}
-    for name, method in methods.items():
-        runs = [search(method, seed) for seed in range(SEEDS)]
-        points[name], regrets[name] = runs[0], torch.stack([branin(x).cummin(0).values for x in runs])  # [S, n]
-    table = {name: summarise(regret) for name, regret in regrets.items()}
-    print_table(table)
-    draw_searches(points, regrets).savefig(OUTPUT / "branin.png", dpi=100)
-    rows = [["method", *table["random"]], *([name, *map(str, row.values())] for name, row in table.items())]
-    (OUTPUT / "regret.csv").write_text("\n".join(map(",".join, rows)) + "\n")
-    print(f"\nbranin.png and regret.csv are in {OUTPUT}")
+    scales = {"default": Settings(), "fast": Settings(searches=2, looks=5, iterations=60)}
+    run = start(__doc__, "bayesian_optimisation", scales, threads=1)
+    points, seeds = {}, run.seeds(run.settings.searches)
+    for name, seed in progress(list(product(METHODS, seeds)), "searches"):
+        points[name, seed] = run.once(f"{name} {seed}", search, name, seed, run.settings)
+    regret = {way: torch.stack([branin(points[way, s]).cummin(0).values for s in seeds]) for way in METHODS}  # [S, n]
+    run.save_table("table", {name: summarise(regrets) for name, regrets in regret.items()})
+    run.save_picture("branin", draw_searches({name: points[name, seeds[0]] for name in METHODS}, regret))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""A function with three minima for `bayesian_optimisation.py`, and the picture of a search for one of them."""
+"""A function with three minima for `bayesian_optimisation.py`, how to climb to the best point, and the picture of a
+search."""
 
+from collections.abc import Callable
 from math import pi
 
 import torch
@@ -11,6 +13,19 @@ def branin(x: Tensor) -> Tensor:
     """On the unit square; the smallest value, 0.397887, is subtracted.  # [n, 2] -> [n]"""
     a, b = 15 * x[:, 0] - 5, 15 * x[:, 1]
     return (b - 5.1 / (4 * pi**2) * a**2 + 5 / pi * a - 6) ** 2 + 10 * (1 - 1 / (8 * pi)) * a.cos() + 10 - 0.397887
+
+
+def maximise(score: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
+    """The best point of the unit square: from the best 8 of 500 along the gradient.  # [1, 2]"""
+    points = torch.rand(500, 2, generator=generator)
+    x = points[score(points).topk(8).indices].requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.02, maximize=True)
+    for _ in range(20):
+        optimizer.zero_grad()
+        score(x).sum().backward()
+        optimizer.step()
+        x.data.clamp_(0, 1)
+    return x.detach()[score(x.detach()).argmax()][None]
 
 
 def summarise(regret: Tensor) -> dict[str, float]:

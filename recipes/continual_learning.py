@@ -6,24 +6,22 @@ penalty ½ (θ − m)ᵀP(θ − m) in the loss keeps those in place (Kirkpatric
 2018, with Kronecker factors, which know how weights work together). Beside them: training on all tasks' images at once,
 which is what they would do if they forgot nothing.
 
-    python recipes/continual_learning.py            # two minutes; the picture goes to outputs/continual_learning/
+    python recipes/continual_learning.py            # two minutes; results go to outputs/continual_learning/
     python recipes/continual_learning.py --mnist    # 5,000 images of MNIST, at 14 × 14 pixels, instead of 1,000 digits
 """
 
-import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
+from digits import Digits, read_digits
 from matplotlib.figure import Figure
 from mnist import read_mnist
-from support import Digits, be_quiet, print_table, read_digits
+from program import progress, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, fit_laplace
 
-OUTPUT = Path("outputs/continual_learning")
-SEEDS, TASKS, STEPS, BATCH, WIDTH = 5, 5, 500, 100, 100
 METHODS = {  # the structure of the posterior, and what its penalty is multiplied by
     "fine-tuning": (None, 0),
     "diagonal": ("diag", 1),
@@ -34,10 +32,19 @@ METHODS = {  # the structure of the posterior, and what its penalty is multiplie
 }
 
 
+@dataclass(frozen=True)
+class Settings:
+    runs: int = 5
+    tasks: int = 5
+    steps: int = 500
+    width: int = 100
+    images: str = "digits"  # or "MNIST"
+
+
 def train(network: nn.Module, x: Tensor, y: Tensor, steps: int, prior: LaplacePosterior | None, times: float) -> None:
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(steps):
-        batch = torch.randint(len(x), (BATCH,))
+        batch = torch.randint(len(x), (100,))
         loss = F.cross_entropy(network(x[batch]), y[batch])
         if prior is not None:
             loss = loss + times * prior.penalty(network) / len(x)
@@ -46,18 +53,18 @@ def train(network: nn.Module, x: Tensor, y: Tensor, steps: int, prior: LaplacePo
         optimizer.step()
 
 
-def learn(method: str, images: Digits, seed: int) -> Tensor:
+def learn(settings: Settings, method: str, images: Digits, seed: int) -> Tensor:
     """The accuracy on each task after each; those to come have none.  # [tasks, tasks]"""
     torch.manual_seed(seed)
-    (x, y), (x_test, y_test) = images.train.tensors, images.test.tensors
-    orders = [torch.randperm(x.shape[1]) for _ in range(TASKS)]
-    network = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
-    accuracies, posterior, (structure, times) = torch.full((TASKS, TASKS), torch.nan), None, METHODS[method]
-    for task in range(TASKS):
+    (x, y), (x_test, y_test), tasks, width = images.train.tensors, images.test.tensors, settings.tasks, settings.width
+    orders = [torch.randperm(x.shape[1]) for _ in range(tasks)]
+    network = nn.Sequential(nn.Linear(x.shape[1], width), nn.ReLU(), nn.Linear(width, 10))
+    accuracies, posterior, (structure, times) = torch.full((tasks, tasks), torch.nan), None, METHODS[method]
+    for task in range(tasks):
         seen = orders[: task + 1]
         at_hand = seen if method == "all tasks at once" else seen[-1:]
         x_task, y_task = torch.cat([x[:, order] for order in at_hand]), y.repeat(len(at_hand))
-        train(network, x_task, y_task, STEPS * len(at_hand), posterior, times)
+        train(network, x_task, y_task, settings.steps * len(at_hand), posterior, times)
         if structure is not None:
             posterior = fit_laplace(network, [(x_task, y_task)], structure=structure, prior=posterior)
         for number, order in enumerate(seen):
@@ -74,30 +81,30 @@ def judge(runs: Tensor) -> dict[str, float]:
     return row
 
 
-def save_picture(runs: dict[str, Tensor]) -> None:
+def draw(runs: dict[str, Tensor], tasks: range) -> Figure:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     for name, accuracies in runs.items():
         for axes, of in ((left, accuracies.nanmean(2)), (right, accuracies[:, :, 0])):  # [runs, tasks]
             mean, error = of.mean(0), of.std(0) / len(of) ** 0.5
-            axes.errorbar(range(1, TASKS + 1), mean, error, label=name, marker="o", capsize=3)
-    left.set(title="on all tasks so far", xlabel="tasks so far", ylabel="accuracy", xticks=range(1, TASKS + 1))
+            axes.errorbar(tasks, mean, error, label=name, marker="o", capsize=3)
+    left.set(title="on all tasks so far", xlabel="tasks so far", ylabel="accuracy", xticks=tasks)
     right.set(title="on the first task", xlabel="tasks so far")
     left.legend()
-    figure.savefig(OUTPUT / "continual_learning.png")
+    return figure
 
 
-def main(mnist: bool = False) -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    images, runs = read_mnist("MNIST", 5000, 0) if mnist else read_digits(1000, 0), {}
-    for method in METHODS:
-        runs[method] = torch.stack([learn(method, images, seed) for seed in range(SEEDS)])
-        print(f"{method}: accuracy {float(runs[method][:, -1].mean()):.3f} after {TASKS} tasks, mean of {SEEDS} runs")
-    print_table({method: judge(accuracies) for method, accuracies in runs.items()})
-    save_picture(runs)
-    print(f"\ncontinual_learning.png is in {OUTPUT}")
+def main() -> None:
+    scales = {"default": Settings(), "fast": Settings(2, 2, 80, 30), "mnist": Settings(images="MNIST")}
+    run = start(__doc__, "continual_learning", scales, threads=1)
+    settings, seeds, runs = run.settings, run.seeds(run.settings.runs), {}
+    images = read_digits(1000, 0) if settings.images == "digits" else read_mnist(run.data, settings.images, 5000, 0)
+    for method in progress(METHODS, "methods"):
+        repeated = (run.once(f"{method} {seed}", learn, settings, method, images, seed) for seed in seeds)
+        runs[method] = torch.stack(list(repeated))
+    run.save_table("table", {method: judge(accuracies) for method, accuracies in runs.items()})
+    run.save_picture("continual_learning", draw(runs, range(1, settings.tasks + 1)))
 
 
 if __name__ == "__main__":
-    main("--mnist" in sys.argv[1:])
+    main()

@@ -5,27 +5,34 @@ up. Tested on such scenes, and on scenes of letters. The table: RMSE and NLL per
 95 % interval, and the rank correlation of the predictive variance with the squared error. A Gaussian with one noise for
 all pixels (MAP, its noise fitted to the held-out scenes) stands beside the posterior.
 
-    python recipes/denoising.py [seed]
+    python recipes/denoising.py    # two minutes; table and picture go to outputs/denoising/
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import lightning as L
 import torch
-from scenes import SIDE, UNet, noisy, scenes
-from support import QUIET, be_quiet, print_table, read_digits
+from digits import read_digits
+from program import WITH_BAR, Run, start
+from scenes import UNet, scenes, spoilt
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplaceCallback, Prediction, metrics, plots
+from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction, metrics, plots
 
-OUTPUT = Path("outputs/denoising")
-EPOCHS, SCENES, HELD_OUT, SAMPLES, NOISE = 15, 800, 100, 20, 0.3
+NOISE = 0.3
 Pairs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    epochs: int = 15
+    scenes: int = 800
+    held_out: int = 100
+    samples: int = 20
 
 
 class Denoiser(L.LightningModule):
@@ -47,26 +54,25 @@ class Denoiser(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-def spoilt(image: Tensor, seed: int) -> Tensor:
-    """With noise, and a square of half the side covered."""
-    x = noisy(image, NOISE, seed)
-    corners = torch.randint(SIDE // 2 + 1, (len(x), 2), generator=torch.Generator().manual_seed(seed))
-    for picture, (row, column) in zip(x, corners.tolist(), strict=True):
-        picture[:, row : row + SIDE // 2, column : column + SIDE // 2] = 0.5
-    return x
-
-
-def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, dict[str, Pairs]]:
+def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDataset, dict[str, Pairs]]:
     """Spoilt scenes and the scenes: to train on, to hold out, and to test on."""
     digits = read_digits()
     letters = digits.unknown["letters"]
     things = (digits.train.tensors[0], digits.validation.tensors[0], digits.test.tensors[0], letters)
     pairs = []
     for number, x in enumerate(things):
-        n = SCENES if number == 0 else HELD_OUT
+        n = settings.scenes if number == 0 else settings.held_out
         scene, _ = scenes(x, torch.ones(len(x), dtype=torch.long), n, seed=10 * seed + number)
-        pairs.append((spoilt(scene, 10 * seed + number), scene))
+        pairs.append((spoilt(scene, NOISE, 10 * seed + number), scene))
     return TensorDataset(*pairs[0]), TensorDataset(*pairs[1]), {"digits": pairs[2], "letters": pairs[3]}
+
+
+def train(run: Run, data: TensorDataset, validation: TensorDataset) -> GaussianPosterior:
+    L.seed_everything(run.seed, verbose=False)
+    laplace = LaplaceCallback(likelihood="regression", samples=run.settings.samples, save=False)
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[laplace], accelerator="cpu", **WITH_BAR)
+    trainer.fit(Denoiser(), DataLoader(data, 32, shuffle=True), DataLoader(validation, 50))
+    return laplace.posterior
 
 
 def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
@@ -83,25 +89,21 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
     }
 
 
-def main(seed: int = 0) -> None:
-    be_quiet()
-    L.seed_everything(seed, verbose=False)
-    train, validation, tests = make_data(seed)
-    laplace = LaplaceCallback(likelihood="regression", samples=SAMPLES, save=False)
-    trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[laplace], accelerator="cpu", **QUIET)
-    trainer.fit(Denoiser(), DataLoader(train, 32, shuffle=True), DataLoader(validation, 50))
-    posterior, table = laplace.posterior, {}
+def main() -> None:
+    run = start(__doc__, "denoising", {"default": Settings(), "fast": Settings(4, 64, 16, 6)}, threads=1)
+    (data, validation, tests), table = make_data(run.settings, run.seed), {}
+    posterior = run.posterior("training", Denoiser(), train, run, data, validation)
     plain = posterior.calibrate(DataLoader(validation, 50), "map")
+
+    def predict(x: Tensor) -> Prediction:
+        return posterior.predict(x, samples=run.settings.samples, generator=torch.Generator().manual_seed(run.seed))
+
     for name, (x, y) in tests.items():
-        ours = posterior.predict(x, samples=SAMPLES, generator=torch.Generator().manual_seed(seed))
-        table |= {f"MAP, {name}": judge(plain.predict(x, "map"), y), f"Laplace, {name}": judge(ours, y)}
-    print_table(table)
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+        table |= {f"MAP, {name}": judge(plain.predict(x, "map"), y), f"Laplace, {name}": judge(predict(x), y)}
+    run.save_table("table", table)
     x, y = (torch.cat([pair[k][:2] for pair in tests.values()]) for k in (0, 1))
-    figure, _ = plots.uncertainty_maps(x, posterior.predict(x, samples=SAMPLES), y)
-    figure.savefig(OUTPUT / "maps.png", dpi=120)
-    print(f"\nmaps.png is in {OUTPUT}")
+    run.save_picture("maps", plots.uncertainty_maps(x, predict(x), y)[0], dpi=120)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

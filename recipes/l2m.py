@@ -5,31 +5,37 @@ training. Beside it stands the one that it estimates: a Laplace posterior with t
 data. Both choose prior and temperature on the validation images, which for digits is so strong a prior that they
 predict alike. Two more trainings make an ensemble.
 
-    python recipes/l2m.py    # half a minute; the posteriors go to outputs/l2m/
+    python recipes/l2m.py    # half a minute; table and picture go to outputs/l2m/
 """
 
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from support import KNOWN, QUIET, Digits, be_quiet, judge, print_table, read_digits
+from digits import KNOWN, Digits, judge, read_digits
+from matplotlib.figure import Figure
+from program import QUIET, Run, progress, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_bayes import DeepEnsemble, L2MCallback, LaplacePosterior, fit_laplace
 
-OUTPUT = Path("outputs/l2m")
-MEMBERS, EPOCHS, BATCH = 3, 40, 32
+
+@dataclass(frozen=True)
+class Settings:
+    members: int = 3
+    epochs: int = 40
 
 
 class DigitNet(L.LightningModule):
     """An ordinary LightningModule: nothing in it is Bayesian."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: int) -> None:
         super().__init__()
+        self.epochs = epochs
         self.net = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, KNOWN))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,37 +50,49 @@ class DigitNet(L.LightningModule):
     def configure_optimizers(self) -> Any:
         # β₂: the second moments are those of the last 100 steps, not of the whole training.
         adamw = torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.99))
-        return [adamw], [torch.optim.lr_scheduler.CosineAnnealingLR(adamw, EPOCHS)]
+        return [adamw], [torch.optim.lr_scheduler.CosineAnnealingLR(adamw, self.epochs)]
 
 
-def train(digits: Digits, seed: int) -> LaplacePosterior:
+def train(run: Run, digits: Digits, seed: int) -> LaplacePosterior:
     """The callback reads the optimizer's state when training ends, and AdamW's weight decay is the prior."""
     L.seed_everything(seed, verbose=False)
     l2m = L2MCallback(likelihood="classification")
-    folder = OUTPUT / f"member_{seed}"
-    trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[l2m], accelerator="cpu", default_root_dir=folder, **QUIET)
-    trainer.fit(DigitNet(), DataLoader(digits.train, BATCH, shuffle=True), DataLoader(digits.validation, 100))
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[l2m], accelerator="cpu", **QUIET)
+    module = DigitNet(run.settings.epochs)
+    trainer.fit(module, DataLoader(digits.train, 32, shuffle=True), DataLoader(digits.validation, 100))
     return l2m.posterior
 
 
+def draw(estimate: Tensor, by_pass: Tensor) -> Figure:
+    """Weight by weight, where both are more than nothing."""
+    figure, seen = Figure(figsize=(4.5, 4.5), layout="constrained"), (estimate > 0) & (by_pass > 0)
+    axes = figure.subplots()
+    axes.loglog(by_pass[seen], estimate[seen], ".", markersize=2, alpha=0.3)
+    axes.axline((1, 1), (10, 10), color="black", linewidth=1)
+    axes.set(xlabel="curvature by a pass over the data", ylabel="curvature by L2M")
+    return figure
+
+
 def main() -> None:
-    be_quiet()
-    digits = read_digits()
-    print(f"training {MEMBERS} networks on {len(digits.train)} images of the digits 0–7 …")
-    members = [train(digits, seed) for seed in range(MEMBERS)]
-    l2m, ensemble = members[0], DeepEnsemble(members)
+    run = start(__doc__, "l2m", {"default": Settings(), "fast": Settings(2, 10)}, threads=1)
+    digits, epochs, seeds = read_digits(), run.settings.epochs, run.seeds(run.settings.members)
+    trainings = progress(seeds, "trainings")
+    members = [run.posterior(f"{seed}", DigitNet(epochs), train, run, digits, seed) for seed in trainings]
+    l2m, ensemble, n = members[0], DeepEnsemble(members), len(members)
     loader, validation = DataLoader(digits.train, 100), DataLoader(digits.validation, 100)
     by_pass = fit_laplace(l2m.network, loader, structure="diag", curvature="empirical_fisher")
-    ratio = l2m.curvature.structure.diagonal() / by_pass.curvature.structure.diagonal()
     methods = {
         "MAP": partial(l2m.predict, predictive="map", calibrated=False),
         "L2M": l2m.predict,
         "empirical Fisher": by_pass.tune_prior("auto", loader=validation).predict,
-        f"ensemble of {MEMBERS}": partial(ensemble.predict, predictive="map"),
-        f"L2M ensemble of {MEMBERS}": ensemble.predict,
+        f"ensemble of {n}": partial(ensemble.predict, predictive="map"),
+        f"L2M ensemble of {n}": ensemble.predict,
     }
-    print_table({name: judge(predict, digits) for name, predict in methods.items()})
-    print(f"\nThe median weight's curvature by L2M is {float(ratio.nanmedian()):.2f} of that by the pass.")
+    run.save_table("table", {name: judge(predict, digits) for name, predict in methods.items()})
+    curvatures = [posterior.curvature.structure.diagonal() for posterior in (l2m, by_pass)]
+    ratio = float((curvatures[0] / curvatures[1]).nanmedian())
+    print(f"\nThe median weight's curvature by L2M is {ratio:.2f} of that by the pass.")
+    run.save_picture("curvature", draw(*curvatures))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,20 @@
 A regression on a sine with a gap in the data. One training, four posteriors that differ in what they keep of the
 curvature. The evidence chooses the prior precision; the noise is known. In the gap a posterior should be less sure.
 
-    python recipes/laplace.py    # seconds; the picture goes to outputs/laplace/
+    python recipes/laplace.py    # seconds; table, picture and posterior go to outputs/laplace/
 """
 
 import math
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from support import be_quiet, print_table
+from matplotlib.figure import Figure
+from program import progress, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace, metrics, plots
 
-OUTPUT = Path("outputs/laplace")
 NOISE, GAP = 0.2, 1.0  # no data for |x| < GAP
 POSTERIORS = {
     "full": {"structure": "full"},
@@ -26,6 +26,11 @@ POSTERIORS = {
 }
 
 
+@dataclass(frozen=True)
+class Settings:
+    steps: int = 2000
+
+
 def draw(n: int, low: float, high: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Points on both sides of zero.  # [n, 1] each"""
     x = low + (high - low) * torch.rand(n, 1, generator=generator)
@@ -33,17 +38,22 @@ def draw(n: int, low: float, high: float, generator: torch.Generator) -> tuple[T
     return x, torch.sin(2 * x) + NOISE * torch.randn(n, 1, generator=generator)
 
 
-def train(x: Tensor, y: Tensor, steps: int = 2000) -> nn.Module:
+def make_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def train(x: Tensor, y: Tensor, steps: int, seed: int) -> dict[str, Tensor]:
     """Plain PyTorch."""
-    network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    torch.manual_seed(seed)
+    network = make_network()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
+    for _ in progress(range(steps), "training"):
         optimizer.zero_grad()
         F.mse_loss(network(x), y).backward()
         optimizer.step()
         schedule.step()
-    return network
+    return network.state_dict()
 
 
 def judge(posterior: LaplacePosterior, test: tuple[Tensor, Tensor], gap: tuple[Tensor, Tensor]) -> dict[str, float]:
@@ -55,21 +65,20 @@ def judge(posterior: LaplacePosterior, test: tuple[Tensor, Tensor], gap: tuple[T
     return row
 
 
-def save_picture(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> None:
+def draw_bands(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> Figure:
     """What more data would remove (epistemic), what is noise (aleatoric), and both."""
     line = torch.linspace(-4, 4, 400)[:, None]
     prediction = posterior.predict(line)
     figure, _ = plots.regression_bands(line, prediction.mean, prediction.epistemic, prediction.aleatoric, x, y)
-    figure.savefig(OUTPUT / "bands.png")
+    return figure
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(0)
+    run = start(__doc__, "laplace", {"default": Settings(), "fast": Settings(steps=600)}, threads=1)
+    generator = torch.Generator().manual_seed(run.seed)
     x, y = draw(120, GAP, math.pi, generator)
-    network = train(x, y)
+    network = make_network()
+    network.load_state_dict(run.once("training", train, x, y, run.settings.steps, run.seed))
     loader = list(zip(x.split(32), y.split(32), strict=True))  # any iterable will do
     fits = {
         name: fit_laplace(network, loader, Gaussian(noise_std=NOISE), **words) for name, words in POSTERIORS.items()
@@ -77,10 +86,9 @@ def main() -> None:
     tuned = {name: posterior.tune_prior("marglik", noise=False) for name, posterior in fits.items()}
     test, gap = draw(1000, GAP, math.pi, generator), draw(1000, 0, GAP, generator)
     print(f"{len(x)} points on sin(2x) with noise {NOISE}, none for |x| < {GAP:g}:")
-    print_table({name: judge(posterior, test, gap) for name, posterior in tuned.items()})
-    save_picture(tuned["full"], x, y)
-    tuned["full"].save(OUTPUT / "posterior.pt")  # GaussianPosterior.load(path, network) reads it
-    print(f"\nbands.png and posterior.pt are in {OUTPUT}")
+    run.save_table("table", {name: judge(posterior, test, gap) for name, posterior in tuned.items()})
+    run.save_picture("bands", draw_bands(tuned["full"], x, y))
+    tuned["full"].save(run.output / "posterior.pt")  # GaussianPosterior.load(path, network) reads it
 
 
 if __name__ == "__main__":

@@ -4,22 +4,28 @@ An autoencoder of the digits 0–7 with two latent features, twice. One is train
 posterior afterwards, by one pass with the fast Hessian. The other learns weights and curvature together: its sampled
 networks reconstruct better. Unknown images should have a larger error, and a larger variance over sampled networks.
 
-    python recipes/online_laplace.py    # half a minute; the picture goes to outputs/online_laplace/
+    python recipes/online_laplace.py    # half a minute; table and picture go to outputs/online_laplace/
 """
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import lightning as L
 import torch
+from digits import Digits, auroc, read_digits
 from matplotlib.figure import Figure
-from support import QUIET, Digits, auroc, be_quiet, print_table, read_digits
+from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
 
-OUTPUT = Path("outputs/online_laplace")
-NOISE, EPOCHS, SAMPLES = 0.2, 60, 50
+NOISE = 0.2
+
+
+@dataclass(frozen=True)
+class Settings:
+    epochs: int = 60
+    samples: int = 50
 
 
 class Autoencoder(L.LightningModule):
@@ -43,35 +49,33 @@ class Autoencoder(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-def train(digits: Digits, *callbacks: L.Callback) -> Autoencoder:
-    L.seed_everything(0, verbose=False)
-    model, where = Autoencoder(), {"accelerator": "cpu", "default_root_dir": OUTPUT}
-    trainer = L.Trainer(max_epochs=EPOCHS, callbacks=list(callbacks), **where, **QUIET)
-    trainer.fit(model, DataLoader(digits.train, 32, shuffle=True))
+def train(run: Run, digits: Digits, *callbacks: L.Callback) -> Autoencoder:
+    L.seed_everything(run.seed, verbose=False)
+    model, words = Autoencoder(), {"max_epochs": run.settings.epochs, "accelerator": "cpu", **WITH_BAR}
+    L.Trainer(callbacks=list(callbacks), **words).fit(model, DataLoader(digits.train, 32, shuffle=True))
     return model.eval()
 
 
-def post_hoc(digits: Digits) -> LaplacePosterior:
+def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
     """`hessian="approx"` takes one backward pass, "exact" one for each of the 64 pixels."""
     x, _ = digits.train.tensors
-    posterior = fit_laplace(train(digits), [(x, x)], Gaussian(NOISE), structure="diag", hessian="approx")
+    posterior = fit_laplace(train(run, digits), [(x, x)], Gaussian(NOISE), structure="diag", hessian="approx")
     return posterior.tune_prior("marglik", noise=False)
 
 
-def online(digits: Digits) -> LaplacePosterior:
+def online(run: Run, digits: Digits) -> LaplacePosterior:
     """The memory forgets within about 100 steps, four epochs, and begins with one unit of curvature per image."""
-    callback = OnlineLaplaceCallback(
-        Gaussian(NOISE), memory_factor=0.01, hessian="approx", initial_curvature=800.0, calibrate=None
-    )
-    train(digits, callback)
+    memory = {"memory_factor": 0.01, "initial_curvature": 800.0}
+    callback = OnlineLaplaceCallback(Gaussian(NOISE), hessian="approx", calibrate=None, **memory)
+    train(run, digits, callback)
     return callback.posterior
 
 
-def judge(posterior: LaplacePosterior, digits: Digits) -> dict[str, float]:
+def judge(posterior: LaplacePosterior, digits: Digits, samples: int) -> dict[str, float]:
     """Errors per image, of the mean over sampled networks and of a single one; and whether the unknown stands out."""
 
     def scores(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        reconstruction = posterior.reconstruct(x, SAMPLES, torch.Generator().manual_seed(0))
+        reconstruction = posterior.reconstruct(x, samples, torch.Generator().manual_seed(0))
         error, variance = (x - reconstruction.mean).square().sum(1), reconstruction.variance.sum(1)  # [N]
         return error, error + variance, variance
 
@@ -82,27 +86,24 @@ def judge(posterior: LaplacePosterior, digits: Digits) -> dict[str, float]:
     return row
 
 
-def save_picture(posteriors: dict[str, LaplacePosterior], digits: Digits) -> None:
+def draw(posteriors: dict[str, LaplacePosterior], digits: Digits, samples: int) -> Figure:
     """Latent means, and the standard deviation over sampled encoders as the size of a point."""
     x, y = digits.test.tensors
     figure = Figure(figsize=(9, 4), layout="constrained")
     for ax, (name, posterior) in zip(figure.subplots(1, 2), posteriors.items(), strict=True):
-        z = posterior.encode(x, SAMPLES, torch.Generator().manual_seed(0))
+        z = posterior.encode(x, samples, torch.Generator().manual_seed(0))
         ax.scatter(*z.latent_mean.T, s=200 * z.latent_variance.mean(1).sqrt(), c=y, cmap="tab10", alpha=0.6)
         ax.set(title=name, xticks=[], yticks=[])
-    figure.savefig(OUTPUT / "latent.png")
+    return figure
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    digits = read_digits()
-    print("training two autoencoders, and fitting the first one's posterior …")
-    posteriors = {"post-hoc": post_hoc(digits), "online": online(digits)}
-    print_table({name: judge(posterior, digits) for name, posterior in posteriors.items()})
+    run = start(__doc__, "online_laplace", {"default": Settings(), "fast": Settings(10, 20)}, threads=1)
+    digits, samples, ways = read_digits(), run.settings.samples, {"post-hoc": post_hoc, "online": online}
+    posteriors = {name: run.posterior(name, Autoencoder(), fit, run, digits) for name, fit in ways.items()}
+    run.save_table("table", {name: judge(posterior, digits, samples) for name, posterior in posteriors.items()})
     print("\nThe last four are AUROC, known digits against the unknown, by the error of a sample and by its variance.")
-    save_picture(posteriors, digits)
-    print(f"latent.png is in {OUTPUT}")
+    run.save_picture("latent", draw(posteriors, digits, samples))
 
 
 if __name__ == "__main__":

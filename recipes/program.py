@@ -1,10 +1,11 @@
 """What every recipe is as a program: its options, its folder, work that a second run need not repeat, its tables.
 
-    run = start(__doc__, "laplace")                       # reads --data, --seed, --fast and --output
-    trained = run.once("seed 0", train, digits, 0)        # computed, or read where an interrupted run has saved it
-    run.collect("scores", "seed 0", judge, trained)       # rows of scores.csv, likewise
-    run.save_table("table", {"MAP": {"NLL": 0.2}})        # printed; table.csv and table.md
-    run.save_picture("bands", figure)                     # bands.png
+    run = start(__doc__, "laplace")                           # reads --data, --seed, --fast and --output
+    weights = run.once("seed 0", train, digits, 0)            # computed, or read where an interrupted run saved it
+    posterior = run.posterior("seed 0", Net(), fit, digits)   # likewise, with the weights that it was fitted to
+    run.collect("scores", "seed 0", judge, posterior)         # rows of scores.csv, likewise
+    run.save_table("table", {"MAP": {"NLL": 0.2}})            # printed; table.csv and table.md
+    run.save_picture("bands", figure)                         # bands.png
 
 Results go to `outputs/<recipe>/`, with `settings.json` beside them: the command, all settings, and the versions of what
 has made them. A folder that holds the results of other settings is not touched.
@@ -27,15 +28,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 from tqdm.auto import tqdm
+
+from lightning_bayes import GaussianPosterior
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
 PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+WITH_BAR = {**QUIET, "enable_progress_bar": sys.stdout.isatty()}  # of a training that takes a while
 Row = dict[str, Any]
 T = TypeVar("T")
 
@@ -51,9 +56,13 @@ class Run:
     settings: Any = None  # a frozen dataclass, for a recipe that has one
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
 
-    def once(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def seeds(self, n: int) -> range:
+        """Of `n` repetitions: no two values of `--seed` share one."""
+        return range(n * self.seed, n * (self.seed + 1))
+
+    def once(self, step: str, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """What `function` returns, which may hold tensors, numbers, strings, lists and dicts; computed at most once."""
-        path = self.output / "steps" / f"{name}.pt"
+        path = self.output / "steps" / f"{step}.pt"
         if not path.exists():
             result = function(*args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,31 +70,45 @@ class Run:
             part.replace(path)  # whole or not at all
         return torch.load(path, weights_only=True)
 
-    def collect(self, table: str, step: str, function: Callable[..., Iterable[Row]], *args: Any, **kwargs: Any) -> None:
+    def posterior(
+        self, step: str, network: nn.Module, function: Callable[..., GaussianPosterior], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The posterior that `function` returns, fitted at most once. It is then that of `network`, which gets the
+        weights that it was fitted to, and is in evaluation mode."""
+
+        def fit() -> dict[str, Any]:
+            fitted = function(*args, **kwargs)
+            return {"network": fitted.network.state_dict(), "posterior": fitted.state_dict()}
+
+        state = self.once(step, fit)
+        network.load_state_dict(state["network"])
+        return GaussianPosterior.from_state_dict(network.eval(), state["posterior"])
+
+    def collect(
+        self, table: str, step: str, function: Callable[..., Iterable[Row]], /, *args: Any, **kwargs: Any
+    ) -> None:
         """Append the rows of a step to a CSV, with the processor time that they took, unless they are there."""
-        path = self.output / f"{table}.csv"
-        if any(row["step"] == step for row in read_rows(path)):
+        if any(row["step"] == step for row in self.rows(table)):
             return
         start = time.process_time()
         rows = [dict(row) for row in function(*args, **kwargs)]
         seconds = round(time.process_time() - start, 1)
-        append_rows(path, [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
+        append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
     def rows(self, table: str) -> list[Row]:
         return read_rows(self.output / f"{table}.csv")
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
         """By method and column: printed, and written as CSV and Markdown."""
-        columns = list(next(iter(table.values())))
-        text = markdown(["", *columns], [[method, *row.values()] for method, row in table.items()], digits)
+        columns = list(dict.fromkeys(column for row in table.values() for column in row))
+        rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
+        text = markdown(["", *columns], rows, digits)
         print(f"\n{text}", flush=True)
         (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-        path = self.output / f"{name}.csv"
-        path.unlink(missing_ok=True)
-        append_rows(path, [{"method": method, **row} for method, row in table.items()])
+        write_rows(self.output / f"{name}.csv", [{"method": method, **row} for method, row in table.items()])
 
-    def save_picture(self, name: str, figure: Figure) -> None:
-        figure.savefig(self.output / f"{name}.png")
+    def save_picture(self, name: str, figure: Figure, dpi: float | Literal["figure"] = "figure") -> None:
+        figure.savefig(self.output / f"{name}.png", dpi=dpi)
 
 
 def start(
@@ -107,7 +130,8 @@ def start(
         arguments: Instead of the command line's.
         threads: That PyTorch may use.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=kind, allow_abbrev=False)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get(VARIABLE) or "data"), help=f"or {VARIABLE}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help=f"default: outputs/{name}")
@@ -123,17 +147,18 @@ def start(
     given = parser.parse_args(arguments)
 
     scale = next((s for s in ("fast", *(scales or ())) if s != "default" and getattr(given, s)), "default")
-    settings = (scales or {}).get(scale)
+    settings = (scales or {}).get(scale, default)
     if is_dataclass(settings):
         changed = {f.name: v for f in fields(settings) if (v := getattr(given, f.name)) is not None}
         settings = replace(settings, **{k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()})
-    folder = given.output or Path("outputs", name, *([scale] if scale != "default" else []), *_seed_folder(given.seed))
+    below = [scale] * (scale != "default") + [f"seed_{given.seed}"] * (given.seed != 0)
+    folder = given.output or Path("outputs", name, *below)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.")
     if threads is not None:
         torch.set_num_threads(threads)
     run = Run(given.data, given.seed, given.fast, folder, settings, given)
-    _open(run, name, scale)
+    _open(run, name, scale, sys.argv[1:] if arguments is None else arguments)
     return run
 
 
@@ -147,6 +172,12 @@ def missing(path: Path, what: str) -> SystemExit:
     return SystemExit(
         f"{what} is not in {path.parent}: put {path.name} there, or name another folder by --data or {VARIABLE}"
     )
+
+
+def require(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise missing(path, what)
+    return path
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> str:
@@ -172,20 +203,26 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Numbers are numbers again, and empty cells are None."""
+    """Numbers are numbers again, and empty cells are None; the name of a step is text, whatever it looks like."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        rows = csv.DictReader(file)
+        return [{name: cell if name == "step" else _value(cell) for name, cell in row.items()} for row in rows]
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
+    write_rows(path, [*read_rows(path), *rows])
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Whole or not at all; a cell that a row does not have is empty."""
+    with (part := path.with_suffix(".part")).open("w", newline="", encoding="utf-8") as file:
+        columns = dict.fromkeys(column for row in rows for column in row)
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
         writer.writerows(rows)
+    part.replace(path)
 
 
 def versions() -> dict[str, str]:
@@ -210,33 +247,31 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> Non
         parser.add_argument(option, type=str if default is None else type(default))
 
 
-def _seed_folder(seed: int) -> list[str]:
-    return [f"seed_{seed}"] if seed else []
-
-
-def _open(run: Run, name: str, scale: str) -> None:
+def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     """Write `settings.json`, or see that the folder holds results of the same settings."""
     path = run.output / "settings.json"
     settings = asdict(run.settings) if is_dataclass(run.settings) else {}
     asked = json.loads(json.dumps({"recipe": name, "scale": scale, "seed": run.seed, "settings": settings}))
-    made_by = [{"command": _command(name), "versions": versions()}]
+    made_by = [{"command": _command(name, arguments), "versions": versions()}]
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
         for key in asked:
-            if found[key] != asked[key]:
+            if found.get(key) != asked[key]:
                 raise SystemExit(
-                    f"{run.output} holds results of another run ({_difference(key, found[key], asked[key])}): name "
-                    "another folder by --output, or delete this one"
+                    f"{run.output} holds results of another run ({_difference(key, found.get(key), asked[key])}): "
+                    "name another folder by --output, or delete this one"
                 )
         print(f"going on in {run.output}; delete the folder to start again", flush=True)
         made_by = found["made_by"] + [entry for entry in made_by if entry not in found["made_by"]]
+    else:
+        print(f"results go to {run.output}", flush=True)
     run.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**asked, "made_by": made_by}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _command(name: str) -> str:
+def _command(name: str, arguments: Sequence[str]) -> str:
     """As anybody can type it: without the folders of this machine."""
-    words, kept = iter(sys.argv[1:]), []
+    words, kept = iter(arguments), []
     for word in words:
         if word in ("--data", "--output"):
             next(words, None)
@@ -260,8 +295,8 @@ def _cell(value: Any, digits: int) -> str:
 
 
 def _value(cell: str) -> Any:
-    if cell == "":
-        return None
+    if cell in (named := {"": None, "True": True, "False": False}):
+        return named[cell]
     for kind in (int, float):
         try:
             return kind(cell)

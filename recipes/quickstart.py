@@ -4,24 +4,29 @@ Five networks train on the digits 0–7, with early stopping. The digits 8 and 9
 so. Each is judged as it is (MAP), with a temperature (what people do to calibrate a network), and by its Laplace
 posterior with default settings; and all five together as an ensemble, which costs five times as much.
 
-    python recipes/quickstart.py    # half a minute; pictures and posteriors go to outputs/quickstart/
+    python recipes/quickstart.py    # half a minute; table, pictures and posteriors go to outputs/quickstart/
 """
 
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import torch
+from digits import KNOWN, Digits, Predictor, joined, judge, read_digits
 from lightning.pytorch.callbacks import EarlyStopping
 from matplotlib.figure import Figure
-from support import KNOWN, QUIET, Digits, Predictor, averaged, be_quiet, joined, judge, print_table, read_digits
+from program import QUIET, Run, averaged, progress, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplaceCallback, plots
 
-OUTPUT = Path("outputs/quickstart")
+
+@dataclass(frozen=True)
+class Settings:
+    networks: int = 5
+    epochs: int = 100  # at most
 
 
 class DigitNet(L.LightningModule):
@@ -44,12 +49,12 @@ class DigitNet(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-def train(digits: Digits, seed: int) -> GaussianPosterior:
+def train(run: Run, digits: Digits, seed: int) -> GaussianPosterior:
     """The usual training. The callback adds one exact pass over the data, and chooses on the validation images."""
     L.seed_everything(seed, verbose=False)
-    laplace = LaplaceCallback(likelihood="classification", save=str(OUTPUT / f"posterior_{seed}.pt"), progress=False)
+    laplace = LaplaceCallback("classification", save=str(run.output / f"posterior_{seed}.pt"), progress=False)
     callbacks = [laplace, EarlyStopping("val_loss", patience=5)]
-    trainer = L.Trainer(max_epochs=100, callbacks=callbacks, accelerator="cpu", default_root_dir=OUTPUT, **QUIET)
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=callbacks, accelerator="cpu", **QUIET)
     trainer.fit(DigitNet(), DataLoader(digits.train, 32, shuffle=True), DataLoader(digits.validation, 100))
     return laplace.posterior
 
@@ -62,11 +67,11 @@ def predictors(posteriors: list[GaussianPosterior], digits: Digits) -> dict[str,
         "MAP": [partial(posterior.predict, predictive="map", calibrated=False) for posterior in posteriors],
         "MAP + temperature": [partial(posterior.predict, predictive="map") for posterior in tempered],
         "Laplace": [posterior.predict for posterior in posteriors],
-        "ensemble of 5": [partial(DeepEnsemble(posteriors).predict, predictive="map")],
+        f"ensemble of {len(posteriors)}": [partial(DeepEnsemble(posteriors).predict, predictive="map")],
     }
 
 
-def save_pictures(methods: dict[str, list[Predictor]], digits: Digits) -> None:
+def save_pictures(run: Run, methods: dict[str, list[Predictor]], digits: Digits) -> None:
     """The first network, as it is and by its posterior: are probabilities honest, and are letters noticed?"""
     x, y = digits.test.tensors
     honest, noticed = Figure(figsize=(9, 5.6)), Figure(figsize=(9, 3.6), layout="constrained")
@@ -77,8 +82,8 @@ def save_pictures(methods: dict[str, list[Predictor]], digits: Digits) -> None:
         plots.ood_histogram(*joined(known.entropy, unknown.entropy), ax=bottom)
         bottom.set(title=name, xlabel="entropy of the prediction")
     honest.subplots_adjust(left=0.06, right=0.98, bottom=0.09, top=0.74, wspace=0.16)
-    honest.savefig(OUTPUT / "reliability.png")
-    noticed.savefig(OUTPUT / "ood.png")
+    run.save_picture("reliability", honest)
+    run.save_picture("ood", noticed)
 
 
 def verdict(table: dict[str, dict[str, float]]) -> str:
@@ -87,21 +92,18 @@ def verdict(table: dict[str, dict[str, float]]) -> str:
     size = "no better or worse" if abs(nll) < 0.005 else "better" if nll < 0 else "worse"
     gains = {name: table["Laplace"][f"AUROC {name}"] - table["MAP"][f"AUROC {name}"] for name in ("8 and 9", "letters")}
     noticed = ", ".join(f"{gain:+.3f} ({name})" for name, gain in gains.items())
-    known = f"On known digits Laplace's probabilities are {size} than a temperature's"
-    return f"{known}; noticing the unknown by entropy: {noticed} over MAP."
+    known = f"On known digits Laplace's probabilities are {size} than a temperature's;"
+    return f"{known} noticing the unknown by entropy: {noticed} over MAP."
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    digits = read_digits()
-    print(f"training five networks on {len(digits.train)} images of the digits 0–7 …")
-    methods = predictors([train(digits, seed) for seed in range(5)], digits)
+    run = start(__doc__, "quickstart", {"default": Settings(), "fast": Settings(2, 8)}, threads=1)
+    digits, seeds = read_digits(), progress(run.seeds(run.settings.networks), "trainings")
+    methods = predictors([run.posterior(f"{seed}", DigitNet(), train, run, digits, seed) for seed in seeds], digits)
     table = {name: averaged([judge(predict, digits) for predict in group]) for name, group in methods.items()}
-    print_table(table)
+    run.save_table("table", table)
     print(f"\n{verdict(table)}")
-    save_pictures(methods, digits)
-    print(f"\nreliability.png, ood.png and the posteriors are in {OUTPUT}")
+    save_pictures(run, methods, digits)
 
 
 if __name__ == "__main__":

@@ -53,3 +53,12 @@ def scenes(x: Tensor, label: Tensor, n: int, seed: int, things: int = 2) -> tupl
 
 def noisy(image: Tensor, std: float, seed: int) -> Tensor:
     return image + std * torch.randn(image.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spoilt(image: Tensor, std: float, seed: int) -> Tensor:
+    """With noise, and a square of half the side covered."""
+    x = noisy(image, std, seed)
+    corners = torch.randint(SIDE // 2 + 1, (len(x), 2), generator=torch.Generator().manual_seed(seed))
+    for picture, (row, column) in zip(x, corners.tolist(), strict=True):
+        picture[:, row : row + SIDE // 2, column : column + SIDE // 2] = 0.5
+    return x

@@ -5,41 +5,46 @@ label. The table has all labelled pixels: NLL, accuracy, ECE, and how often the 
 classes with 95 % of the probability; and how well the entropy and the epistemic variance of a pixel tell unknown things
 from known digits. The picture: where the network does not know, and where nobody can.
 
-    python recipes/segmentation.py [seed]
+    python recipes/segmentation.py    # two minutes; table and picture go to outputs/segmentation/
 """
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import torch
+from digits import KNOWN, auroc, read_digits, score
+from program import WITH_BAR, Run, start
 from scenes import UNet, noisy, scenes
-from support import KNOWN, QUIET, auroc, be_quiet, print_table, read_digits, score
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplaceCallback, Prediction, plots
+from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction, plots
 
-OUTPUT = Path("outputs/segmentation")
-EPOCHS, SCENES, HELD_OUT, SAMPLES, NOISE = 15, 800, 100, 20, 0.1
-UNKNOWN = -100  # the label of pixels without one
+NOISE, UNKNOWN = 0.1, -100  # the latter is the label of pixels without one
+
+
+@dataclass(frozen=True)
+class Settings:
+    epochs: int = 15
+    scenes: int = 800
+    held_out: int = 100
+    samples: int = 20
 
 
 class Segmentation(L.LightningModule):
-    def __init__(self, classes: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net = UNet(1, classes)
+        self.net = UNet(1, KNOWN + 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x), y)
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))
@@ -48,11 +53,10 @@ class Segmentation(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3, weight_decay=1e-4)
 
 
-def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
+def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
     """Scenes to train on and to hold out, and those to test on, with one known and one unknown thing."""
-    digits = read_digits()
-    parts = []
-    for number, (part, n) in enumerate(((digits.train, SCENES), (digits.validation, HELD_OUT))):
+    digits, parts = read_digits(), []
+    for number, (part, n) in enumerate(((digits.train, settings.scenes), (digits.validation, settings.held_out))):
         x, y = scenes(part.tensors[0], part.tensors[1] + 1, n, seed=10 * seed + number)
         parts.append(TensorDataset(noisy(x, NOISE, seed), y))
     known, labels = digits.test.tensors
@@ -61,7 +65,7 @@ def make_data(seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
     # As many unknown things as known ones: a scene of two has one of each in the mean.
     things = torch.cat([known[: len(unknown)], unknown])
     marks = torch.cat([labels[: len(unknown)] + 1, torch.full((len(unknown),), UNKNOWN)])
-    x, y = scenes(things, marks, HELD_OUT, seed=10 * seed + 2)
+    x, y = scenes(things, marks, settings.held_out, seed=10 * seed + 2)
     return *parts, noisy(x, NOISE, seed + 1), y
 
 
@@ -71,6 +75,14 @@ def coverage(probs: Tensor, y: Tensor, level: float = 0.95) -> float:
     mass_before = before.values.cumsum(1) - before.values
     place = (before.indices == y[:, None]).long().argmax(1, keepdim=True)
     return float((mass_before.gather(1, place) < level).double().mean())
+
+
+def train(run: Run, data: TensorDataset, validation: TensorDataset) -> GaussianPosterior:
+    L.seed_everything(run.seed, verbose=False)
+    laplace = LaplaceCallback(likelihood="classification", samples=run.settings.samples, save=False)
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[laplace], accelerator="cpu", **WITH_BAR)
+    trainer.fit(Segmentation(), DataLoader(data, 32, shuffle=True), DataLoader(validation, 50))
+    return laplace.posterior
 
 
 def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
@@ -83,22 +95,16 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
     return numbers
 
 
-def main(seed: int = 0) -> None:
-    be_quiet()
-    L.seed_everything(seed, verbose=False)
-    train, validation, x, y = make_data(seed)
-    laplace = LaplaceCallback(likelihood="classification", samples=SAMPLES, save=False)
-    trainer = L.Trainer(max_epochs=EPOCHS, callbacks=[laplace], accelerator="cpu", **QUIET)
-    trainer.fit(Segmentation(KNOWN + 1), DataLoader(train, 32, shuffle=True), DataLoader(validation, 50))
-    posterior = laplace.posterior
-    ours = partial(posterior.predict, samples=SAMPLES, generator=torch.Generator().manual_seed(seed))
-    print_table({"MAP": judge(posterior.predict(x, "map", calibrated=False), y), "Laplace": judge(ours(x), y)})
-    OUTPUT.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    run = start(__doc__, "segmentation", {"default": Settings(), "fast": Settings(4, 60, 16, 4)}, threads=1)
+    data, validation, x, y = make_data(run.settings, run.seed)
+    posterior = run.posterior("training", Segmentation(), train, run, data, validation)
+    ours = partial(posterior.predict, samples=run.settings.samples, generator=torch.Generator().manual_seed(run.seed))
+    plain = posterior.predict(x, "map", calibrated=False)
+    run.save_table("table", {"MAP": judge(plain, y), "Laplace": judge(ours(x), y)})
     both = [n for n in range(len(y)) if (y[n] == UNKNOWN).sum() > 60 and (y[n] > 0).sum() > 60][:4]
-    figure, _ = plots.uncertainty_maps(x[both], ours(x[both]), y[both])
-    figure.savefig(OUTPUT / "maps.png", dpi=120)
-    print(f"\nmaps.png is in {OUTPUT}")
+    run.save_picture("maps", plots.uncertainty_maps(x[both], ours(x[both]), y[both])[0], dpi=120)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

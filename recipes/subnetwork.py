@@ -4,33 +4,39 @@ A regression with a gap in its data. The network trains with a `SWAGCallback`, w
 choose, as Daxberger et al. (2021) do. Between the data a posterior should be unsure, and near them not: correlations
 matter more than the number of weights. How they are chosen matters less here, where no units are dead.
 
-    python recipes/subnetwork.py    # half a minute; the picture goes to outputs/subnetwork/
+    python recipes/subnetwork.py    # half a minute; table and picture go to outputs/subnetwork/
 """
 
 import math
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from matplotlib.figure import Figure
-from support import QUIET, be_quiet, print_table
+from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, Subnetwork, SWAGCallback, fit_laplace, metrics
 
-OUTPUT = Path("outputs/subnetwork")
 NOISE, GAP = Gaussian(noise_std=0.2), 1.0  # no data for |x| < GAP
-WIDTH, CHOSEN, EPOCHS = 50, 250, 400
+
+
+@dataclass(frozen=True)
+class Settings:
+    width: int = 50
+    chosen: int = 250  # weights
+    epochs: int = 400
 
 
 class Net(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, width: int, epochs: int) -> None:
         super().__init__()
-        hidden = (nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.net = nn.Sequential(*hidden, nn.Linear(WIDTH, 1))
+        hidden, self.epochs = (nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()), epochs
+        self.net = nn.Sequential(*hidden, nn.Linear(width, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -41,13 +47,23 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """A learning rate that falls, and stays constant while SWAG takes the weights in."""
         adam = torch.optim.Adam(self.parameters(), lr=1e-2, weight_decay=1e-4)
-        return [adam], [torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 0.1 ** min(1, epoch / (0.75 * EPOCHS)))]
+        falling = torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 0.1 ** min(1, epoch / (0.75 * self.epochs)))
+        return [adam], [falling]
 
 
 def draw(n: int, low: float, high: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Points on both sides of zero.  # [n, 1] each"""
     x = (low + (high - low) * torch.rand(n, 1, generator=generator)) * torch.randn(n, 1, generator=generator).sign()
     return x, torch.sin(2 * x) + NOISE.noise_std * torch.randn(n, 1, generator=generator)
+
+
+def train(run: Run, x: Tensor, y: Tensor) -> Any:
+    """The posterior of SWAG, whose network has the trained weights."""
+    L.seed_everything(run.seed, verbose=False)
+    loader, swag = DataLoader(TensorDataset(x, y), 30, shuffle=True), SWAGCallback(NOISE, network="net")
+    trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[swag], accelerator="cpu", **WITH_BAR)
+    trainer.fit(Net(run.settings.width, run.settings.epochs), loader)
+    return swag.posterior
 
 
 def judge(posterior: LaplacePosterior, points: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -59,9 +75,8 @@ def judge(posterior: LaplacePosterior, points: dict[str, tuple[Tensor, Tensor]])
     return row
 
 
-def save_picture(posteriors: dict[str, LaplacePosterior], x: Tensor, y: Tensor) -> None:
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    line = torch.linspace(-4, 4, 400)[:, None]
+def draw_gap(posteriors: dict[str, LaplacePosterior], x: Tensor, y: Tensor) -> Figure:
+    figure, line = Figure(figsize=(12, 5.5), layout="constrained"), torch.linspace(-4, 4, 400)[:, None]
     panels = figure.subplots(2, 3, sharex=True, sharey=True).flat
     for axes, (name, posterior) in zip(panels, posteriors.items(), strict=False):
         prediction = posterior.predict(line)
@@ -70,30 +85,25 @@ def save_picture(posteriors: dict[str, LaplacePosterior], x: Tensor, y: Tensor) 
         axes.plot(line, mean)
         axes.plot(x, y, ".", color="black", markersize=3)
         axes.set(title=name, ylim=(-7, 7))
-    figure.savefig(OUTPUT / "gap.png")
+    return figure
 
 
 def main() -> None:
-    be_quiet()
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    L.seed_everything(0, verbose=False)
-    generator = torch.Generator().manual_seed(0)
+    run = start(__doc__, "subnetwork", {"default": Settings(), "fast": Settings(16, 60, 100)}, threads=1)
+    generator, chosen = torch.Generator().manual_seed(run.seed), run.settings.chosen
     x, y = draw(120, GAP, math.pi, generator)
-    loader, swag, module = DataLoader(TensorDataset(x, y), 30, shuffle=True), SWAGCallback(NOISE, network="net"), Net()
-    L.Trainer(max_epochs=EPOCHS, callbacks=[swag], accelerator="cpu", **QUIET).fit(module, loader)
-    full = fit_laplace(module.net, loader, NOISE, "full").tune_prior("marglik", noise=False)
-    diagonal = fit_laplace(module.net, loader, NOISE, "diag").tune_prior("marglik", noise=False)
+    swag = run.posterior("training", Net(run.settings.width, run.settings.epochs).net, train, run, x, y)
+    fit = partial(fit_laplace, swag.network, list(zip(x.split(30), y.split(30), strict=True)), NOISE)
+    full, diagonal = (fit(structure).tune_prior("marglik", noise=False) for structure in ("full", "diag"))
     posteriors = {"all weights": full, "all weights, diagonal": diagonal}
     # So many weights with this prior give the outputs as much prior variance as all weights with theirs.
-    prior = float(full.prior_precision) * CHOSEN / full.subset.size
-    criteria = {"variance (SWAG)": swag.posterior, "variance (diagonal Laplace)": "laplace_diag"}
+    prior = float(full.prior_precision) * chosen / full.subset.size
+    criteria = {"variance (SWAG)": swag, "variance (diagonal Laplace)": "laplace_diag"}
     for name, by in (criteria | {"magnitude": "magnitude", "chance": "random"}).items():
-        chosen = fit_laplace(module.net, loader, NOISE, subset=Subnetwork(CHOSEN, by), prior_precision=prior)
-        posteriors[f"{CHOSEN} by {name}"] = chosen
+        posteriors[f"{chosen} by {name}"] = fit(subset=Subnetwork(chosen, by), prior_precision=prior)
     points = {"data": draw(1000, GAP, math.pi, generator), "gap": draw(1000, 0, GAP, generator)}
-    print_table({name: judge(posterior, points) for name, posterior in posteriors.items()})
-    save_picture(posteriors, x, y)
-    print(f"\ngap.png is in {OUTPUT}")
+    run.save_table("table", {name: judge(posterior, points) for name, posterior in posteriors.items()})
+    run.save_picture("gap", draw_gap(posteriors, x, y))
 
 
 if __name__ == "__main__":

@@ -4,25 +4,38 @@ The digits 0–7, but few of them, so that a plain network is overconfident. The
 is (MAP), and with each of the two mixins; nothing else of it changes. Variational Laplace differentiates its own
 gradient, so its activations must be smooth: softplus, not ReLU. β < 1 tempers the KL divergence.
 
-    python recipes/variational_laplace.py    # a minute
+    python recipes/variational_laplace.py    # a minute; table and picture go to outputs/variational_laplace/
 """
 
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from support import KNOWN, QUIET, Digits, Predictor, be_quiet, judge, print_table, read_digits
+from digits import KNOWN, Digits, joined, judge, read_digits
+from matplotlib.figure import Figure
+from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin, fit_laplace
+from lightning_bayes import (
+    GaussianPosterior,
+    LogSigmaMultiplierMixin,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+    fit_laplace,
+    plots,
+)
 
-OUTPUT = Path("outputs/variational_laplace")
-N_TRAIN, EPOCHS = 200, 100
 VARIATIONAL = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    images: int = 200
+    epochs: int = 100
 
 
 class DigitNet(L.LightningModule):
@@ -51,34 +64,46 @@ class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, DigitNet):
     """No samples: the likelihood's curvature, estimated by a squared gradient, stands in the loss."""
 
 
-def train(digits: Digits, kind: type[DigitNet], **options: Any) -> DigitNet:
-    L.seed_everything(0, verbose=False)
-    model = kind(**options)
-    trainer = L.Trainer(max_epochs=EPOCHS, accelerator="cpu", default_root_dir=OUTPUT, **QUIET)
-    trainer.fit(model, DataLoader(digits.train, 20, shuffle=True))
-    return model.eval()
-
-
-def predictors(digits: Digits) -> dict[str, Predictor]:
+def make(kind: type[DigitNet]) -> Any:
     """log σ learns ten times as fast as the weights: at their rate Adam stops long before it has converged."""
-    plain = fit_laplace(train(digits, DigitNet), DataLoader(digits.train, 100), structure="diag")
-    vi, vl = (train(digits, kind, log_sigma_multiplier=10.0, variational=VARIATIONAL).posterior for kind in (VI, VL))
-    return {
-        "MAP": partial(plain.predict, predictive="map"),
-        "VI, at the mean": partial(vi.predict, predictive="map"),
-        "VI, 100 samples": partial(
-            vi.predict, predictive="bnn", samples=100, generator=torch.Generator().manual_seed(0)
-        ),
-        "VL, at the mean": partial(vl.predict, predictive="map"),
-        "VL": vl.predict,
-    }
+    return kind() if kind is DigitNet else kind(log_sigma_multiplier=10.0, variational=VARIATIONAL)
+
+
+def train(run: Run, digits: Digits, kind: type[DigitNet]) -> GaussianPosterior:
+    L.seed_everything(run.seed, verbose=False)
+    model = make(kind)
+    trainer = L.Trainer(max_epochs=run.settings.epochs, accelerator="cpu", **WITH_BAR)
+    trainer.fit(model, DataLoader(digits.train, 20, shuffle=True))
+    if kind is DigitNet:
+        return fit_laplace(model.eval(), DataLoader(digits.train, 100), structure="diag")
+    return model.eval().posterior
+
+
+def draw(predictions: dict[str, Any]) -> Figure:
+    """Entropies of known digits and of letters."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    for ax, (name, (known, letters)) in zip(figure.subplots(1, len(predictions)), predictions.items(), strict=True):
+        plots.ood_histogram(*joined(known.entropy, letters.entropy), ax=ax)
+        ax.set(title=name, xlabel="entropy of the prediction")
+    return figure
 
 
 def main() -> None:
-    be_quiet()
-    digits = read_digits(N_TRAIN)
-    print(f"training three networks on {N_TRAIN} images of the digits 0–7 …")
-    print_table({name: judge(predict, digits) for name, predict in predictors(digits).items()})
+    run = start(__doc__, "variational_laplace", {"default": Settings(), "fast": Settings(epochs=12)}, threads=1)
+    digits = read_digits(run.settings.images)
+    kinds = (DigitNet, VI, VL)
+    plain, vi, vl = (run.posterior(kind.__name__, make(kind), train, run, digits, kind) for kind in kinds)
+    generator = torch.Generator().manual_seed(run.seed)
+    methods = {
+        "MAP": partial(plain.predict, predictive="map"),
+        "VI, at the mean": partial(vi.predict, predictive="map"),
+        "VI, 100 samples": partial(vi.predict, predictive="bnn", samples=100, generator=generator),
+        "VL, at the mean": partial(vl.predict, predictive="map"),
+        "VL": vl.predict,
+    }
+    run.save_table("table", {name: judge(predict, digits) for name, predict in methods.items()})
+    shown, images = ("MAP", "VI, 100 samples", "VL"), (digits.test.tensors[0], digits.unknown["letters"])
+    run.save_picture("ood", draw({name: [methods[name](x) for x in images] for name in shown}))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
-"""What the recipes share and what is not their point: the data, the Trainer's silence, scores and a table.
-
-The data are scikit-learn's digits, 8 × 8 pixels, so that nothing is downloaded: known ones to train on, and unknown
-things to be noticed.
+"""Scikit-learn's digits, 8 × 8 pixels, so that nothing is downloaded: known ones to train on, unknown things to be
+noticed, and scores for both.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import mean
 from string import ascii_letters
 
 import torch
@@ -24,14 +19,7 @@ from torch.utils.data import TensorDataset
 from lightning_bayes import Prediction, metrics
 
 KNOWN = 8  # the digits 0–7
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 Predictor = Callable[[Tensor], Prediction]
-
-
-def be_quiet() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\.")
-    torch.set_num_threads(1)  # networks this small are faster on one
 
 
 @dataclass(frozen=True)
@@ -93,15 +81,3 @@ def joined(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Scores one after the other, and which are of unknown things."""
     score = torch.cat([inside, outside])
     return score, torch.arange(len(score)) >= len(inside)
-
-
-def averaged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: mean(row[name] for row in rows) for name in rows[0]}
-
-
-def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
-    columns = list(next(iter(table.values())))
-    width = max(map(len, table)) + 1
-    print("\n" + " " * width + "".join(f"{name:>15}" for name in columns))
-    for method, row in table.items():
-        print(f"{method:<{width}}" + "".join(f"{row[name]:>15.4f}" for name in columns))
