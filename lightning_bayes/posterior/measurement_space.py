@@ -168,7 +168,7 @@ class MeasurementPosterior:
             gradients = torch.autograd.grad(value, free)
             for p, g in zip(free, gradients, strict=True):
                 p.grad = g
-            bar.set_postfix(objective=f"{-float(value):.5g}")
+            bar.set_postfix(objective=f"{-float(value.detach()):.5g}")
             return value.detach()
 
         with torch.inference_mode(False), torch.enable_grad(), bar:
@@ -308,9 +308,11 @@ class MeasurementPosterior:
         return value + surrogate - surrogate.detach()
 
     def _within(self, φ: Tensor) -> Tensor:
-        """Lengths beyond which a filter's weights are independent, or one, to rounding."""
+        """Variances at most a factor of three million from where they start, with which `S` can be decomposed; lengths
+        beyond which a filter's weights are independent, or one, to rounding."""
         blocks = len(self.prior.blocks)
-        return torch.cat([φ[:blocks].clamp(-35, 35), φ[blocks:].clamp(-3, 4)])
+        variances = torch.minimum(torch.maximum(φ[:blocks], self.φ[:blocks] - 15), self.φ[:blocks] + 15)
+        return torch.cat([variances, φ[blocks:].clamp(-3, 4)])
 
     def _units(self, ids: Tensor) -> Tensor:
         U = self.products.f.new_zeros(len(ids), self.products.f.numel())
