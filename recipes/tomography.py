@@ -12,9 +12,8 @@ Antorán et al. 2022, "A probabilistic deep image prior for computational tomogr
 The NLL of the true image is in nats per pixel: of the pixels one by one, and joint, both with the authors' stabilising
 term on the variances, σ²·mean diag (AᵀA)†. Digits are test images of MNIST if `--data` has them, else random ellipses.
 
-    python recipes/tomography.py            # ten digits from 10 angles: a quarter of an hour on one core
-    python recipes/tomography.py --paper    # 50 digits, 5 to 30 angles, 5 and 10 % noise
-    python recipes/tomography.py --size 128 --images 1 --width 32 --angles 30    # ellipses; hours
+    python recipes/tomography.py    # ten digits, a quarter of an hour on one core; --paper: 50, 5 to 30 angles, and noise
+                                    # of 10 %; --size 128 --width 32 --angles 30: ellipses of 128 × 128
 """
 
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from idx import read_idx
 from program import Row, Run, progress, start
 from radon import ellipses, radon_matrix
 from torch import Tensor
-from views import Measured, draw_pictures, score, stabiliser, summary
+from views import Measured, draw_pictures, order, score, stabiliser, summary
 
 from lightning_bayes import LinearMeasurement, fit_measurements
 
@@ -104,6 +103,7 @@ def main() -> None:
     for name, view in progress(seen.items(), "images"):
         run.collect("scores", name, judge, run, name, view)
     run.save_table("table", summary(run.rows("scores")), digits=3)
+    run.save_text("order", "\n\n".join(order(run.rows("scores"), score=name) for name in ("NLL", "joint NLL")))
     first = next(iter(seen))
     draw_pictures(run, seen[first], run.once(first, images_of, seen[first], run.settings, run.seed))
     print(f"\nscores.csv, table.md, images.png and calibration.png are in {run.output}")
