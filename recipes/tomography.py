@@ -6,26 +6,27 @@ Antorán et al. 2022, "A probabilistic deep image prior for computational tomogr
 
 - Bayes DIP (TV): variances and lengths of the U-Net's filters, block by block, with the TV-PredCP prior over lengths.
 - Bayes DIP (filters): the same by the evidence alone. Bayes DIP (ARD): one variance per block.
-- Gaussian: one variance for all weights. MC dropout: images drawn from a U-Net with dropout.
-- one σ: the plain reconstruction; every pixel has the mean square error of the other images.
+- Gaussian: one variance for all weights. MC dropout: images drawn from a U-Net with dropout. one σ: the plain
+  reconstruction; every pixel has the mean square error of the other images.
 
 The NLL of the true image is in nats per pixel: of the pixels one by one, and joint, both with the authors' stabilising
 term on the variances, σ²·mean diag (AᵀA)†. Digits are test images of MNIST if `--data` has them, else random ellipses.
 
-    python recipes/tomography.py    # ten digits, a quarter of an hour on one core; --paper: 50, 5 to 30 angles, and noise
-                                    # of 10 %; --size 128 --width 32 --angles 30: ellipses of 128 × 128
+    python recipes/tomography.py    # ten digits from 10 angles: a quarter of an hour on one core
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from deep_image_prior import dropout_images, reconstruct
+from error_bars import draw_pictures
 from idx import read_idx
 from program import Row, Run, progress, start
 from radon import ellipses, radon_matrix
 from torch import Tensor
-from views import Measured, draw_pictures, order, score, stabiliser, summary
+from views import Measured, order, score, stabiliser, summary
 
 from lightning_bayes import LinearMeasurement, fit_measurements
 
@@ -63,14 +64,12 @@ def read(run: Run) -> Tensor:
 
 def views(run: Run) -> dict[str, Measured]:
     """Every image, from each number of angles, with each noise; by the name of the step."""
-    images, seen = read(run), {}
-    for angles in run.settings.angles:
-        A = radon_matrix(run.settings.size, angles)
-        for noise in run.settings.noise:
-            for n, image in enumerate(images):
-                name = f"{angles} angles, {100 * noise:g} % noise, image {n}"
-                seen[name] = Measured.of(image, A, noise, seed=1000 * run.seed + n)
-    return seen
+    maps = {angles: radon_matrix(run.settings.size, angles) for angles in run.settings.angles}
+    return {
+        f"{angles} angles, {100 * noise:g} % noise, image {n}": Measured.of(image, A, noise, seed=1000 * run.seed + n)
+        for (angles, A), noise in product(maps.items(), run.settings.noise)
+        for n, image in enumerate(read(run))
+    }
 
 
 def images_of(seen: Measured, settings: Settings, seed: int) -> dict[str, dict[str, Tensor]]:
@@ -104,9 +103,8 @@ def main() -> None:
         run.collect("scores", name, judge, run, name, view)
     run.save_table("table", summary(run.rows("scores")), digits=3)
     run.save_text("order", "\n\n".join(order(run.rows("scores"), score=name) for name in ("NLL", "joint NLL")))
-    first = next(iter(seen))
-    draw_pictures(run, seen[first], run.once(first, images_of, seen[first], run.settings, run.seed))
-    print(f"\nscores.csv, table.md, images.png and calibration.png are in {run.output}")
+    name, view = next(iter(seen.items()))
+    draw_pictures(run, view, run.once(name, images_of, view, run.settings, run.seed))
 
 
 if __name__ == "__main__":
