@@ -91,14 +91,13 @@ def judge(run: Run, name: str, seen: Measured) -> Iterator[Row]:
     """Of the first image of each set-up everything is kept, for the pictures."""
     arguments = (seen, run.settings, run.seed)
     laws = run.once(name, images_of, *arguments) if name.endswith(" 0") else images_of(*arguments)
-    setup = dict(zip(("angles", "noise", "image"), name.split(", "), strict=True))
     for method, law in laws.items():
+        setup = dict(zip(("angles", "noise", "image"), name.split(", "), strict=True))
         yield {**setup, "method": method, **score(seen.image, **law, stable=stabiliser(seen.A, seen.noise_std))}
 
 
 def main() -> None:
-    run = start(__doc__, "tomography", SCALES, threads=1)
-    seen = views(run)
+    seen = views(run := start(__doc__, "tomography", SCALES, threads=1))
     for name, view in progress(seen.items(), "images"):
         run.collect("scores", name, judge, run, name, view)
     run.save_table("table", summary(run.rows("scores")), digits=3)
