@@ -10,14 +10,22 @@ from lightning_bayes.callbacks import (
     SWAGCallback,
 )
 from lightning_bayes.callbacks.trained_module import fit
-from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LinearMeasurement
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
     VariationalInferenceMixin,
     VariationalLaplaceMixin,
     replace_activations,
 )
-from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
+from lightning_bayes.posterior import (
+    GaussianPosterior,
+    LaplacePosterior,
+    MeasurementPosterior,
+    Subnetwork,
+    fit_l2m,
+    fit_laplace,
+    fit_measurements,
+)
 from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 
@@ -32,8 +40,10 @@ __all__ = [
     "L2MCallback",
     "LaplaceCallback",
     "LaplacePosterior",
+    "LinearMeasurement",
     "LogSigmaMultiplierMixin",
     "MarginalLikelihoodCallback",
+    "MeasurementPosterior",
     "OnlineLaplaceCallback",
     "Prediction",
     "Reconstruction",
@@ -45,6 +55,7 @@ __all__ = [
     "fit",
     "fit_l2m",
     "fit_laplace",
+    "fit_measurements",
     "replace_activations",
 ]
 

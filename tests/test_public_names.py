@@ -49,7 +49,8 @@ FIXED = {
     *("VariationalLaplaceMixin", "VariationalInferenceMixin", "LogSigmaMultiplierMixin"),
 }
 BESIDES = {
-    *("Conformal", "DeepEnsemble", "Reconstruction", "SWAGCallback", "Subnetwork"),
+    *("Conformal", "DeepEnsemble", "LinearMeasurement", "MeasurementPosterior", "Reconstruction", "SWAGCallback"),
+    *("Subnetwork", "fit_measurements"),
     *("evaluate", "fit", "fit_l2m", "replace_activations"),
 }
 
@@ -67,7 +68,7 @@ PLOTS = {
 }
 LIKELIHOODS = {
     *("Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Likelihood", "LikelihoodError", "resolve"),
-    *("ClassPredictive", "LabelPredictive", "Predictive"),
+    *("ClassPredictive", "LabelPredictive", "LinearMeasurement", "Predictive"),
 }
 
 

@@ -41,7 +41,7 @@ class Curvature:
     likelihood: Likelihood
     kind: str
     n_data: int  # examples seen
-    n_outputs: int  # numbers that the network put out for them
+    n_outputs: int  # numbers that the network put out for them, or that were measured of these
     # What a fit without a pass over the data does not know:
     log_likelihood: Tensor | None = None  # Σₙ log p(yₙ | fₙ), float64
     gradient: Tensor | None = None  # −Σₙ ∂ log p(yₙ | fₙ) / ∂θ [P]
@@ -232,7 +232,8 @@ def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     targets that count.  # [5]"""
     log_likelihood = likelihood.log_likelihood_per_example(f, y).double().sum()
     error = likelihood.squared_error(f, y)
-    totals = (len(f), f.numel(), log_likelihood, math.nan if error is None else error, likelihood.n_targets(y))
+    outputs = y.numel() if likelihood.couples_outputs else f.numel()
+    totals = (len(f), outputs, log_likelihood, math.nan if error is None else error, likelihood.n_targets(y))
     return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=f.device) for number in totals])
 
 

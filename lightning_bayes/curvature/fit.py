@@ -128,7 +128,7 @@ def fit_curvature(
             plan = make_plan(network, x, chosen)
             begun: CurvatureSum | LowRankSum
             if hessian == "exact":
-                kind = choose_curvature(curvature, plan.output_shape, isinstance(processes, Undecomposed))
+                kind = choose_curvature(curvature, likelihood, plan.output_shape, isinstance(processes, Undecomposed))
                 drawn = (kind, samples, seed, processes)
                 if structure == LOW_RANK:
                     assert not isinstance(rank, str)

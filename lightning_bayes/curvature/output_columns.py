@@ -29,9 +29,11 @@ FEW = 64  # outputs of an example with several positions for which "auto" is exa
 SLOW = 1000  # outputs, of such an example, whose exact columns are worth a warning
 
 
-def choose_curvature(curvature: str, shape: torch.Size, trial: bool = False) -> str:
-    """What "auto" means for outputs of this shape; a `trial` does not wait for the exact columns of an image."""
+def choose_curvature(curvature: str, likelihood: Likelihood, shape: torch.Size, trial: bool = False) -> str:
+    """What "auto" means for outputs of this shape; a `trial` does not wait for the exact columns of an image. Coupled
+    outputs have a column for each measurement."""
     dense, outputs = len(shape) > 2 and shape[2:].numel() > 1, shape[1:].numel()
+    dense = dense and not likelihood.couples_outputs
     if curvature == "auto" and dense and outputs > FEW:
         logger.info("%d outputs per example: the curvature is 'fisher_mc', by one backward pass a batch", outputs)
         return "fisher_mc"
@@ -61,22 +63,22 @@ def output_columns(
         root = likelihood.fisher_diagonal(f, y).sqrt().reshape(1, len(f), 1, -1)
         return (columns.reshape(-1, *f.shape) for columns in root_columns(root, size))
     if curvature == "ggn":
-        return root_columns(likelihood.fisher_root(f, y), size)
+        return root_columns(likelihood.fisher_root(f, y), size, likelihood.couples_outputs)
     if curvature == "empirical_fisher":
         return iter([likelihood.residual(f, y).unsqueeze(0)])
     wide = torch.promote_types(f.dtype, torch.float32)
 
     def column(draw: int) -> Tensor:
-        label = likelihood.sample(f, uniforms(seed, draw, examples, f.shape[1:], wide), y)
+        label = likelihood.sample(f, uniforms(seed, draw, examples, likelihood.noise_shape(f), wide), y)
         return likelihood.residual(f, label) / samples**0.5
 
     chunks = (range(start, min(start + size, samples)) for start in range(0, samples, size))
     return (torch.stack([column(draw) for draw in chunk]) for chunk in chunks)
 
 
-def root_columns(S: Tensor, size: int) -> Iterator[Tensor]:
-    """The columns of a `fisher_root`, those of a dense output at one position alone."""
-    if S.ndim <= 3:
+def root_columns(S: Tensor, size: int, coupled: bool = False) -> Iterator[Tensor]:
+    """The columns of a `fisher_root`, those of a dense output at one position alone unless outputs are coupled."""
+    if S.ndim <= 3 or coupled:
         yield from S.split(size)
         return
     flat = S.flatten(3)  # [K, B, C, R]

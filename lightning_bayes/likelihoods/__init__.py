@@ -6,6 +6,7 @@
 | `"binary"` | `Bernoulli()` | logits `[B]`, `[B, L, …]` | 0 or 1, the same shape |
 | `"regression"` | `Gaussian()` | means `[B, …]` | real, the same shape |
 | | `HeteroscedasticGaussian()` | means and log-variances `[B, 2D, …]` | real `[B, D, …]` |
+| | `LinearMeasurement(A)` | images or vectors `[B, …]` | measurements `[B, d_y]` of all outputs |
 """
 
 from lightning_bayes.arguments import shown
@@ -18,6 +19,7 @@ from .base import Likelihood
 from .bernoulli import Bernoulli
 from .gaussian import Gaussian
 from .heteroscedastic import HeteroscedasticGaussian
+from .linear_measurement import LinearMeasurement
 from .outputs import LikelihoodError
 from .predictive import ClassPredictive, LabelPredictive, Predictive
 
@@ -30,6 +32,7 @@ __all__ = [
     "LabelPredictive",
     "Likelihood",
     "LikelihoodError",
+    "LinearMeasurement",
     "Predictive",
     "resolve",
 ]

@@ -43,6 +43,7 @@ class Likelihood(ABC):
     calibrated_link: ClassVar[str | None] = None  # the default where a temperature is found; None: the first
     is_convex: ClassVar[bool] = True  # whether −log p(y | f) is convex in f
     has_diagonal_fisher: ClassVar[bool] = False  # then `fisher_diagonal` is all of Λ, and the root is never built
+    couples_outputs: ClassVar[bool] = False  # then a column of the Fisher's root spans all positions of an example
     ignore_index: int | None = None  # the target that marks positions without one
     noise_std: float | Tensor | None = None  # σ, where `log p` has `½ ‖(y − f)/σ‖²`
 
@@ -108,7 +109,8 @@ class Likelihood(ABC):
 
     @abstractmethod
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Columns `S` `[K, B, C, *positions]` with `Λ = Σ_k S_k S_kᵀ` over dim C, at every example and position.
+        """Columns `S` `[K, B, C, *positions]` with `Λ = Σ_k S_k S_kᵀ` over dim C, at every example and position; over
+        all outputs of an example where the likelihood `couples_outputs`.
 
         `y` serves only to find the positions without a target (`ignore_index`): their columns are zero.
         """
@@ -117,9 +119,13 @@ class Likelihood(ABC):
         """`diag Λ` in the shape of `f`."""
         return self.fisher_root(f, y).square().sum(0)
 
+    def noise_shape(self, f: Tensor) -> torch.Size:
+        """Of the numbers that `sample` takes for an example."""
+        return f.shape[1:]
+
     @abstractmethod
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1) of the shape of `f`.
+        """Targets drawn from the model by inverse CDF from `uniform` numbers in (0, 1), `noise_shape` of each example.
 
         Every example depends on its own numbers alone, so batches may be split in any way. Positions that `y` marks as
         having no target keep that mark.

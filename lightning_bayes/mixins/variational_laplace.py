@@ -142,7 +142,8 @@ def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
     f = f.detach()
     dtype = torch.promote_types(f.dtype, torch.float32)
     examples = Processes.current().examples(0, len(f), f.device)
-    return q.options.likelihood.sample(f, uniforms(q.options.seed, q.draws, examples, f.shape[1:], dtype), y)
+    noise = uniforms(q.options.seed, q.draws, examples, q.options.likelihood.noise_shape(f), dtype)
+    return q.options.likelihood.sample(f, noise, y)
 
 
 # -- how it is computed ------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class Integral:
         """Outputs with this mean and covariance of each example.  # [B, ...], [B, C, C]"""
         if mean.ndim == 1:
             return self._integrate(mean, covariance.reshape(mean.shape))
-        if mean.ndim == 2:
+        if mean.ndim == 2 or self.likelihood.couples_outputs:
             return self._integrate(mean, covariance)
         if self.link == "mc":
             draws = draw_gaussian(mean.flatten(1), covariance, self.samples, self.generator)
@@ -156,7 +156,7 @@ class Integral:
 
     def over_draws(self, mean: Tensor, draws: Draws) -> Predictive:
         """What has a closed form gets the outputs' exact mean, and their covariances from the draws."""
-        if self.link == "mc":
+        if self.link == "mc" or self.likelihood.couples_outputs:  # variances of outputs alone do not tell
             return mixture(self.likelihood, draws)
         closed_form = replace(self, samples=0, generator=None)
         pairs = self.link == "pairwise" and mean.ndim > 1

@@ -109,7 +109,10 @@ class BatchDiagonal:
         by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
         Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
         del f  # it would keep the whole graph
-        (walk.from_root if by_root else walk.from_diagonal)(Λ)
+        if by_root:
+            walk.from_root(Λ, self.likelihood.couples_outputs)
+        else:
+            walk.from_diagonal(Λ)
         diagonals = [_or_zeros(walk.diagonals[id(p)], p) for p in parameters]
         return self.subset.narrow(torch.cat([d.reshape(-1) for d in diagonals]))
 

@@ -86,11 +86,12 @@ class Walk:
         K = d.numel() // self._B
         self._run(self._parts(Carried(diagonal=d), self._count(K)), K)
 
-    def from_root(self, S: Tensor) -> None:
-        """From a likelihood's `fisher_root`; the columns of a dense output are taken at each position alone."""
-        K = len(S) * (S[0, 0, 0].numel() if S.ndim > 3 else 1)
+    def from_root(self, S: Tensor, coupled: bool = False) -> None:
+        """From a likelihood's `fisher_root`; the columns of a dense output are taken at each position alone, unless
+        outputs are coupled."""
+        K = len(S) * (S[0, 0, 0].numel() if S.ndim > 3 and not coupled else 1)
         size = self._size(self._count(K), S)
-        self._run((Carried(columns=part, basis=object()) for part in root_columns(S, size)), K)
+        self._run((Carried(columns=part, basis=object()) for part in root_columns(S, size, coupled)), K)
 
     def _is_whole(self, t: Tensor) -> bool:
         if self._exact:
