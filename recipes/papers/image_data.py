@@ -13,7 +13,6 @@ labels. They are taken where torchvision's files are missing.
 
 from __future__ import annotations
 
-import gzip
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from recipes.idx import read_idx
 from recipes.program import VARIABLE
 
 DEFAULT_FOLDER = Path(os.environ.get(VARIABLE) or "data")
@@ -102,22 +102,8 @@ def _read(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def _idx_files(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
-    """MNIST's format, packed or not; torchvision would want the training images, too, and to write into the folder."""
-    raw, part = folder / name / "raw", "train" if train else "t10k"
-    found = [_idx(raw / f"{part}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")]
-    if any(array is None for array in found):
-        return None
-    pixels, labels = found
-    return pixels.unsqueeze(1).float() / 255, labels.long()
-
-
-def _idx(file: Path) -> Tensor | None:
-    packed = file.with_name(f"{file.name}.gz")
-    if not file.exists() and not packed.exists():
-        return None
-    content = file.read_bytes() if file.exists() else gzip.decompress(packed.read_bytes())
-    shape = [int.from_bytes(content[4 * i : 4 * i + 4], "big") for i in range(1, content[3] + 1)]
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 * len(shape) + 4).view(shape)
+    found = read_idx(folder, name, train)
+    return None if found is None else (found[0].unsqueeze(1).float() / 255, found[1].long())
 
 
 def _mosaics(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
