@@ -95,7 +95,7 @@ def search(name: str, seed: int, settings: Settings) -> Tensor:
 
 
 def main() -> None:
-    scales = {"default": Settings(), "fast": Settings(searches=2, looks=5, iterations=60)}
+    scales = {"default": Settings(), "fast": Settings(searches=2, looks=3, iterations=60)}
     run = start(__doc__, "bayesian_optimisation", scales, threads=1)
     points, seeds = {}, run.seeds(run.settings.searches)
     for name, seed in progress(list(product(METHODS, seeds)), "searches"):

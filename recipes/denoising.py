@@ -90,7 +90,7 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    run = start(__doc__, "denoising", {"default": Settings(), "fast": Settings(4, 64, 16, 6)}, threads=1)
+    run = start(__doc__, "denoising", {"default": Settings(), "fast": Settings(4, 64, 16, 4)}, threads=1)
     (data, validation, tests), table = make_data(run.settings, run.seed), {}
     posterior = run.posterior("training", Denoiser(), train, run, data, validation)
     plain = posterior.calibrate(DataLoader(validation, 50), "map")

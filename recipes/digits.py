@@ -79,7 +79,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 
 def draw_entropies(entropies: Mapping[str, Sequence[Tensor]]) -> Figure:
     """By method, those of predictions for known and for unknown things."""
-    figure = Figure(figsize=(3.8 * len(entropies), 3.4), layout="constrained")
+    figure = Figure(figsize=(4.6 * len(entropies), 3.6), layout="constrained")
     for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(entropies)), entropies.items(), strict=True):
         plots.ood_histogram(*joined(known, unknown), ax=ax)
         ax.set(title=name, xlabel="entropy of the prediction")

@@ -74,7 +74,7 @@ def draw(estimate: Tensor, by_pass: Tensor) -> Figure:
 
 
 def main() -> None:
-    run = start(__doc__, "l2m", {"default": Settings(), "fast": Settings(2, 10)}, threads=1)
+    run = start(__doc__, "l2m", {"default": Settings(), "fast": Settings(2, 8)}, threads=1)
     digits, epochs, seeds = read_digits(), run.settings.epochs, run.seeds(run.settings.members)
     trainings = progress(seeds, "trainings")
     members = [run.posterior(f"{seed}", DigitNet(epochs), train, run, digits, seed) for seed in trainings]

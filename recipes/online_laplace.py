@@ -98,7 +98,7 @@ def draw(posteriors: dict[str, LaplacePosterior], digits: Digits, samples: int) 
 
 
 def main() -> None:
-    run = start(__doc__, "online_laplace", {"default": Settings(), "fast": Settings(10, 20)}, threads=1)
+    run = start(__doc__, "online_laplace", {"default": Settings(), "fast": Settings(5, 10)}, threads=1)
     digits, samples, ways = read_digits(), run.settings.samples, {"post-hoc": post_hoc, "online": online}
     posteriors = {name: run.posterior(name, Autoencoder(), fit, run, digits) for name, fit in ways.items()}
     run.save_table("table", {name: judge(posterior, digits, samples) for name, posterior in posteriors.items()})

@@ -97,7 +97,7 @@ def verdict(table: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    run = start(__doc__, "quickstart", {"default": Settings(), "fast": Settings(2, 8)}, threads=1)
+    run = start(__doc__, "quickstart", {"default": Settings(), "fast": Settings(2, 2)}, threads=1)
     digits, seeds = read_digits(), progress(run.seeds(run.settings.networks), "trainings")
     methods = predictors([run.posterior(f"{seed}", DigitNet(), train, run, digits, seed) for seed in seeds], digits)
     table = {name: averaged([judge(predict, digits) for predict in group]) for name, group in methods.items()}

@@ -96,7 +96,7 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    run = start(__doc__, "segmentation", {"default": Settings(), "fast": Settings(4, 60, 16, 4)}, threads=1)
+    run = start(__doc__, "segmentation", {"default": Settings(), "fast": Settings(3, 60, 16, 4)}, threads=1)
     data, validation, x, y = make_data(run.settings, run.seed)
     posterior = run.posterior("training", Segmentation(), train, run, data, validation)
     ours = partial(posterior.predict, samples=run.settings.samples, generator=torch.Generator().manual_seed(run.seed))

@@ -78,7 +78,7 @@ def train(run: Run, digits: Digits, kind: type[DigitNet]) -> GaussianPosterior:
 
 
 def main() -> None:
-    run = start(__doc__, "variational_laplace", {"default": Settings(), "fast": Settings(epochs=12)}, threads=1)
+    run = start(__doc__, "variational_laplace", {"default": Settings(), "fast": Settings(epochs=8)}, threads=1)
     digits = read_digits(run.settings.images)
     kinds = (DigitNet, VI, VL)
     plain, vi, vl = (run.posterior(kind.__name__, make(kind), train, run, digits, kind) for kind in kinds)
