@@ -23,10 +23,12 @@ NOTEBOOKS = {
 }
 SETUP = """\
 import sys
+import warnings
 
 from IPython.display import Image, display
 
 sys.path.insert(0, "../recipes")  # what the recipes share
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars need ipywidgets
 """
 RUN = """\
 ## Run it

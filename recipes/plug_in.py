@@ -1,7 +1,7 @@
 """Every method on modules that are not made for it: nothing in `lit_digits.py` knows of this package.
 
 By hand: callbacks that leave the training as it is share one Trainer; those that change it, and the mixins (see
-`bayes_digits.py`), have their own. The table has each method beside MAP, what the same training gives without it.
+`bayes_digits.py`), have their own. The table has each method beside MAP, the plain network that its training ends with.
 
     python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
     python recipes/plug_in.py --devices 2      # the same on two `ddp` processes

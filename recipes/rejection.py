@@ -78,7 +78,7 @@ def draw_curves(methods: dict[str, Predictor], digits: Digits) -> Figure:
 
 def draw_entropies(methods: dict[str, Predictor], digits: Digits) -> Figure:
     """Of known digits and of letters: the less they overlap, the more is noticed."""
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    figure = Figure(figsize=(15, 3.8), layout="constrained")
     for ax, (name, predict) in zip(figure.subplots(1, len(methods)), methods.items(), strict=True):
         known, unknown = (predict(images).entropy for images in (digits.test.tensors[0], digits.unknown["letters"]))
         plots.ood_histogram(*joined(known, unknown), ax=ax)
