@@ -45,7 +45,7 @@ class Measured:
     @property
     def seeds(self) -> list[int]:
         """Those in the CSVs, or the only one."""
-        drawn = dict.fromkeys(row["seed"] for row in self._rows() if "seed" in row)
+        drawn = dict.fromkeys(row["seed"] for row in self._rows() if row.get("seed") is not None)
         return list(drawn) or [self.settings["seed"]]
 
     @property
@@ -60,9 +60,9 @@ class Measured:
 
 
 def measured(folder: Path = FOLDER) -> list[Measured]:
-    """All runs below a folder, in the order of the page."""
+    """All runs below a folder, in the order of the page; one that has no numbers yet is none."""
     runs = []
-    for path in folder.rglob("settings.json"):
+    for path in (path for path in folder.rglob("settings.json") if any(path.parent.glob("*.csv"))):
         name = path.parent.relative_to(folder).as_posix()
         runs.append(Measured(name, path.parent, json.loads(path.read_text(encoding="utf-8"))))
     return sorted(runs, key=lambda run: (_place(run.name), run.name))

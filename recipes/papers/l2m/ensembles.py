@@ -9,8 +9,8 @@ The noise of the curvature is the training error. The prior is chosen on the hel
 Then each method's noise σ², which is added to its variance of the function, is the one with the best NLL on the
 held-out rows. Of a network without a posterior it is the mean squared error there. The test rows choose nothing.
 
-    python -m recipes.papers.l2m.ensembles                       # three sets, two splits: a minute
-    python -m recipes.papers.l2m.ensembles --scale               # nine sets, all splits (20; protein: 5)
+    python -m recipes.papers.l2m.ensembles                       # seconds: three sets, two splits
+    python -m recipes.papers.l2m.ensembles --scale               # four minutes: nine sets, 20 splits (protein: 5)
     python -m recipes.papers.l2m.ensembles --scale --kind gap    # test rows are the middle third of one input
 """
 
@@ -30,7 +30,7 @@ from lightning_bayes import DeepEnsemble, Gaussian, LaplacePosterior, fit_l2m, f
 from recipes.papers.claims import Claim, verdict
 from recipes.papers.l2m.regression_data import Split, check_files, n_splits, read_split
 from recipes.papers.l2m.side_by_side import BATCH, State, member, train_side_by_side
-from recipes.program import Row, Run, markdown, progress, read_rows, spread, start
+from recipes.program import Row, Run, markdown, progress, read_rows, spread, standard_error, start
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
 ENSEMBLES = {"network": "deep ensemble", "L2M": "L2M ensemble", "Laplace": "Laplace ensemble"}
@@ -155,8 +155,9 @@ def claims(by_cell: dict[tuple[str, str], list[Row]], sets: list[str]) -> Iterat
         for name in sets:
             pairs = zip(by_cell[name, own], by_cell[name, rival], strict=True)
             gaps = [a["NLL"] - b["NLL"] for a, b in pairs]
-            statement = f"{name}: the NLL of {own} is lower than that of {rival}"
-            yield Claim(statement, mean(gaps) < 0, f"difference {spread(gaps)}")
+            error = standard_error(gaps) if len(gaps) > 1 else 0.0
+            statement = f"{name}: the NLL of {own} is lower than that of {rival}, by more than two standard errors"
+            yield Claim(statement, mean(gaps) < -2 * error, f"difference {spread(gaps, 4)}")
 
 
 def main() -> None:

@@ -222,6 +222,20 @@ def judge(name: str, trained: Trained) -> Iterator[Row]:
     yield row
 
 
+def judge_member(m: int, trained: Trained) -> Iterator[Row]:
+    """Each training by itself: how many of its units a data point switches on, and its NLL without and with L2M."""
+    posterior, row = trained.member(m), {"seed": trained.run.seed + m}
+    net = posterior.network.net
+    with torch.no_grad():
+        first, second = (net[:n](trained.data.x) for n in (2, 5))  # [N, 40]
+    row["units alive"] = int((torch.cat((first, second), 1) > 0).any(0).sum())
+    for where, (x, y) in (("between", trained.data.between), ("beyond", trained.data.beyond)):
+        for name, predictive in (("MAP", "map"), ("L2M", "glm")):
+            belief = posterior.predict(x, predictive)
+            row[f"{name} {where}"] = float(metrics.functional.gaussian_nll(belief.mean, belief.variance, y))
+    yield row
+
+
 def judge_chains(trained: Trained) -> Iterator[Row]:
     chains, x = trained.chains(), torch.linspace(GRID[0].item(), GRID[-1].item(), 49)[:, None]
     draws = chains["draws"]
@@ -248,7 +262,14 @@ def report(folder: Path) -> str:
         f"{chain['acceptance']:.2f}; largest R-hat of f between the data {chain['R-hat between']:.3f}, beyond them "
         f"{chain['R-hat beyond']:.3f}."
     )
-    return "\n\n".join([text, chains, " ".join(NOTE.split()), verdict(list(claims(rows)))])
+    trainings = read_rows(folder / "members.csv")
+    names = [name for name in trainings[0] if name not in ("step", "cpu_seconds")]
+    members = markdown(names, [[row[name] for name in names] for row in trainings], digits=2)
+    caption = (
+        "The trainings, of which the first is the network of all methods but ensembles, HMC and eq. (6); their NLL:"
+    )
+    parts = [text, chains, caption, members, " ".join(NOTE.split()), verdict(list(claims(rows)))]
+    return "\n\n".join(parts)
 
 
 def claims(rows: dict[str, Row]) -> Iterator[Claim]:
@@ -269,6 +290,8 @@ def main() -> None:
     for name in progress(list(METHODS), "methods"):
         run.collect("scores", name, judge, name, trained)
     run.collect("chains", "HMC", judge_chains, trained)
+    for m in range(run.settings.members):
+        run.collect("members", f"member {m}", judge_member, m, trained)
     rows = {row["method"]: row for row in run.rows("scores")}
     panels = {name: run.once(name, predict, name, trained)["grid"] for name in list(METHODS)[:12]}
     run.save_picture("figure1", draw_panels(panels, rows, trained.data))
