@@ -45,9 +45,13 @@ def report(folder: Path) -> str:
     """As Markdown, from the CSVs of the folder alone."""
     results = Results.read(folder)
     parts = ["# Variational Laplace: tables 1 and 2, figures 1 and 2", describe(results)]
+    if not results.datasets:
+        return "\n\n".join([*parts, "Unfinished: no seed has all its trainings yet."]) + "\n"
     for dataset in results.datasets:
+        parts.append(f"## {dataset}")
+        if (seeds := results.seeds(dataset)) < results.settings["seeds"]:
+            parts.append(f"Unfinished: {seeds} of {results.settings['seeds']} seeds.")
         parts += [
-            f"## {dataset}",
             "Table 1: test images, at the β of the best mean validation NLL (*: the first or last β of the sweep). "
             "Beside each number the paper's.",
             table_1(results, dataset),
@@ -73,7 +77,7 @@ def describe(results: Results) -> str:
         for channels in (1, 3)
     ]
     n_train, n_test = (f"{n:,}" if (n := s[name]) is not None else "all other" for name in ("n_train", "n_test"))
-    seeds = len({row["seed"] for row in results.score_rows})
+    seeds = s["seeds"]
     text = (
         f"PreActResNet-{depth} with softplus, width {s['width']}, first stride {s['stride']} ({sizes[0]:,} weights for "
         f"grey images, {sizes[1]:,} for colours); {n_train} training images, {s['n_validation']:,} for validation, "

@@ -16,7 +16,11 @@ SCORES = {"nll": "NLL", "acc": "accuracy", "ece": "ECE"}
 
 @dataclass(frozen=True)
 class Results:
-    """Rows by what they are of. Lists of numbers have one per seed, in the seeds' order."""
+    """Rows by what they are of. Lists of numbers have one per seed, in the seeds' order.
+
+    Of an unfinished run, the seeds of a dataset that have all their trainings are kept: methods are compared on the
+    same seeds.
+    """
 
     score_rows: list[Row]
     epoch_rows: list[Row]
@@ -25,11 +29,16 @@ class Results:
     @classmethod
     def read(cls, folder: Path) -> Results:
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
-        return cls(read_rows(folder / "scores.csv"), read_rows(folder / "epochs.csv"), settings)
+        scores, epochs = (read_rows(folder / f"{table}.csv") for table in ("scores", "epochs"))
+        finished = _finished(epochs, settings)
+        return cls(*([r for r in rows if (r["dataset"], r["seed"]) in finished] for rows in (scores, epochs)), settings)
 
     @property
     def datasets(self) -> list[str]:
         return list(dict.fromkeys(row["dataset"] for row in self.score_rows))
+
+    def seeds(self, dataset: str) -> int:
+        return len({row["seed"] for row in self.score_rows if row["dataset"] == dataset})
 
     @property
     def betas(self) -> list[float]:
@@ -64,3 +73,15 @@ class Results:
         rows = [row for row in self.epoch_rows if all(row[name] == value for name, value in wanted.items())]
         seeds = sorted({row["seed"] for row in rows})
         return [[row[what] for row in rows if row["seed"] == seed] for seed in seeds]
+
+
+def _finished(epoch_rows: list[Row], settings: dict[str, Any]) -> set[tuple[str, int]]:
+    """Datasets and seeds of which every training has been written."""
+    wanted: set[tuple[str, float, float | None]] = {("MAP", β, None) for β in settings["betas"]}
+    for method in ("VI", "VL"):
+        wanted |= {(method, β, settings["multiplier"]) for β in settings["betas"]}
+        wanted |= {(method, β, m) for β in settings["multiplier_betas"] for m in settings["multipliers"]}
+    trained: dict[tuple[str, int], set[tuple[str, float, float | None]]] = {}
+    for row in epoch_rows:
+        trained.setdefault((row["dataset"], row["seed"]), set()).add((row["method"], row["beta"], row["multiplier"]))
+    return {which for which, trainings in trained.items() if wanted <= trainings}

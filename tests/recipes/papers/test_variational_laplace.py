@@ -203,6 +203,18 @@ def test_statements_of_the_paper_are_judged_with_their_spread(made_up: Path) -> 
     assert f"Of {len(said)} statements" in text
 
 
+def test_of_an_unfinished_run_whole_seeds_are_reported(made_up: Path) -> None:
+    """One training of the last seed is missing, then one of each seed."""
+    for lost, said in (({2}, "Unfinished: 2 of 3 seeds."), (set(SEEDS), "Unfinished: no seed has all its trainings")):
+        for table in ("scores.csv", "epochs.csv"):
+            rows = read_rows(made_up / table)
+            (made_up / table).unlink()
+            append_rows(made_up / table, [r for r in rows if r["method"] != "MAP" or r["seed"] not in lost])
+        assert said in report(made_up)
+        if lost == {2}:  # 0.9 and 1.0
+            assert cells(report(made_up), "Table 1:", "VL")[2] == "0.950 ± 0.050"
+
+
 def test_a_difference_within_its_spread_is_said_to_be() -> None:
     assert gained([0.1, 0.2, 0.3]) == "0.200 ± 0.058, in 3 of 3 seeds"
     assert gained([-0.1, 0.1, 0.3]) == "0.100 ± 0.115, in 2 of 3 seeds, less than two standard errors"
