@@ -294,7 +294,7 @@ def report(folder: Path) -> str:
         f"{settings['pixels']} pixels, {settings['channels']} of {CHANNELS} channels, at most {settings['epochs']} "
         f"epochs, {settings['hessian']} Hessian unless a row says otherwise, {settings['samples']} sampled networks, "
         f"AUROC on {settings['n_valid']:,} validation images and as many of MNIST; mean ± standard error over "
-        f"{max(map(len, rows.values()))} seeds. The paper's figure 9 has no numbers in its text.",
+        f"{max(map(len, rows.values()), default=0)} seeds. The paper's figure 9 has no numbers in its text.",
         _rows(rows),
         '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
         'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '
@@ -303,7 +303,7 @@ def report(folder: Path) -> str:
         "Without any network:",
         markdown(["score", "AUROC"], [[r["score"], r["AUROC"]] for r in read_rows(folder / "baselines.csv")], 3),
     ]
-    if len(rows) > 1:
+    if len(rows) > 1 and AUTHORS in rows:
         parts += [differences(rows)]
     curve = read_rows(folder / "curve.csv")
     curve = [r for r in curve if r["step"].rsplit(" epoch ", 1)[0] == curve[0]["step"].rsplit(" epoch ", 1)[0]]

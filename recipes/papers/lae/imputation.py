@@ -228,7 +228,7 @@ def figure_11(methods: dict[str, Method], data: Data, seed: int) -> Figure:
     chosen = x[[int((y == d).nonzero()[0]) if (y == d).any() else 0 for d in (3, 5, 7, 9)]]
     hidden, observed = hide(chosen, seed)
     noise, nothing = hide(chosen[:2], seed + 1, everything=True)
-    figure = Figure(figsize=(4.6 * len(SHOWN), 4.6), layout="constrained", dpi=110)
+    figure = Figure(figsize=(4.6 * len(SHOWN), 4.6), layout="constrained", dpi=52)
     for panel, name in zip(figure.subfigures(1, len(SHOWN), wspace=0.06), SHOWN, strict=True):
         imputed = impute(methods[name], hidden, observed, seed)  # [5, 4, ...]
         rows_of_noise = zip(noise.split(1), nothing.split(1), (2, 4), strict=True)  # each with its own networks
