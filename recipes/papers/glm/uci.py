@@ -10,15 +10,16 @@ Two hidden layers of tanh units, full-batch Adam on the summed negative log join
 - GLM diag: under its diagonal.
 - GP: the posterior in function space with half of the training points, at most 300; with all it would be the GLM's.
 - GLM refine, GLM refine d: the variational posterior of the linearised network, full and diagonal, at its optimum.
-  Where N·C > P (digits, satellite) it is searched downhill from the best δ of GLM, instead of at all δ.
-- GLM refine d, short: as the authors' program has it, 250 steps of a thousandth from the Laplace posterior.
+  Where N·C > P (digits, satellite) δ is searched downhill from the best one of GLM and GLM diag, not at all ten.
+- GLM refine d, short: stopped as early as the authors' program does, 250 steps of a thousandth from GLM diag.
 
-All δ of a split train as one computation, in float32; `--at-once` splits as well, which is no faster on two cores.
-Each split of a set is a step, in four parts, and is read instead of computed again.
+All δ of a split train as one computation, in float32; `--at-once` splits as well, which saves no time on one core.
+A split of a set is a step, in four `--parts`, and is read instead of computed again: other sets, splits and parts can
+be added to a folder at any time.
 
     python -m recipes.papers.glm.uci                             # three sets, three splits, 20 units: some minutes
-    python -m recipes.papers.glm.uci --paper --sets australian   # half an hour
-    python -m recipes.papers.glm.uci --paper                     # some hours
+    python -m recipes.papers.glm.uci --paper --sets australian   # a quarter of an hour on one core
+    python -m recipes.papers.glm.uci --paper                     # eight hours
 """
 
 from __future__ import annotations
