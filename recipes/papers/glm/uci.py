@@ -10,15 +10,16 @@ Two hidden layers of tanh units, full-batch Adam on the summed negative log join
 - GLM diag: under its diagonal.
 - GP: the posterior in function space with half of the training points, at most 300; with all it would be the GLM's.
 - GLM refine, GLM refine d: the variational posterior of the linearised network, full and diagonal, at its optimum.
-  Where N·C > P (digits, satellite) it is searched downhill from the best δ of GLM, instead of at all δ.
-- GLM refine d, short: as the authors' program has it, 250 steps of a thousandth from the Laplace posterior.
+  Where N·C > P (digits, satellite) δ is searched downhill from the best one of GLM and GLM diag, not at all ten.
+- GLM refine d, short: stopped as early as the authors' program does, 250 steps of a thousandth from GLM diag.
 
-All δ of a split train as one computation, in float32; `--at-once` splits as well, which is no faster on two cores.
-Each split of a set is a step, in four parts, and is read instead of computed again.
+All δ of a split train as one computation, in float32; `--at-once` splits as well, which saves no time on one core.
+A split of a set is a step, in four `--parts`, and is read instead of computed again: other sets, splits and parts can
+be added to a folder at any time.
 
     python -m recipes.papers.glm.uci                             # three sets, three splits, 20 units: some minutes
-    python -m recipes.papers.glm.uci --paper --sets australian   # half an hour
-    python -m recipes.papers.glm.uci --paper                     # some hours
+    python -m recipes.papers.glm.uci --paper --sets australian   # a quarter of an hour on one core
+    python -m recipes.papers.glm.uci --paper                     # eight hours
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ class Split:
     validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     n_outputs: int  # one for two classes
+    run_seed: int = 0
+
+    @property
+    def noise_seed(self) -> int:
+        """Of first weights and draws."""
+        return self.seed + 1000 * self.run_seed
 
     def shape(self, width: int) -> Shape:
         return Shape(self.train[0].shape[1], width, self.n_outputs)
@@ -96,7 +103,7 @@ class Split:
         return torch.cat((self.validation[0], self.test[0]))
 
 
-def read_split(x: np.ndarray, y: np.ndarray, seed: int) -> Split:
+def read_split(x: np.ndarray, y: np.ndarray, seed: int, run_seed: int = 0) -> Split:
     x_train, x_rest, y_train, y_rest = train_test_split(x, y, train_size=0.7, stratify=y, random_state=seed)
     x_test, x_valid, y_test, y_valid = train_test_split(
         x_rest, y_rest, train_size=0.5, stratify=y_rest, random_state=seed
@@ -108,7 +115,7 @@ def read_split(x: np.ndarray, y: np.ndarray, seed: int) -> Split:
         return torch.tensor((inputs - mean) / np.where(std > 0, std, 1)), torch.tensor(labels)
 
     parts = part(x_train, y_train), part(x_valid, y_valid), part(x_test, y_test)
-    return Split(seed, *parts, n_outputs=1 if classes == 2 else classes)
+    return Split(seed, *parts, n_outputs=1 if classes == 2 else classes, run_seed=run_seed)
 
 
 def read(name: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -133,15 +140,15 @@ def examples(splits: list[Split]) -> Examples:
 def trained(name: str, splits: list[Split], settings: Settings) -> Tensor:
     """# [S, K, P]"""
     shape = splits[0].shape(settings.width)
-    starts = torch.stack([shape.start(split.seed) for split in splits])
+    starts = torch.stack([shape.start(split.noise_seed) for split in splits])
     return train_map(shape, examples(splits), starts, grid(settings), settings.steps, bar(f"{name}: networks"))
 
 
 def trained_mfvi(name: str, splits: list[Split], settings: Settings) -> list[Tensor]:
     """Means and standard deviations.  # [S, K, P] each"""
     shape = splits[0].shape(settings.width)
-    starts = torch.stack([shape.start(split.seed) for split in splits])
-    noise = torch.Generator().manual_seed(splits[0].seed)
+    starts = torch.stack([shape.start(split.noise_seed) for split in splits])
+    noise = torch.Generator().manual_seed(splits[0].noise_seed)
     steps = settings.steps // 2
     return list(train_mfvi(shape, examples(splits), starts, grid(settings), steps, noise, bar(f"{name}: MFVI")))
 
@@ -181,7 +188,7 @@ def score_networks(name: str, split: Split, θ: Tensor, settings: Settings) -> I
 
 
 def score_mfvi(name: str, split: Split, μ: Tensor, σ: Tensor, settings: Settings) -> Iterator[Row]:
-    noise = torch.Generator().manual_seed(split.seed)
+    noise = torch.Generator().manual_seed(split.noise_seed)
     for δ, mean, std in zip(grid(settings).tolist(), μ, σ, strict=True):
         θ = mean + std * torch.randn(settings.samples, len(mean), generator=noise)
         yield scores(name, split, "MFVI", δ, drawn_probabilities(split.shape(settings.width), θ, split.held_out))
@@ -221,7 +228,7 @@ class Case:
 
     def glm_row(self, method: str, h: Tensor, posterior: Posterior) -> Row:
         """From outputs `h` and a posterior of the linearised network."""
-        noise = torch.Generator().manual_seed(self.split.seed)
+        noise = torch.Generator().manual_seed(self.split.noise_seed)
         covariance = posterior.covariance(self.held_out)
         return self.row(method, sampled_probabilities(h, covariance, self.samples, noise, probabilities))
 
@@ -243,7 +250,7 @@ def score_laplace(name: str, split: Split, θ: Tensor, settings: Settings) -> It
         full = model.posterior(Λ)
         yield case.glm_row("GLM", f, full)
         yield case.glm_row("GLM diag", f, Diagonal(model.train, case.δ, Λ))
-        draws = flattened(full.draws(settings.samples, torch.Generator().manual_seed(split.seed)))
+        draws = flattened(full.draws(settings.samples, torch.Generator().manual_seed(split.noise_seed)))
         yield case.row("BNN", drawn_probabilities(case.shape, (case.θ + draws).float(), split.held_out))
         yield case.row("GP", gp_probabilities(case))
 
@@ -258,7 +265,7 @@ def gp_probabilities(case: Case) -> Tensor:
     posterior = fit_laplace(
         network, [(x, y)], likelihood, "diag", prior_precision=case.δ, gp_points=points, gp_outputs="joint"
     )
-    noise = torch.Generator().manual_seed(case.split.seed)
+    noise = torch.Generator().manual_seed(case.split.noise_seed)
     p = posterior.predict(case.split.held_out, "gp", link="mc", samples=case.samples, generator=noise).probs
     assert p is not None
     return torch.cat((1 - p, p), -1) if is_binary else p
@@ -327,7 +334,7 @@ def main() -> None:
     data = {name: read(name, run.data) for name in given.sets or sets}
     for name, (x, y) in data.items():
         for first in range(0, len(seeds), given.at_once):
-            splits = [read_split(x, y, seed) for seed in seeds[first : first + given.at_once]]
+            splits = [read_split(x, y, seed, run.seed) for seed in seeds[first : first + given.at_once]]
             for i in range(len(splits)):
                 run_split(run, name, splits, i, given.parts)
     run.save_picture("precisions", draw(run.output))

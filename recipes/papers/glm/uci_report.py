@@ -71,6 +71,8 @@ def report(folder: Path) -> str:
     parts = [
         "Test NLL, mean ± standard error over splits (the paper's): ✓ where the two are within three standard errors "
         "of their difference, √(ours² + the paper's²), ✗ where not. The paper's are rounded, some errors to zero.",
+        "GLM refine and GLM refine d are at the optimum of the lower bound; the authors' program stops after 250 steps "
+        "of 0.01 and of 0.001, which GLM refine d, short, does, too. GP has half of the training points, at most 300.",
         table("nll", True),
         f"Within three standard errors: {sum(within)} of {len(within)}.",
         verdict(claims(folder)),
@@ -128,7 +130,10 @@ def draw(folder: Path) -> Figure:
     columns = min(4, len(sets))
     lines = math.ceil(len(sets) / columns)
     figure = Figure(figsize=(3 * columns, 2.4 * lines), layout="constrained", dpi=100)
-    for ax, name in zip(figure.subplots(lines, columns, squeeze=False).flat, sets, strict=False):
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for ax in panels[len(sets) :]:
+        ax.set_axis_off()
+    for ax, name in zip(panels, sets, strict=False):
         for method, colour in LINES.items():
             of_prior = means.get((name, method), {})
             ax.plot(list(of_prior), list(of_prior.values()), ".-", color=colour, label=method)

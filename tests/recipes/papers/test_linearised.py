@@ -6,7 +6,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, fit_laplace
-from recipes.papers.glm.linearised import Diagonal, LinearModel, Rows, WeightSpace, by_layers, flattened, refine
+from recipes.papers.glm.linearised import (
+    Diagonal,
+    LinearModel,
+    Rows,
+    WeightSpace,
+    by_layers,
+    flattened,
+    refine,
+    refine_briefly,
+)
 from recipes.papers.glm.network_grid import Shape
 
 δ = 0.7
@@ -100,3 +109,14 @@ def test_products_with_the_jacobian() -> None:
     torch.testing.assert_close(rows.push(by_layers(shape, θ)), rows.at_weights)
     u = torch.randn_like(f)
     assert float((flattened(rows.pull(u)) * v).sum()) == pytest.approx(float((u * Jv).sum()))
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_few_longer_steps_lead_where_the_authors_many_do(outputs: int) -> None:
+    model, rows = linear_model(outputs, 30)
+    weights = by_layers(*problem(outputs, 30)[:2])
+    (few, of_few), (many, of_many) = (refine_briefly(model, weights, *how) for how in ((), (250, 0.001)))
+    moved = rows.push(many)
+    assert moved.abs().max() > 0.05
+    torch.testing.assert_close(rows.push(few), moved, rtol=0.02, atol=0.005)
+    torch.testing.assert_close(of_few.covariance(rows), of_many.covariance(rows), rtol=0.01, atol=0.005)
