@@ -53,8 +53,8 @@ def report(folder: Path) -> str:
         own = [row for row in best if row["set"] == name]
         seeds, sizes = sorted({row["seed"] for row in own}), sorted({row["n_train"] for row in own})
         parts.append(
-            f"{name}, {', '.join(f'{n:,}' for n in sizes)} training images, {len(seeds)} seeds: mean ± standard error, "
-            "and the paper's number below each."
+            f"{name}, {', '.join(f'{n:,}' for n in sizes)} training images, {len(seeds)} seed{'s' * (len(seeds) > 1)}: "
+            "mean ± standard error, and the paper's number below each."
         )
         parts.append(table(name, own))
         claims += statements(name, own, [row for row in rows if row["set"] == name])
@@ -90,7 +90,7 @@ def table(name: str, best: Sequence[Row]) -> str:
     lines = []
     for method in METHODS:
         own = [row for row in best if row["method"] == method]
-        priors = [f"{row['prior']:g}" + (f" × {row['factor']:.2g}" if method == "GP" else "") for row in own]
+        priors = [f"{row['prior']:g}" + (f" × {row['factor']:.4g}" if method == "GP" else "") for row in own]
         lines.append([method, *(spread([row[score] for row in own]) for score in SCORES), ", ".join(priors)])
         if method in PAPER.get(name, {}):
             lines.append(["· paper", *PAPER[name][method], "–"])
@@ -162,7 +162,7 @@ def _entropies(best: Sequence[Row]) -> Figure:
 
 def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     """Of test images; a ring is the prior that most seeds choose by their validation images."""
-    figure, best = Figure(figsize=(4.4 * len(names), 3.2), layout="constrained"), chosen(rows)
+    figure, best = Figure(figsize=(4.4 * len(names) + 1.4, 3.2), layout="constrained"), chosen(rows)
     for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for method in METHODS:
             own = [row for row in rows if row["set"] == name and row["method"] == method]
@@ -177,7 +177,7 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("{x:g}")
         ax.tick_params(which="both", labelsize=8)
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 
