@@ -17,7 +17,7 @@ OOD-AUC is the area under the ROC curve of the prediction's entropy; ECE has ten
 `scores.csv`, from which `report` chooses. CIFAR-10 and SVHN may be there in part: then so many images are used.
 
     python -m recipes.papers.glm.images            # some minutes on one core
-    python -m recipes.papers.glm.images --scale    # about an hour: 5,000 images, three δ, three seeds
+    python -m recipes.papers.glm.images --scale    # half an hour on one core: 5,000 images, three δ, three seeds
     python -m recipes.papers.glm.images --paper    # the paper's numbers; wants a GPU's speed
 """
 
