@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, OnlineLaplaceCallback
+from recipes.papers.claims import Claim
 from recipes.papers.lae import common
 from recipes.papers.lae.autoencoders import (
     BATCH,
@@ -305,6 +306,12 @@ def report(folder: Path) -> str:
     ]
     if len(rows) > 1 and AUTHORS in rows:
         parts += [differences(rows)]
+    without_network = max(r["AUROC"] for r in read_rows(folder / "baselines.csv"))
+    checked = [
+        f"- {'holds' if c.holds else 'does not hold'}: {c.statement} ({c.numbers})"
+        for c in predictions(rows, without_network)
+    ]
+    parts += ["What was expected:", "\n".join(checked)]
     curve = read_rows(folder / "curve.csv")
     curve = [r for r in curve if r["step"].rsplit(" epoch ", 1)[0] == curve[0]["step"].rsplit(" epoch ", 1)[0]]
     columns = ["epoch", "error", *SCORES]
@@ -345,6 +352,35 @@ def differences(rows: dict[str, list[Row]]) -> str:
         lines.append(f"- {name}: {', '.join(moved) or 'nothing'}")
     head = f"What a row changes by more than {STEP} with every seed, in the same direction:"
     return "\n".join([head, "", *lines])
+
+
+def predictions(rows: dict[str, list[Row]], without_network: float) -> list[Claim]:
+    """What theory says (above), and whether it is so; of the rows that there are."""
+    average = {
+        name: {key: mean(r[key] for r in of_row) for key in of_row[0] if isinstance(of_row[0][key], float)}
+        for name, of_row in rows.items()
+    }
+    claims = []
+    if row := average.get("memory factor 1e-4 (paper)"):
+        numbers = f"{row['start left']:.2f} of the start is left; AUROC {row['output σ']:.3f}"
+        holds = row["output σ"] < 0.5
+        claims.append(Claim("while the start is remembered, output σ is larger inside than outside", holds, numbers))
+    equal = {score: [row[f"{score}, equal variances"] for row in average.values()] for score in SCORES[2:]}
+    if average:
+        numbers = ", ".join(f"{score}: AUROC at most {max(values):.3f}" for score, values in equal.items())
+        holds = all(max(values) < 0.5 for values in equal.values())
+        claims.append(Claim("with equal variances σ is larger inside than outside, in every row", holds, numbers))
+    for name in ("without the factor ½", "summed loss"):
+        if name in average and AUTHORS in average:
+            changes = [average[name][score] - average[AUTHORS][score] for score in SCORES]
+            numbers = ", ".join(f"{score} {change:+.3f}" for score, change in zip(SCORES, changes, strict=True))
+            text = f"{name}: no AUROC changes by more than {STEP}"
+            claims.append(Claim(text, all(abs(change) <= STEP for change in changes), numbers))
+    if AUTHORS in average:
+        best = max(average[AUTHORS][score] for score in SCORES)
+        numbers = f"{best:.3f} and {without_network:.3f}"
+        claims.append(Claim(f"{AUTHORS} beats every score without a network", best > without_network, numbers))
+    return claims
 
 
 def picture(folder: Path) -> Figure:

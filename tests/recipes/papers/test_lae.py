@@ -340,6 +340,19 @@ def test_what_a_row_changes_is_said_if_every_seed_agrees() -> None:
     assert text.endswith("- other: nothing")
 
 
+def test_what_was_expected_of_rows_follows_from_the_numbers() -> None:
+    recipe = parts("ablation")
+    row = {"seed": 0, "start left": 0.3, **dict.fromkeys(SCORES, 0.6)}
+    row |= {f"{score}, equal variances": 0.2 for score in SCORES[2:]}
+    rows = {recipe.AUTHORS: [row], "summed loss": [row | {"typicality": 0.64}]}
+    rows["memory factor 1e-4 (paper)"] = [row | {"output σ": 0.3}, row | {"output σ": 0.6}]
+    assert [claim.holds for claim in recipe.predictions(rows, 0.5)] == [True] * 4
+    rows["summed loss"] = [row | {"typicality": 0.66, "latent σ, equal variances": 0.55}]
+    rows["memory factor 1e-4 (paper)"] = [row]
+    assert [claim.holds for claim in recipe.predictions(rows, 0.7)] == [False] * 4
+    assert recipe.predictions({}, 0.7) == []
+
+
 def test_rank_correlation_is_spearmans() -> None:
     from scipy.stats import spearmanr
 
