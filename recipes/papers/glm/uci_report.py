@@ -91,7 +91,7 @@ def claims(folder: Path) -> list[Claim]:
 
     def better(one: str, other: str, statement: str, most: bool) -> list[Claim]:
         pairs = {
-            name: (_mean(rows[name, one]), _mean(rows[name, other]))
+            name: _means_of_common(rows[name, one], rows[name, other])
             for name in SETS
             if (name, one) in rows and (name, other) in rows
         }
@@ -183,5 +183,8 @@ def _splits(rows: Chosen, name: str) -> str:
     return str(max(counts)) if len(counts) == 1 else f"{min(counts)}–{max(counts)}"
 
 
-def _mean(rows: list[Row]) -> float:
-    return mean(row["nll"] for row in rows)
+def _means_of_common(one: list[Row], other: list[Row]) -> tuple[float, float]:
+    """Of the splits that both methods have, as an unfinished run has more of some."""
+    seeds = {row["seed"] for row in one} & {row["seed"] for row in other}
+    a, b = (mean(row["nll"] for row in rows if row["seed"] in seeds) if seeds else math.nan for rows in (one, other))
+    return a, b
