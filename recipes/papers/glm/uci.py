@@ -38,17 +38,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace, metrics
-from recipes.papers.glm.linearised import (
-    Diagonal,
-    LinearModel,
-    Posterior,
-    Rows,
-    by_layers,
-    flattened,
-    refine,
-    refine_briefly,
-    sampled_probabilities,
-)
+from recipes.papers.glm.gaussians import Diagonal, Posterior
+from recipes.papers.glm.layer_rows import Rows, by_layers, flattened
+from recipes.papers.glm.linearised import LinearModel, refine, refine_briefly, sampled_probabilities
 from recipes.papers.glm.network_grid import Examples, Shape, train_map, train_mfvi
 from recipes.papers.glm.uci_report import SETS, draw, report
 from recipes.program import Row, Run, missing, progress, start

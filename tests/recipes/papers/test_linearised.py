@@ -6,16 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, fit_laplace
-from recipes.papers.glm.linearised import (
-    Diagonal,
-    LinearModel,
-    Rows,
-    WeightSpace,
-    by_layers,
-    flattened,
-    refine,
-    refine_briefly,
-)
+from recipes.papers.glm.gaussians import Diagonal, WeightSpace
+from recipes.papers.glm.layer_rows import Rows, by_layers, flattened
+from recipes.papers.glm.linearised import LinearModel, refine, refine_briefly
 from recipes.papers.glm.network_grid import Shape
 
 δ = 0.7
