@@ -503,6 +503,14 @@ def test_from_torch_uncertainty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(names["ood"].compute()) == {"auroc", "aupr_in", "aupr_out", "fpr95"}
 
 
+def test_tomography() -> None:
+    torch.manual_seed(0)
+    names = run_page(DOCS / "tomography.md")
+    assert names["image"].shape == names["variance"].shape == (1, 6, 6)
+    assert names["images"].shape == (5, 1, 6, 6)
+    assert (names["variance"] > 0).all()
+
+
 def test_every_page_with_code_is_run_by_a_test() -> None:
     tests = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     pages = [page.name for page in DOCS.glob("*.md") if FENCE.search(page.read_text(encoding="utf-8"))]
