@@ -129,10 +129,13 @@ def output_fisher(
     if curvature == "ggn" and likelihood.has_diagonal_fisher:
         diagonal = likelihood.fisher_diagonal(f, y)
         return lambda U: U * diagonal
-    if curvature == "ggn" and not likelihood.couples_outputs:  # positions are independent of each other given f
+    if curvature == "ggn" and likelihood.couples_outputs:
+        A = likelihood.fisher_root(f[:1]).reshape(-1, f[0].numel())  # the same for every example [K, outputs]
+        return lambda U: (U.reshape(len(U), B, -1).to(A.dtype) @ A.mT @ A).reshape(U.shape)
+    if curvature == "ggn":  # positions are independent of each other given f
         S = likelihood.fisher_root(f, y).reshape(-1, B, C, f[0].numel() // C)
     else:
-        columns = output_columns(likelihood, curvature, f, y, max(samples, 1), examples, samples, seed)
+        columns = output_columns(likelihood, curvature, f, y, samples, examples, samples, seed)
         S = torch.cat(list(columns)).reshape(-1, B, f[0].numel(), 1)
 
     def product(U: Tensor) -> Tensor:

@@ -27,8 +27,11 @@ class JacobianProducts:
 
     def __init__(self, network: nn.Module, subset: Subset, x: Any) -> None:
         self._network, self._subset, self._x = network, subset, x
+        self._weights = subset.flatten(network).clone()
         with self._outputs() as f:
             self.f = f.detach()  # [B, ...]
+        if not self.f.isfinite().all():
+            raise CurvatureError("the network's output is not finite at this input: check the input and the weights")
         self._forward, self._batched = self._choose_way()
 
     @property
@@ -76,12 +79,20 @@ class JacobianProducts:
             reason = "forward and backward mode disagree"
         raise CurvatureError(f"an operator of the network has no products with its Jacobian ({reason})")
 
+    def _check_weights(self) -> None:
+        if not torch.equal(self._subset.flatten(self._network), self._weights):
+            raise CurvatureError(
+                "the network's weights are not those that it was linearised at: load them again, or fit again"
+            )
+
     @contextmanager
     def _outputs(self) -> Iterator[Tensor]:
+        self._check_weights()
         with torch.inference_mode(False), borrowed(self._network, self._subset.names):
             yield inputs.call(self._network, inputs.map_tensors(self._x, Tensor.clone))
 
     def _push(self, V: Tensor, forward: bool, batched: bool) -> Tensor:
+        self._check_weights()
         with torch.inference_mode(False), borrowed(self._network, self._subset.names), quiet():
             linearised = Linearised(self._network, self._subset.parameters(self._network), self._x)
             return linearised.derivatives(self._unflatten(V), forward, batched).detach()

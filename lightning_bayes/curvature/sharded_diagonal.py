@@ -123,7 +123,8 @@ class ShardedDiagonalSum:
         reshard(self._network)
         self._checks.end_batch()
         if counts:
-            self._n_data, self._n_outputs = self._n_data + B, self._n_outputs + outputs.numel()
+            counted = y if self._likelihood.couples_outputs else outputs
+            self._n_data, self._n_outputs = self._n_data + B, self._n_outputs + counted.numel()
 
     def _add_layer(self, layer: str, a: Tensor, g: Tensor, counts: bool) -> None:
         """# a [B, ...], g [1, B, ...]"""

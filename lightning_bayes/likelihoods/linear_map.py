@@ -2,7 +2,8 @@
 
 A matrix `[d_y, d_x]` sees the outputs of an example as one vector, whatever their layout. Functions see them as they
 are: `apply` takes `[B, *outputs]` to `[B, d_y]`, `adjoint` takes `[B, d_y]` back. That the second is the transpose of
-the first is no more than a promise, which `check` tests: `⟨Ax, y⟩ = ⟨x, Aᵀy⟩` for random `x` and `y`.
+the first is no more than a promise, which `check` tests: `⟨Ax, y⟩ = ⟨x, Aᵀy⟩` for random `x`, and for `y` that are
+random or `Ax` itself, which shows a wrong factor however many measurements there are.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class LinearMap:
                 f"the first function of A takes outputs of shape {list(u.shape)} to {list(Au.shape)}, but the targets "
                 f"are {list(v.shape)}: it must return [B, measurements]."
             )
+        v[: _PROBES // 2] = Au[: _PROBES // 2]
         Aᵀv = self._adjoint(v)
         if Aᵀv.numel() != u.numel():
             raise LikelihoodError(

@@ -94,6 +94,11 @@ class LinearMeasurement(RealTargets):
         rows = self.map.adjoint(torch.eye(d_y, dtype=f.dtype, device=f.device), f.shape[1:])
         return (rows / self.noise_std).unsqueeze(1).expand(d_y, *f.shape)
 
+    def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Of one example, which is that of all."""
+        one = self.fisher_root(f[:1])[:, 0].square().sum(0)
+        return one.expand(f.shape).clone()
+
     def noise_shape(self, f: Tensor) -> torch.Size:
         return torch.Size([self._measurements(f)])
 
@@ -120,7 +125,7 @@ class LinearMeasurement(RealTargets):
                 f"example, got shape {list(covariance.shape)}."
             )
         clean, noise = self.conditional(mean)
-        rows = self.fisher_root(mean[:1]).flatten(2)[:, 0] * self.noise_std  # [d_y, d_x]
+        rows = self.fisher_root(mean[:1]).reshape(-1, d_x) * self.noise_std  # [d_y, d_x]
         return Predictive(clean, torch.einsum("ki,bij,kj->bk", rows, covariance, rows).clamp_min(0), noise)
 
     def check_fit(self, f: Tensor, y: Tensor) -> None:

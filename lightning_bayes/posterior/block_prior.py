@@ -16,6 +16,7 @@ that are no filters (biases, norms, 1 × 1 convolutions, linear layers) are inde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,7 @@ class BlockPrior:
     def of(network: nn.Module, subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]] | None) -> BlockPrior:
         """`blocks` has the parameters or modules of each block; by default each child of the network is one."""
         word("prior", kind, WORDS)
+        _check_blocks(subset, kind, blocks)
         names = ("all",) if kind == "gaussian" else tuple(dict.fromkeys(_block_of(n, blocks) for n in subset.names))
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
         kernels = {
@@ -99,8 +101,8 @@ class BlockPrior:
 
     def start(self, variance: float, length: float = 1.0) -> Tensor:
         """`φ` with the same variance and length in each block.  # [n_parameters]"""
-        logs = [torch.tensor(variance).log()] * len(self.blocks) + [torch.tensor(length).log()] * len(self.with_length)
-        return torch.stack(logs).double()
+        logs = [math.log(variance)] * len(self.blocks) + [math.log(length)] * len(self.with_length)
+        return torch.tensor(logs, dtype=torch.float64)
 
     def variances(self, φ: Tensor) -> Tensor:
         """# [blocks]"""
@@ -188,6 +190,19 @@ class BlockPrior:
         if C.ndim == 0:
             return v * C.to(v)
         return (v.reshape(len(v), -1, _size(s.kernel)) @ C.to(v).mT).reshape(v.shape)
+
+
+def _check_blocks(subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]] | None) -> None:
+    if blocks is None:
+        return
+    if kind == "gaussian":
+        raise SubsetError("prior='gaussian' has one variance for all weights: leave out blocks=, or use prior='ard'")
+    if not isinstance(blocks, Mapping) or any(isinstance(members, str) for members in blocks.values()):
+        raise SubsetError("blocks= is a mapping from names to lists of modules or parameters, as {'head': ['head']}")
+    for block, members in blocks.items():
+        for member in members:
+            if not any(name == member or name.startswith(f"{member}.") for name in subset.names):
+                raise SubsetError(f"block {block!r} names {member!r}, which has no parameter of the network")
 
 
 def _block_of(name: str, blocks: Mapping[str, Sequence[str]] | None) -> str:

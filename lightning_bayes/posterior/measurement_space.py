@@ -39,9 +39,11 @@ from lightning_bayes.posterior.total_variation import ExpectedVariation
 PRIORS = ("gaussian", "ard", "filters", "tv")
 MEANS = ("network", "linear")
 _ROWS = 2**26  # numbers of rows of AJ that are held at a time
+_MOST = 2**33  # bytes of kernels
 _PROBES, _LANCZOS = 16, 60
 
 
+@torch.inference_mode(False)
 def fit_measurements(
     network: nn.Module,
     x: Any,
@@ -79,6 +81,8 @@ def fit_measurements(
     count("exact_up_to", exact_up_to, 0)
     flag("progress", progress)
     instance("likelihood", likelihood, LinearMeasurement, "LinearMeasurement(A, noise_std)")
+    instance("network", network, nn.Module, "a trained nn.Module")
+    instance("y", y, Tensor, "a tensor of measurements [1, d_y] or [d_y]")
     subset = resolve_subset(network, "all", ())
     x = inputs.to_device(x, inputs.device_of(network))
     products = JacobianProducts(network, subset, x)
@@ -87,12 +91,15 @@ def fit_measurements(
             f"measurements are those of one image, but the network returns {len(products.f)} for this input: pass one "
             "example, with a batch dimension of one"
         )
-    y = y.reshape(1, -1).to(products.f)
+    y = y.detach().clone().reshape(1, -1)
     likelihood.check(products.f, y)
+    y = y.to(products.f)
     if bool(y.isfinite().logical_not().any()):
         raise PosteriorError("the measurements have NaN or infinite values: leave their rows of A out")
     θ = subset.flatten(network)
     kind = BlockPrior.of(network, subset, "filters" if prior == "tv" else prior, blocks)
+    if variance is None and not θ.any():
+        raise PosteriorError("all weights are zero, and say nothing of their variance: pass variance=")
     start = kind.start(float(θ.square().mean()) if variance is None else positive("variance", variance), length)
     offset = products.f - products.push(θ.unsqueeze(0))[0]  # f(θ̃) − Jθ̃ [1, ...]
     kernel = _kernel(products, likelihood, kind, y.shape[1], progress) if y.shape[1] <= exact_up_to else None
@@ -123,7 +130,7 @@ class MeasurementPosterior:
     @cached_property
     def residual(self) -> Tensor:
         """`r = y − A(f(θ̃) − Jθ̃)`.  # [d_y]"""
-        return (self.y - self.likelihood.map(self.offset)[0]).double()
+        return (self.y - self.likelihood.map(self.offset)[0]).cpu().double()
 
     def log_marginal_likelihood(
         self, φ: Tensor | None = None, noise_std: Tensor | float | None = None, at: str = "linear", seed: int = 0
@@ -143,7 +150,7 @@ class MeasurementPosterior:
         if at == "linear":
             whitened = torch.linalg.solve_triangular(root, self.residual.unsqueeze(1), upper=False)
             return -0.5 * (whitened.square().sum() + logdet + d * math.log(2 * math.pi))
-        error = (self.y - self.likelihood.map(self.products.f)[0]).double()
+        error = (self.y - self.likelihood.map(self.products.f)[0]).cpu().double()
         fit = -0.5 * (error / σ).square().sum() - d * (σ.log() + 0.5 * math.log(2 * math.pi))
         return fit - 0.5 * (logdet - 2 * d * σ.log() + self.prior.penalty(self.θ, φ))
 
@@ -152,6 +159,7 @@ class MeasurementPosterior:
         evidence = self.log_marginal_likelihood(φ, noise_std, seed=seed)
         return evidence if self.variation is None else evidence + self.variation.log_density(φ, self.tv_rate)
 
+    @torch.inference_mode(False)
     def tune(self, noise: bool = True, steps: int = 100, progress: bool = False) -> MeasurementPosterior:
         """With the variances, lengths and, if `noise`, the noise that maximise the objective: by L-BFGS, or, where
         it is estimated by probes, by Adam."""
@@ -171,7 +179,7 @@ class MeasurementPosterior:
             bar.set_postfix(objective=f"{-float(value.detach()):.5g}")
             return value.detach()
 
-        with torch.inference_mode(False), torch.enable_grad(), bar:
+        with torch.enable_grad(), bar:
             if self.kernel is not None:
                 options: dict[str, Any] = {
                     "max_iter": steps,
@@ -198,13 +206,13 @@ class MeasurementPosterior:
         Q = self._cross  # [d_y, d_x]
         whitened = self._solved_half(Q)  # S^{-½}Q [d_y, d_x]
         parts = []
-        for ids in torch.arange(image).split(max(1, _ROWS // self.prior.size)):
+        for ids in torch.arange(image).split(self._few):
             rows = self.products.pull(self._units(ids))  # of J [k, P]
             if joint:
-                pushed = self.products.push(self.prior.covariance_times(rows, self.φ)).flatten(1).double()  # [k, d_x]
+                pushed = self._pushed(rows)  # [k, d_x]
                 parts.append(pushed - whitened[:, ids].mT @ whitened)
             else:
-                variances = (rows * self.prior.covariance_times(rows, self.φ)).sum(1).double()
+                variances = (rows * self.prior.covariance_times(rows, self.φ)).sum(1).cpu().double()
                 parts.append(variances - whitened[:, ids].square().sum(0))
         covariance = torch.cat(parts)
         if joint:
@@ -214,9 +222,9 @@ class MeasurementPosterior:
     def image(self) -> Tensor:
         """The posterior's mean.  # [*image]"""
         if self.mean == "network":
-            return self.products.f[0].double()
-        move = self._solve(self.residual.unsqueeze(0)) @ self._cross  # [1, d_x]
-        return (self.offset.double() + move.reshape(self.offset.shape))[0]
+            return self.products.f[0].cpu().double()
+        move = self._explained(self._solve(self.residual.unsqueeze(0)))  # [1, d_x]
+        return (self.offset.cpu().double() + move.reshape(self.offset.shape))[0]
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Images: weights of the prior, pushed through `J` and conditioned on the measurements.  # [n, *image]"""
@@ -232,21 +240,33 @@ class MeasurementPosterior:
         drawn = self._prior_moves(n, generator)  # [n, 1, *image]
         noise = torch.randn(n, len(self.y), generator=generator, dtype=torch.float64) * self.noise_std
         seen = self.likelihood.map(drawn[:, 0].flatten(1).reshape(n, *self.products.shape[1:]).to(self.products.f))
-        correction = self._solve(seen.double() + noise) @ self._cross  # [n, d_x]
+        correction = self._explained(self._solve(seen.cpu().double() + noise))  # [n, d_x]
         return (drawn.flatten(1) - correction).reshape(n, *self.products.shape[1:])
 
     def _prior_moves(self, n: int, generator: torch.Generator | None) -> Tensor:
         E = torch.randn(n, self.prior.size, generator=generator, dtype=torch.float64).to(self.θ)
-        return self.products.push(self.prior.root_times(E, self.φ)).double()
+        return self.products.push(self.prior.root_times(E, self.φ)).cpu().double()
 
     @cached_property
     def _cross(self) -> Tensor:
         """`AJΣJᵀ`, a forward and a backward pass for each measurement.  # [d_y, d_x]"""
         rows = []
-        for ids in torch.arange(len(self.y)).split(max(1, _ROWS // self.prior.size)):
-            V = self.products.pull(_rows_of_map(self.likelihood, self.products, ids))
-            rows.append(self.products.push(self.prior.covariance_times(V, self.φ)).flatten(1).double())
+        for ids in torch.arange(len(self.y)).split(self._few):
+            rows.append(self._pushed(self.products.pull(_rows_of_map(self.likelihood, self.products, ids))))
         return torch.cat(rows)
+
+    def _explained(self, B: Tensor) -> Tensor:
+        """`JΣJᵀAᵀb` of rows.  # [k, d_y] -> [k, d_x]"""
+        adjoint = self.likelihood.map.adjoint(B.to(self.products.f), self.products.shape[1:])
+        return self._pushed(self.products.pull(adjoint.unsqueeze(1)))
+
+    def _pushed(self, V: Tensor) -> Tensor:
+        """`JΣv` of rows.  # [k, P] -> [k, d_x]"""
+        return self.products.push(self.prior.covariance_times(V, self.φ)).flatten(1).cpu().double()
+
+    @property
+    def _few(self) -> int:
+        return _rows_at_a_time(self.prior, self.products)
 
     @cached_property
     def _S(self) -> Tensor:
@@ -286,7 +306,7 @@ class MeasurementPosterior:
         def product(V: Tensor) -> Tensor:
             pulled = self.products.pull(A.adjoint(V.to(self.products.f), shape).unsqueeze(1))
             pushed = self.products.push(self.prior.covariance_times(pulled, φ))
-            return A(pushed[:, 0]).double() + σ**2 * V
+            return A(pushed[:, 0]).cpu().double() + σ**2 * V
 
         return product
 
@@ -300,7 +320,7 @@ class MeasurementPosterior:
             a, U = solved[0], solved[1:]
             value = probes.log_density(product, r, Z, a, _LANCZOS)
             rows = torch.cat([a.unsqueeze(0), U, Z])
-            pulled = self.products.pull(A.adjoint(rows.to(self.products.f), shape).unsqueeze(1))
+            pulled = self.products.pull(A.adjoint(rows.to(self.products.f), shape).unsqueeze(1)).cpu()
         va, vu, vz = pulled[:1], pulled[1 : 1 + _PROBES], pulled[1 + _PROBES :]
         fit = (va * self.prior.covariance_times(va, φ)).sum() + σ.square() * a.square().sum()
         trace = (vu * self.prior.covariance_times(vz, φ)).sum() + σ.square() * (U * Z).sum()
@@ -312,7 +332,8 @@ class MeasurementPosterior:
         beyond which a filter's weights are independent, or one, to rounding."""
         blocks = len(self.prior.blocks)
         variances = torch.minimum(torch.maximum(φ[:blocks], self.φ[:blocks] - 15), self.φ[:blocks] + 15)
-        return torch.cat([variances, φ[blocks:].clamp(-3, 4)])
+        lengths = torch.minimum(torch.maximum(φ[blocks:], self.φ[blocks:].clamp_max(-3)), self.φ[blocks:].clamp_min(4))
+        return torch.cat([variances, lengths])
 
     def _units(self, ids: Tensor) -> Tensor:
         U = self.products.f.new_zeros(len(ids), self.products.f.numel())
@@ -325,17 +346,27 @@ def _kernel(
 ) -> Tensor:
     """`AJ B_dr JᵀAᵀ` of each term; rows of `AJ` are made again for each pair of parts that do not fit together.
     # [terms, d_y, d_y]"""
+    size = 8 * len(prior.terms) * d_y**2
+    if size > _MOST:
+        raise PosteriorError(
+            f"the kernels of {d_y} measurements and {len(prior.terms)} terms of the prior take {size / 1e9:.0f} GB: "
+            f"use exact_up_to={d_y - 1}, for products alone, or a prior with fewer terms, as 'ard'"
+        )
     kernel = torch.zeros(len(prior.terms), d_y, d_y, dtype=torch.float64)
-    parts = torch.arange(d_y).split(max(1, _ROWS // prior.size))
+    parts = torch.arange(d_y).split(_rows_at_a_time(prior, products))
     for n, ids in enumerate(tqdm(parts, desc="measurements", disable=not progress)):
         V = products.pull(_rows_of_map(likelihood, products, ids)).double()
         for other in parts[: n + 1]:
             W = V if other is ids else products.pull(_rows_of_map(likelihood, products, other)).double()
             for term in range(len(prior.terms)):
-                inner = prior.inner(term, V, W)
+                inner = prior.inner(term, V, W).cpu()
                 kernel[term, ids[:, None], other] = inner
                 kernel[term, other[:, None], ids] = inner.mT
     return kernel
+
+
+def _rows_at_a_time(prior: BlockPrior, products: JacobianProducts) -> int:
+    return max(1, _ROWS // (prior.size + products.f.numel()))
 
 
 def _rows_of_map(likelihood: LinearMeasurement, products: JacobianProducts, ids: Tensor) -> Tensor:

@@ -9,13 +9,17 @@ conjugate gradients. The gradient in whatever `S` depends on is unbiased,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger("lightning_bayes")
+
 Product = Callable[[Tensor], Tensor]  # rows V -> rows VS  # [k, n]
+_WORTH_A_WARNING = 1e-2
 
 
 def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
@@ -52,6 +56,9 @@ def solve(product: Product, B: Tensor, tolerance: float = 1e-6, steps: int = 100
         X, R = X + step * P, R - step * SP
         before, rr = rr, R.square().sum(1)
         P = R + torch.where(active, rr / before, 0.0).unsqueeze(1) * P
+    off = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
+    if off > _WORTH_A_WARNING:
+        logger.warning("conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", off)
     return X
 
 

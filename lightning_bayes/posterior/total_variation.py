@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_bayes.curvature.jacobian_products import JacobianProducts
 from lightning_bayes.posterior.block_prior import BlockPrior
+from lightning_bayes.posterior.gaussian import PosteriorError
 
 _ROWS = 2**25  # numbers of Jacobian rows at a time
 
@@ -35,6 +36,11 @@ class ExpectedVariation:
     @staticmethod
     def of(products: JacobianProducts, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
         """Around weights `θ̃`, by a backward pass for each pair of neighbours and a forward one for each block."""
+        if len(products.shape) < 4:
+            raise PosteriorError(
+                f"the total variation is that of images [1, C, H, W], but the network returns {list(products.shape)}: "
+                "reshape its output, or use prior='filters'"
+            )
         alone = torch.zeros(len(prior.blocks), len(θ)).to(θ)
         for s in prior.segments:
             alone[s.block, s.start : s.stop] = θ[s.start : s.stop]
@@ -42,12 +48,12 @@ class ExpectedVariation:
         μ = torch.stack([differences(image) for image in rest])
         pairs = _pairs(products.shape).to(products.f.device)  # [edges, 2]
         parts = []
-        for some in pairs.split(max(1, _ROWS // prior.size)):
+        for some in pairs.split(max(1, _ROWS // (prior.size + products.f.numel()))):
             U = products.f.new_zeros(len(some), products.f.numel())
             U.scatter_(1, some[:, :1], -1.0).scatter_(1, some[:, 1:], 1.0)
             rows = products.pull(U.reshape(len(some), *products.shape))
-            parts.append(torch.stack([prior.squares(term, rows).double() for term in range(len(prior.terms))]))
-        return ExpectedVariation(prior, μ.double(), torch.cat(parts, 1))
+            parts.append(torch.stack([prior.squares(term, rows).cpu().double() for term in range(len(prior.terms))]))
+        return ExpectedVariation(prior, μ.cpu().double(), torch.cat(parts, 1))
 
     def __call__(self, φ: Tensor) -> Tensor:
         """`κ_d`.  # [n_parameters] -> [blocks]"""
@@ -74,9 +80,8 @@ class ExpectedVariation:
 
 
 def differences(image: Tensor) -> Tensor:
-    """Of neighbours, down and across, in the order of `_pairs`.  # [..., H, W] -> [edges]"""
-    down, across = image[..., 1:, :] - image[..., :-1, :], image[..., 1:] - image[..., :-1]
-    return torch.cat([down.reshape(-1), across.reshape(-1)])
+    """Of neighbours in each direction, in the order of `_pairs`.  # [B, C, H, W] or with more dimensions -> [edges]"""
+    return torch.cat([image.diff(dim=dim).reshape(-1) for dim in range(2, image.ndim)])
 
 
 def total_variation(image: Tensor) -> Tensor:
@@ -87,6 +92,9 @@ def total_variation(image: Tensor) -> Tensor:
 def _pairs(shape: torch.Size) -> Tensor:
     """Places of neighbours in the flat image.  # [edges, 2]"""
     place = torch.arange(shape.numel()).reshape(shape)
-    down = torch.stack([place[..., :-1, :].reshape(-1), place[..., 1:, :].reshape(-1)], 1)
-    across = torch.stack([place[..., :-1].reshape(-1), place[..., 1:].reshape(-1)], 1)
-    return torch.cat([down, across])
+    pairs = []
+    for dim in range(2, len(shape)):
+        n = shape[dim]
+        first, second = place.narrow(dim, 0, n - 1), place.narrow(dim, 1, n - 1)
+        pairs.append(torch.stack([first.reshape(-1), second.reshape(-1)], 1))
+    return torch.cat(pairs)

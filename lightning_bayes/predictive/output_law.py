@@ -141,7 +141,7 @@ class Integral:
 
     def over_gaussian(self, mean: Tensor, covariance: Tensor) -> Predictive:
         """Outputs with this mean and covariance of each example.  # [B, ...], [B, C, C]"""
-        if mean.ndim == 1:
+        if mean.ndim == 1 and not self.likelihood.couples_outputs:
             return self._integrate(mean, covariance.reshape(mean.shape))
         if mean.ndim == 2 or self.likelihood.couples_outputs:
             return self._integrate(mean, covariance)

@@ -177,6 +177,28 @@ def test_a_wrong_adjoint_is_an_error_in_the_first_batch(
         fit_laplace(network, batches, LinearMeasurement(functions(A), SIGMA))
 
 
+def test_a_slightly_wrong_factor_shows_with_many_measurements() -> None:
+    d = 2500
+    likelihood = LinearMeasurement((lambda x: x, lambda y: 1.03 * y), SIGMA)
+    with pytest.raises(LikelihoodError, match="is not the adjoint of the first"):
+        likelihood.check(torch.zeros(1, d, dtype=F64), torch.zeros(1, d, dtype=F64))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_one_output_per_example(structure: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).to(F64)
+    x, y, A = torch.randn(5, 3, dtype=F64), torch.randn(5, 2, dtype=F64), torch.tensor([[1.0], [2.0]], dtype=F64)
+    posterior = fit_laplace(network, [(x, y)], LinearMeasurement(A, SIGMA), structure)
+    variances = posterior.functional(x)[1].reshape(5, 1)
+    torch.testing.assert_close(posterior.predict(x).epistemic, variances * A.square().T, **TIGHT)
+
+
+def test_the_fishers_diagonal_is_that_of_its_root(A: Tensor) -> None:
+    f, likelihood = torch.randn(3, 1, SIDE, SIDE, dtype=F64), LinearMeasurement(A, SIGMA)
+    torch.testing.assert_close(likelihood.fisher_diagonal(f), likelihood.fisher_root(f).square().sum(0), **TIGHT)
+
+
 def test_a_map_of_other_outputs_says_how_many_there_are(network: nn.Module, A: Tensor) -> None:
     x, y = torch.zeros(1, 2, 5, 5, dtype=F64), torch.zeros(1, D_Y, dtype=F64)
     with pytest.raises(LikelihoodError, match="A has 16 columns, but an example has 25 outputs"):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes import LinearMeasurement, fit_laplace, fit_measurements
+from lightning_bayes.network import CurvatureError, SubsetError
+from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.block_prior import BlockPrior
 from lightning_bayes.posterior.measurement_space import MeasurementPosterior
 from lightning_bayes.posterior.total_variation import total_variation
@@ -189,7 +191,7 @@ def test_the_expected_variation_is_the_mean_of_drawn_images(problem: dict[str, A
             if s.block == d:
                 moves[:, s.start : s.stop] = drawn[:, s.start : s.stop] - θ[s.start : s.stop]
         images = (f + moves @ J.T).reshape(n, SIDE, SIDE)
-        values = torch.stack([total_variation(image) for image in images])
+        values = torch.stack([total_variation(image[None, None]) for image in images])
         assert abs(float(values.mean() - κ)) < 4 * float(values.std()) / n**0.5
 
 
@@ -220,7 +222,7 @@ def test_tuning_raises_the_objective_to_where_it_is_flat(prior: str, problem: di
     assert after > before
     φ = tuned.φ.clone().requires_grad_()
     (slope,) = torch.autograd.grad(tuned.objective(φ, tuned.noise_std), φ)
-    inside = (tuned.φ > -2.99) & (tuned.φ < 3.99)  # elsewhere a length is at its end, or a variance at zero
+    inside = (tuned.φ > -2.99) & (tuned.φ < 3.99)  # elsewhere a length is at its end, or a variance near zero
     assert inside.any()
     assert float(slope[inside].abs().max()) < 0.02
     assert posterior.noise_std == SIGMA
@@ -258,6 +260,57 @@ def test_mistakes_are_told_in_a_sentence(problem: dict[str, Any]) -> None:
     probed = fit_measurements(network, x, y, likelihood, exact_up_to=0)
     with pytest.raises(Exception, match=r"use sample\(n\), or fit with exact_up_to=9"):
         probed.functional()
+
+
+def test_blocks_that_are_none_are_told(problem: dict[str, Any]) -> None:
+    arguments = (problem["network"], problem["x"], problem["y"], LinearMeasurement(problem["A"], SIGMA))
+    with pytest.raises(SubsetError, match="block 'b' names 'nothing'"):
+        fit_measurements(*arguments, blocks={"a": ["down", "up", "head"], "b": ["nothing"]})
+    with pytest.raises(SubsetError, match="is a mapping from names to lists"):
+        fit_measurements(*arguments, blocks={"a": "down"})
+    with pytest.raises(SubsetError, match="one variance for all weights"):
+        fit_measurements(*arguments, "gaussian", blocks={"a": ["down"]})
+
+
+def test_weights_that_have_changed_are_told(problem: dict[str, Any]) -> None:
+    posterior = fit(problem, "ard")
+    parameter = next(problem["network"].parameters())
+    with torch.no_grad():
+        parameter.mul_(1.5)
+    try:
+        with pytest.raises(CurvatureError, match="weights are not those that it was linearised at"):
+            posterior.functional()
+    finally:
+        with torch.no_grad():
+            parameter.div_(1.5)
+
+
+def test_inference_mode_is_left(problem: dict[str, Any]) -> None:
+    likelihood = LinearMeasurement(problem["A"], SIGMA)
+    with torch.inference_mode():
+        posterior = fit_measurements(problem["network"], problem["x"], problem["y"], likelihood).tune(steps=2)
+    assert not posterior.φ.is_inference()
+    assert posterior.functional()[1].isfinite().all()
+
+
+def test_total_variation_is_that_of_images(problem: dict[str, Any]) -> None:
+    network, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 6)).to(F64), torch.ones(1, 4, dtype=F64)
+    likelihood = LinearMeasurement(torch.eye(6, dtype=F64), SIGMA)
+    with pytest.raises(PosteriorError, match=r"that of images \[1, C, H, W\], but the network returns \[1, 6\]"):
+        fit_measurements(network, x, torch.zeros(6, dtype=F64), likelihood, "tv")
+    with torch.no_grad():
+        for p in network.parameters():
+            p.zero_()
+    with pytest.raises(PosteriorError, match="pass variance="):
+        fit_measurements(network, x, torch.zeros(6, dtype=F64), likelihood)
+    with pytest.raises(CurvatureError, match="output is not finite at this input"):
+        fit_measurements(network, x * math.nan, torch.zeros(6, dtype=F64), likelihood, variance=1.0)
+
+
+def test_a_kernel_that_no_memory_holds_is_refused(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_bayes.posterior.measurement_space._MOST", 8 * D_Y**2)
+    with pytest.raises(PosteriorError, match="use exact_up_to=8, for products alone"):
+        fit(problem, "ard")
 
 
 def test_words_of_the_prior(problem: dict[str, Any]) -> None:
