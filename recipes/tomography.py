@@ -76,7 +76,7 @@ def images_of(seen: Measured, settings: Settings, seed: int) -> dict[str, dict[s
     """By method, the image's mean and covariance."""
     options = {"smoothness": settings.smoothness, "width": settings.width}
     network, x = reconstruct(seen.A, seen.y, seed, settings.steps, **options)
-    found = {}
+    network, x, found = network.double(), x.double(), {}  # the covariance is a small difference of large matrices
     for method, prior in PRIORS.items():
         posterior = fit_measurements(network, x, seen.y, LinearMeasurement(seen.A, seen.noise_std), prior)
         mean, covariance = posterior.tune(noise=False).functional(joint=True)
