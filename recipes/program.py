@@ -111,11 +111,6 @@ class Run:
         (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
         write_rows(self.output / f"{name}.csv", [{"method": method, **row} for method, row in table.items()])
 
-    def save_text(self, name: str, text: str) -> None:
-        """Markdown: printed, and written."""
-        print(f"\n{text}", flush=True)
-        (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-
     def save_picture(self, name: str, figure: Figure, dpi: float | Literal["figure"] = "figure") -> None:
         figure.savefig(self.output / f"{name}.png", dpi=dpi)
 

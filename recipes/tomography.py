@@ -101,7 +101,7 @@ def main() -> None:
     for name, view in progress(seen.items(), "images"):
         run.collect("scores", name, judge, run, name, view)
     run.save_table("table", summary(run.rows("scores")), digits=3)
-    run.save_text("order", "\n\n".join(order(run.rows("scores"), score=name) for name in ("NLL", "joint NLL")))
+    (run.output / "order.md").write_text(order(run.rows("scores")), encoding="utf-8")
     name, view = next(iter(seen.items()))
     draw_pictures(run, view, run.once(name, images_of, view, run.settings, run.seed))
 

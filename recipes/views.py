@@ -72,14 +72,19 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     return table
 
 
-def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)", score: str = "NLL") -> str:
+def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)") -> str:
     """Whether the method that the paper finds best is so here: image by image against each other one."""
-    rows = [*rows, *one_sigma([row for row in rows if row["method"] == "Gaussian"])]
-    values = {(row["step"], row["method"]): row[score] for row in rows}
-    lines = [f"{score} of {best} less that of another, mean ± standard error, and on how many images it is lower:", ""]
-    for other in dict.fromkeys(row["method"] for row in rows if row["method"] != best):
-        gaps = [value - values[step, other] for (step, method), value in values.items() if method == best]
-        lines.append(f"- {other}: {spread(gaps)}, {sum(gap < 0 for gap in gaps)} of {len(gaps)}")
+    rows, lines = [*rows, *one_sigma([row for row in rows if row["method"] == "Gaussian"])], []
+    for score in SCORES[:2]:
+        values = {(row["step"], row["method"]): row[score] for row in rows}
+        lines += [
+            f"{score} of {best} less that of another, mean ± standard error, and on how many images it is lower:",
+            "",
+        ]
+        for other in dict.fromkeys(row["method"] for row in rows if row["method"] != best):
+            gaps = [value - values[step, other] for (step, method), value in values.items() if method == best]
+            lines.append(f"- {other}: {spread(gaps)}, {sum(gap < 0 for gap in gaps)} of {len(gaps)}")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -51,6 +51,7 @@ def test_every_public_call_has_a_table() -> None:
     without = {
         "GaussianPosterior": "made by a fit; its methods have tables",
         "LaplacePosterior": "made by a fit; its methods have tables",
+        "MeasurementPosterior": "made by fit_measurements; its methods have tables",
         "Prediction": "made by predict; its methods have tables",
         "Conformal": "made by conformalize and Conformal.fit; its methods have tables",
         "Reconstruction": "made by encode and reconstruct",

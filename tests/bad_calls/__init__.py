@@ -10,6 +10,7 @@ from bad_calls.conformal import CONFORMAL
 from bad_calls.files import FILES
 from bad_calls.fitting import FITTING
 from bad_calls.likelihoods import LIKELIHOODS
+from bad_calls.measurements import MEASUREMENTS
 from bad_calls.metrics import METRICS
 from bad_calls.mixins import MIXINS
 from bad_calls.networks import NETWORKS
@@ -17,6 +18,7 @@ from bad_calls.plots import PLOTS
 from bad_calls.using import USING
 
 TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *CONFORMAL, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
+TABLES += MEASUREMENTS
 ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
 __all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]
