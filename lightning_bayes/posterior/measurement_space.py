@@ -177,6 +177,7 @@ class MeasurementPosterior:
             for p, g in zip(free, gradients, strict=True):
                 p.grad = g
             bar.set_postfix(objective=f"{-float(value.detach()):.5g}")
+            bar.update()
             return value.detach()
 
         with torch.enable_grad(), bar:
@@ -192,7 +193,6 @@ class MeasurementPosterior:
                 for step in range(steps):
                     loss(step)
                     adam.step()
-                    bar.update()
         tuned, σ = self._within(φ.detach()), float(log_σ.detach().exp())
         if not (tuned.isfinite().all() and math.isfinite(σ)):
             raise PosteriorError("the evidence has no maximum that the search could find: start from another variance=")
@@ -202,11 +202,14 @@ class MeasurementPosterior:
         """The image's mean, and its variances, or if `joint` the covariance of all pixels, without noise.
         # [*image], [*image] or [d_x, d_x]"""
         flag("joint", joint)
-        image = self.products.f.numel()
-        Q = self._cross  # [d_y, d_x]
-        whitened = self._solved_half(Q)  # S^{-½}Q [d_y, d_x]
+        if self.kernel is None:
+            raise PosteriorError(
+                f"exact variances of {len(self.y)} measurements need S itself: use sample(n), or fit with exact_up_to="
+                f"{len(self.y)}"
+            )
+        whitened = torch.linalg.solve_triangular(self._S, self._cross, upper=False)  # S^{-½}AJΣJᵀ [d_y, d_x]
         parts = []
-        for ids in torch.arange(image).split(self._few):
+        for ids in torch.arange(self.products.f.numel()).split(self._few):
             rows = self.products.pull(self._units(ids))  # of J [k, P]
             if joint:
                 pushed = self._pushed(rows)  # [k, d_x]
@@ -280,7 +283,7 @@ class MeasurementPosterior:
         root, info = torch.linalg.cholesky_ex(S)
         if info:
             raise PosteriorError(
-                f"the measurements' covariance is singular to rounding with noise_std={float(σ):.3g}: raise the noise, "
+                f"the measurements' covariance is singular to rounding with noise_std={σ.item():.3g}: raise the noise, "
                 "or tune fewer hyperparameters"
             )
         return root
@@ -290,15 +293,6 @@ class MeasurementPosterior:
         if self.kernel is not None:
             return torch.cholesky_solve(B.mT, self._S).mT
         return probes.solve(self._product(self.φ, self.noise_std), B)
-
-    def _solved_half(self, Q: Tensor) -> Tensor:
-        """`R` with `RᵀR = QᵀS⁻¹Q`.  # [d_y, d_x]"""
-        if self.kernel is not None:
-            return torch.linalg.solve_triangular(self._S, Q, upper=False)
-        raise PosteriorError(
-            f"exact variances of {len(self.y)} measurements need S itself: use sample(n), or fit with exact_up_to="
-            f"{len(self.y)}"
-        )
 
     def _product(self, φ: Tensor, σ: float) -> probes.Product:
         A, shape = self.likelihood.map, self.products.shape[1:]
@@ -315,7 +309,7 @@ class MeasurementPosterior:
         A, shape, r = self.likelihood.map, self.products.shape[1:], self.residual
         Z = probes.random_signs(_PROBES, len(r), seed, r)
         with torch.no_grad():
-            product = self._product(φ.detach(), float(σ))
+            product = self._product(φ.detach(), float(σ.detach()))
             solved = probes.solve(product, torch.cat([r.unsqueeze(0), Z]))
             a, U = solved[0], solved[1:]
             value = probes.log_density(product, r, Z, a, _LANCZOS)

@@ -179,6 +179,13 @@ def test_many_measurements_by_probes(problem: dict[str, Any]) -> None:
         assert ((drawn.mean(0) - expected).abs() < 4 * error + 1e-4).all()
 
 
+def test_tuning_by_probes_raises_the_exact_evidence(problem: dict[str, Any]) -> None:
+    exact, probed = fit(problem, "ard"), fit(problem, "ard", exact_up_to=0)
+    tuned = probed.tune(steps=15)
+    before, after = (exact.log_marginal_likelihood(p.φ, p.noise_std) for p in (probed, tuned))
+    assert after > before + 0.1
+
+
 def test_the_expected_variation_is_the_mean_of_drawn_images(problem: dict[str, Any]) -> None:
     posterior, n = fit(problem, "tv"), 4000
     prior, φ, θ, J, f = posterior.prior, posterior.φ, problem["θ"], problem["J"], problem["f"]
