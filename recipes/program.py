@@ -24,7 +24,8 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -38,6 +39,8 @@ from tqdm.auto import tqdm
 from lightning_bayes import GaussianPosterior
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
+TIMES = "times"  # the table of what `once` took
+LONGEST_WRITE = 30.0  # seconds that a table is locked at most
 PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 WITH_BAR = {**QUIET, "enable_progress_bar": sys.stdout.isatty()}  # of a training that takes a while
@@ -64,11 +67,13 @@ class Run:
         """What `function` returns, which may hold tensors, numbers, strings, lists and dicts; computed at most once."""
         path = self.output / "steps" / f"{step}.pt"
         if not path.exists():
-            result = function(*args, **kwargs)
+            result, seconds = self._timed(function, *args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(result, part := path.with_suffix(".part"))
             torch.load(part, weights_only=True)  # what cannot be read again is an error now
             part.replace(path)  # whole or not at all
+            if is_first_process():
+                append_rows(self.output / f"{TIMES}.csv", [{"step": step, "cpu_seconds": seconds}])
         return torch.load(path, weights_only=True)
 
     def posterior(
@@ -91,11 +96,18 @@ class Run:
         """Append the rows of a step to a CSV, with the processor time that they took, unless they are there."""
         if any(row["step"] == step for row in self.rows(table)):
             return
-        start = time.process_time()
-        rows = [dict(row) for row in function(*args, **kwargs)]
-        seconds = round(time.process_time() - start, 1)
+        rows, seconds = self._timed(lambda: [dict(row) for row in function(*args, **kwargs)])
         if is_first_process():
             append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
+
+    def _timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
+        """With the processor time that it took, but for that of steps inside, which have rows of their own."""
+        start, before = time.process_time(), self._seconds_of_steps()
+        result = function(*args, **kwargs)
+        return result, round(time.process_time() - start - (self._seconds_of_steps() - before), 1)
+
+    def _seconds_of_steps(self) -> float:
+        return sum(row["cpu_seconds"] for row in self.rows(TIMES))
 
     def rows(self, table: str) -> list[Row]:
         return read_rows(self.output / f"{table}.csv")
@@ -224,7 +236,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    write_rows(path, [*read_rows(path), *rows])
+    """Several programs may add to one table."""
+    with _alone(path):
+        write_rows(path, [*read_rows(path), *rows])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -235,6 +249,25 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     part.replace(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """The only one that is changing this file. A lock that is left by a program that was stopped is not waited for."""
+    lock = path.with_suffix(".lock")
+    while True:
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+            break
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                if time.time() - lock.stat().st_mtime > LONGEST_WRITE:
+                    lock.unlink()
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

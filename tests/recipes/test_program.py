@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,49 @@ def test_a_file_that_was_not_finished_is_not_taken(begin: Callable[..., Run]) ->
     run.collect("scores", "step", lambda: [{"NLL": 0.25}])
     assert [row["NLL"] for row in run.rows("scores")] == [0.25]
     assert sorted(path.name for path in run.output.rglob("*.part")) == []
+
+
+def test_the_time_of_a_step_is_counted_once(begin: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own, without that of steps inside of it, which may have been made in another run."""
+    clock = [0.0]
+    monkeypatch.setattr(program.time, "process_time", lambda: clock[0])
+
+    def work(seconds: float) -> int:
+        clock[0] += seconds
+        return 1
+
+    def score() -> list[dict[str, Any]]:
+        inner = run.once("inner", lambda: run.once("innermost", work, 2.0) + work(3.0))
+        return [{"n": inner + work(5.0)}]
+
+    run = begin()
+    run.once("first", work, 1.0)
+    for _ in range(2):  # of which the second finds all that it needs
+        run.collect("scores", "step", score)
+        run.once("inner", work, 100.0)
+    times = {row["step"]: row["cpu_seconds"] for row in run.rows("times")}
+    assert times == {"first": 1.0, "innermost": 2.0, "inner": 3.0}
+    assert [(row["n"], row["cpu_seconds"]) for row in run.rows("scores")] == [(3, 5.0)]
+
+
+def test_several_programs_add_to_one_table(tmp_path: Path) -> None:
+    """Each row is there once, and no lock is left."""
+    path, threads = tmp_path / "scores.csv", range(4)
+    with ThreadPoolExecutor(len(threads)) as pool:
+        for done in [pool.submit(append_rows, path, [{"step": f"{t}-{n}"}]) for t in threads for n in range(10)]:
+            done.result()
+    assert sorted(row["step"] for row in read_rows(path)) == sorted(f"{t}-{n}" for t in threads for n in range(10))
+    assert [file.name for file in tmp_path.iterdir()] == ["scores.csv"]
+
+
+def test_a_lock_that_a_stopped_program_has_left_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scores.lock").touch()
+    monkeypatch.setattr(program, "LONGEST_WRITE", 0.2)
+    append_rows(tmp_path / "scores.csv", [{"step": "one"}])
+    assert [row["step"] for row in read_rows(tmp_path / "scores.csv")] == ["one"]
+    assert not (tmp_path / "scores.lock").exists()
 
 
 def test_what_cannot_be_read_again_is_not_kept(begin: Callable[..., Run]) -> None:
