@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Bar = Callable[[Iterable[int]], Iterable[int]]
+CACHED = 2**19  # numbers
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class Examples:
         columns = y.unsqueeze(1) if outputs == 1 else F.one_hot(y.long(), outputs).mT
         return Examples(torch.stack(x), columns.to(x[0].dtype).contiguous())
 
+    def parts(self, networks: int, width: int) -> list[Examples]:
+        """So few examples at a time that what a layer computes stays in the cache: half of the time."""
+        few = max(1, CACHED // (networks * width))
+        both = zip(self.x.split(few, 1), self.y.split(few, 2), strict=True)
+        return [Examples(x.contiguous(), y.contiguous()) for x, y in both]
+
 
 def train_map(
     shape: Shape, data: Examples, starts: Tensor, precisions: Tensor, steps: int, bar: Bar = iter, lr: float = 1e-3
@@ -84,8 +91,10 @@ def train_map(
     weights = _layers(shape, starts, K)
     δ = precisions.to(starts).repeat(S)  # [S·K]
     adam = torch.optim.Adam(weights, lr=lr, fused=True)
+    parts = data.parts(S * K, shape.width)
     for _ in bar(range(steps)):
-        for p, g in zip(weights, _joint_gradient([p.detach() for p in weights], data, K), strict=True):
+        gradients = _summed(_joint_gradient([p.detach() for p in weights], part, K) for part in parts)
+        for p, g in zip(weights, gradients, strict=True):
             p.grad = g.addcmul_(_like(δ, g), p.detach())
         adam.step()
     return torch.cat([p.detach().flatten(1) for p in weights], -1).unflatten(0, (S, K))
@@ -122,12 +131,19 @@ def train_mfvi(
     ρ = _layers(shape, torch.full_like(starts, rho), K)
     δ = precisions.to(starts).repeat(S)
     adam = torch.optim.Adam([*μ, *ρ], lr=lr, fused=True)
-    noise = starts.new_empty(S * K, 2 * shape.width + shape.outputs, data.x.shape[1])
-    squares = Examples(data.x.square(), data.y)
+    parts = [(part, Examples(part.x.square(), part.y)) for part in data.parts(S * K, shape.width)]
+    units = 2 * shape.width + shape.outputs
     for _ in bar(range(steps)):
-        noise.normal_(generator=generator)
         σ = [F.softplus(p.detach()) for p in ρ]
-        _, of_mean, of_variance = mfvi_step([p.detach() for p in μ], [s.square() for s in σ], data, squares, noise, K)
+        means, variances = [p.detach() for p in μ], [s.square() for s in σ]
+
+        def gradients(part: Examples, squares: Examples, means=means, variances=variances) -> list[Tensor]:
+            noise = torch.randn(S * K, units, part.x.shape[1], generator=generator, dtype=starts.dtype)
+            _, of_mean, of_variance = mfvi_step(means, variances, part, squares, noise, K)
+            return of_mean + of_variance
+
+        both = _summed(gradients(*part) for part in parts)
+        of_mean, of_variance = both[: len(μ)], both[len(μ) :]
         for m, r, s, g_m, g_v in zip(μ, ρ, σ, of_mean, of_variance, strict=True):
             many = _like(δ, s)
             m.grad = g_m.addcmul_(many, m.detach())
@@ -171,6 +187,15 @@ def mfvi_step(
     means = [_first_gradient(u, data.x, K), u.sum(-1), *means]
     halves = [_first_gradient(q, squares.x, K), q.sum(-1), *halves]
     return loss, means, [g.mul_(0.5) for g in halves]
+
+
+def _summed(gradients: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Of all parts of the data; in place."""
+    first, *others = gradients
+    for other in others:
+        for total, g in zip(first, other, strict=True):
+            total.add_(g)
+    return first
 
 
 def _draw(m: Tensor, b: Tensor, v: Tensor, c: Tensor, ε: Tensor) -> tuple[Tensor, Tensor]:

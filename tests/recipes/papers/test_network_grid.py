@@ -5,9 +5,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.papers.glm import network_grid
 from recipes.papers.glm.network_grid import Examples, Shape, mfvi_step, train_map, train_mfvi
 
 PRECISIONS = torch.tensor([0.3, 7.0], dtype=torch.float64)
+in_parts = pytest.mark.parametrize("sizes", [(11,), (4, 4, 3)])  # of the 11 examples
+
+
+def cut(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four networks of four units see so many examples at a time."""
+    monkeypatch.setattr(network_grid, "CACHED", 4 * 4 * sizes[0])
 
 
 def problem(outputs: int) -> tuple[Shape, list[Tensor], list[Tensor], Tensor]:
@@ -24,8 +31,12 @@ def loss(f: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(f, y, reduction="sum")
 
 
+@in_parts
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_a_network_of_the_grid_is_the_one_trained_alone(outputs: int) -> None:
+def test_a_network_of_the_grid_is_the_one_trained_alone(
+    outputs: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(sizes, monkeypatch)
     shape, x, y, starts = problem(outputs)
     trained = train_map(shape, Examples.stacked(x, y, outputs), starts, PRECISIONS, steps=40, lr=0.01)
     for s in range(2):
@@ -72,18 +83,21 @@ def test_a_step_of_mfvi_has_the_loss_of_its_draws_and_its_gradients(outputs: int
             torch.testing.assert_close(torch.cat([part[b].flatten() for part in ours]), theirs)
 
 
-def test_mfvi_of_the_grid_is_the_one_trained_alone() -> None:
+@in_parts
+def test_mfvi_of_the_grid_is_the_one_trained_alone(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(sizes, monkeypatch)
     shape, x, y, starts = problem(3)
     data = Examples.stacked(x, y, 3)
     μ, σ = train_mfvi(shape, data, starts, PRECISIONS, 30, torch.Generator().manual_seed(2), rho=-2.0)
     for s, k in ((0, 1), (1, 0)):
-        generator, noise = torch.Generator().manual_seed(2), torch.empty(4, 11, 11, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(2)
         prior = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), PRECISIONS[k].rsqrt())
         mean, ρ = starts[s].clone().requires_grad_(), torch.full_like(starts[s], -2.0).requires_grad_()
         adam = torch.optim.Adam([mean, ρ], lr=1e-2)
         for _ in range(30):
             adam.zero_grad()
-            std, ε = F.softplus(ρ), noise.normal_(generator=generator)[2 * s + k]
+            noise = [torch.randn(4, 11, n, generator=generator, dtype=torch.float64) for n in sizes]
+            std, ε = F.softplus(ρ), torch.cat(noise, -1)[2 * s + k]
             divergence = torch.distributions.kl_divergence(torch.distributions.Normal(mean, std), prior).sum()
             (local_loss(shape, mean, std.square(), x[s], y[s], ε) + divergence).backward()
             adam.step()
