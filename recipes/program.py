@@ -40,6 +40,7 @@ from lightning_bayes import GaussianPosterior
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
 TIMES = "times"  # the table of what `once` took
+SWEEP = {"sweep": True}  # metadata of a setting whose values a folder may get more of
 LONGEST_WRITE = 30.0  # seconds that a table is locked at most
 PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -58,6 +59,7 @@ class Run:
     output: Path
     settings: Any = None  # a frozen dataclass, for a recipe that has one
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    _seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # of each step of this process
 
     def seeds(self, n: int) -> range:
         """Of `n` repetitions: no two values of `--seed` share one."""
@@ -102,12 +104,11 @@ class Run:
 
     def _timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
         """With the processor time that it took, but for that of steps inside, which have rows of their own."""
-        start, before = time.process_time(), self._seconds_of_steps()
+        start, steps = time.process_time(), len(self._seconds)
         result = function(*args, **kwargs)
-        return result, round(time.process_time() - start - (self._seconds_of_steps() - before), 1)
-
-    def _seconds_of_steps(self) -> float:
-        return sum(row["cpu_seconds"] for row in self.rows(TIMES))
+        seconds = time.process_time() - start - sum(self._seconds[steps:])
+        self._seconds.append(seconds)
+        return result, round(seconds, 1)
 
     def rows(self, table: str) -> list[Row]:
         return read_rows(self.output / f"{table}.csv")
@@ -141,7 +142,8 @@ def start(
         doc: The recipe's docstring, which `--help` shows.
         name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
-            Each of their fields becomes an option, too.
+            Each of their fields becomes an option, too. One with the metadata `SWEEP` may get more values in the same
+            folder.
         more: Adds options of the recipe's own, which are then in `run.options`. They may say which part of the work is
             done now, but not how: they are no settings, and the folder may hold results of others.
         arguments: Instead of the command line's.
@@ -236,9 +238,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Several programs may add to one table."""
+    """Several programs may add to one table. Rows of a step that it has are not added again."""
     with _alone(path):
-        write_rows(path, [*read_rows(path), *rows])
+        there = read_rows(path)
+        steps = {row.get("step") for row in there} - {None}
+        write_rows(path, [*there, *(row for row in rows if row.get("step") not in steps)])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -302,6 +306,9 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     made_by = [{"command": _command(name, arguments), "versions": versions()}]
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
+        for name in _sweeps(run.settings):
+            if set(found["settings"].get(name, ())) <= set(settings[name]):  # the rest is still to be done
+                found["settings"][name] = asked["settings"][name]
         for key in asked:
             if found.get(key) != asked[key]:
                 raise SystemExit(
@@ -314,6 +321,10 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
         print(f"results go to {run.output}", flush=True)
     run.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**asked, "made_by": made_by}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sweeps(settings: Any) -> list[str]:
+    return [f.name for f in fields(settings) if f.metadata.get("sweep")] if is_dataclass(settings) else []
 
 
 def _command(name: str, arguments: Sequence[str]) -> str:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, whether it is true of this run, and the numbers that say so."""
+    """A statement, whether it is true of this run, and the numbers that say so."""
 
     statement: str
     holds: bool
     numbers: str
 
 
-def verdict(claims: Sequence[Claim]) -> str:
+def verdict(claims: Sequence[Claim], whose: str = "statements of the paper") -> str:
     """As Markdown."""
     lines = [f"- {'holds' if c.holds else 'does not hold'}: {c.statement} ({c.numbers})" for c in claims]
     kept = sum(c.holds for c in claims)
-    return "\n".join([f"Of {len(claims)} statements of the paper {kept} hold in this run:", "", *lines])
+    return "\n".join([f"Of {len(claims)} {whose} {kept} hold in this run:", "", *lines])
 
 
 def beats(name: str, values: Mapping[str, float], what: str, larger: bool = True) -> Claim:

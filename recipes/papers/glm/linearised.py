@@ -134,11 +134,12 @@ def refine(model: LinearModel, diagonal: bool = False, tolerance: float = 5e-4, 
 
 
 def refine_briefly(
-    model: LinearModel, weights: list[Tensor], steps: int = 25, β: float = 0.01
+    model: LinearModel, weights: list[Tensor], steps: int = 250, β: float = 0.001
 ) -> tuple[list[Tensor], Diagonal]:
-    """The diagonal posterior on its way, after the authors' 250 steps of a thousandth, here 25 of a hundredth: the
-    precision moves by `β` towards that of `E[Λ]`, the mean along the gradient over the precision. The mean's distance
-    from the network's weights, and the posterior.  # [out, in + 1] each"""
+    """The diagonal posterior on its way, after the authors' 250 steps of a thousandth: the precision moves by `β`
+    towards that of `E[Λ]`, the mean along the gradient over the precision. Larger steps are not stable: with a small
+    prior precision `β` times the curvature over its diagonal must stay below two. The mean's distance from the
+    network's weights, and the posterior.  # [out, in + 1] each"""
     W, train = model.fisher(model.train.f), model.train
     posterior, shift = Diagonal(train, model.δ, W), [torch.zeros_like(w) for w in weights]
     for _ in range(steps):

@@ -2,7 +2,7 @@
 MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
 
     python -m recipes.papers.lae.ablation            # half an hour: every row of the table, small
-    python -m recipes.papers.lae.ablation --scale    # an hour and a half: the first row, all channels and images, 8 epochs
+    python -m recipes.papers.lae.ablation --scale    # 80 minutes: the first row, all channels and images, 8 epochs
     python -m recipes.papers.lae.ablation --paper    # the same until it stops, wide linear layers exact; wants a GPU
 
 The first row is the authors' code as far as it can be: batch 100, learning rate 1e-4 for 64 channels, curvature at the

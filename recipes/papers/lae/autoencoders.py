@@ -132,7 +132,8 @@ class LitVAE(LitAutoencoder):
         f, log_s2 = self.decode(μ + (0.5 * log_σ2).exp() * torch.randn_like(μ))
         fit = 0.5 * ((x - f).square() * (-log_s2).exp() + log_s2).sum()
         kl = 0.5 * (log_σ2.exp() + μ.square() - 1 - log_σ2).sum()
-        return (fit + KL_WEIGHT * kl) / len(x)
+        # The paper's weight belongs to the mean squared error over pixels; this is half of the sum.
+        return (fit + 0.5 * x[0].numel() * KL_WEIGHT * kl) / len(x)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def claims(rows: dict[str, Row], drawn: dict[str, Row]) -> list[Claim]:
             lae["MSE"] < after["MSE"] and lae["log p(x)"] > after["log p(x)"],
             f"MSE and log p(x): {sizes}",
         ),
-        beats("LAE (online)", several, "number of different digits for one half"),
+        beats("LAE (online)", several, "number of different digits for one half but for the ensemble"),
         Claim(
             "from noise the online LAE draws several digits",
             online["variety"] > 2,

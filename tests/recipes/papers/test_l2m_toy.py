@@ -52,6 +52,21 @@ def test_uncertain_weights_make_wider_intervals(table: dict[str, dict[str, Any]]
         assert table[name]["NLL beyond"] < plain["NLL beyond"], name
 
 
+def test_the_network_is_the_training_that_fits_best_and_each_side_has_its_width(
+    folder: Path, table: dict[str, dict[str, Any]]
+) -> None:
+    members = read_rows(folder / "members.csv")
+    best = min(members, key=lambda row: row["training error"])
+    for where in ("between", "beyond"):
+        assert table["MAP"][f"NLL {where}"] == pytest.approx(best[f"MAP {where}"], rel=1e-5)
+        assert table["L2M"][f"NLL {where}"] == pytest.approx(best[f"L2M {where}"], rel=1e-5)
+    lost = sum(row["training error"] > 6 for row in members)
+    assert f"{lost} of 3 lost the fit" in toy.report(folder)
+    for row in table.values():
+        low, high = sorted((row["σ of f left"], row["σ of f right"]))
+        assert low <= row["σ of f beyond"] <= high
+
+
 def test_an_interrupted_run_goes_on_to_the_same_table(folder: Path) -> None:
     """Without the steps that draw, and without one training."""
     text, path = (folder / "table.md").read_text(encoding="utf-8"), folder / "scores.csv"
