@@ -18,9 +18,9 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
 NAMES = {  # rows, and what they are called, by the page that they belong to
     "laplace": {
         "predictive/MLP/kron": "linearised (GLM) predictive of 64 examples, MLP 784-256-256-10",
-        "predictive/MLP/kron/faster": "– as fast as laplace-torch",
+        "predictive/MLP/kron/faster": "– speed-up over laplace-torch",
         "predictive/CNN/kron": "the same, CNN of 2 convolutions and 2 linear layers",
-        "predictive/CNN/kron/faster": "– as fast as laplace-torch",
+        "predictive/CNN/kron/faster": "– speed-up over laplace-torch",
         "curvature/MLP/KFAC exact": "fit of the MLP: Kronecker, exact GGN",
         "curvature/MLP/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
         "curvature/MLP/exact diagonal": "– exact diagonal",
@@ -44,6 +44,12 @@ NAMES = {  # rows, and what they are called, by the page that they belong to
     "l2m": {
         "l2m/snapshot/ResNet-18/Adam": "L2M's snapshot of the optimizer, ResNet-18: Adam",
         "l2m/snapshot/ResNet-18/AdamW": "– AdamW",
+    },
+    "swag": {
+        "swag/snapshot/ResNet-18": "SWAG's snapshot of the weights, ResNet-18",
+    },
+    "subnetworks": {
+        "subnetwork/last layer/CNN": "fit of the CNN's last layer, full covariance",
     },
     "online": {
         "online_step/autoencoder 28×28/approx": "step of online Laplace, convolutional autoencoder, 28×28",

@@ -3,6 +3,7 @@
 The exact GGN takes one forward pass and a backward pass for each of the ten outputs, and one for the gradient. These
 passes alone are the unit of time, and their memory stands beside the fit's: what is beyond them should depend on the
 size of the subnetwork, not on that of the network. The weights are chosen by chance, so that all layers have some.
+A last layer is measured in plain epochs of the network.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
-from benchmarks.networks import CLASSES, Batches, Network
+from benchmarks.networks import CLASSES, NETWORKS, Batches, Network, plain_epoch
 
 TITLE = "Subnetworks"
 SIZES = (500, 2000)
@@ -47,7 +48,19 @@ def jobs(quick: bool) -> list[Job]:
                 name = f"subnetwork/{kind}/{width}/{n or PASSES}"
                 unit = "× the passes"
                 queue.append(Job(name, measure, {**size, "n": n}, unit=unit, seconds=60, default=False))
-    return queue
+    last = {"examples": 128 if quick else NETWORKS["CNN"].examples, "repeats": 1 if quick else 5}
+    return [*queue, Job("subnetwork/last layer/CNN", measure_last_layer, last, unit="epochs", seconds=14)]
+
+
+def measure_last_layer(examples: int, repeats: int) -> Result:
+    """A full covariance over the last layer of the CNN, beside plain epochs of all of it."""
+    from lightning_bayes import fit_laplace
+
+    cnn, small = NETWORKS["CNN"], NETWORKS["MLP"]
+    data, words = cnn.data(examples), {"subset": "last_layer", "structure": "full"}
+    fit_laplace(small.fresh(), small.data(2), **words)  # what is imported at its first use
+    epoch = partial(plain_epoch, cnn.fresh(), data)
+    return side_by_side(lambda: partial(fit_laplace, cnn.fresh(), data, **words), epoch, repeats)
 
 
 def measure(kind: str, width: int, quick: bool, n: int) -> Result:

@@ -25,6 +25,7 @@ from benchmarks import (
     predictive,
     resnet18,
     subnetwork,
+    swag,
     variational,
 )
 from benchmarks.rows import Row
@@ -33,6 +34,7 @@ TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
         *(curvature, resnet18, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
+        swag,
         *(first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
     )

@@ -8,7 +8,8 @@ MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic
 The first row is the authors' code as far as it can be: batch 100, learning rate 1e-4 for 64 channels, curvature at the
 sampled weights, `H ← 0.999 H + h` from `H₀ = N`, prior precision 1, one sampled network in training and 10 at test, the
 mean squared error as loss while h is that of the sum, a factor ½ in h, and images in the same order in every epoch.
-(One slip is left out: their convolutions have the gradient of the mean network.) Each other row changes one thing.
+(Two things are left out: their convolutions have the gradient of the mean network, and their validation loss, by which
+the learning rate falls and training stops, is that of sampled networks.) Each other row changes one thing.
 
 What theory says before anything is trained. To first order a sampled network's variance is
 
@@ -70,7 +71,7 @@ from recipes.program import QUIET, Row, Run, markdown, progress, read_rows, spre
 N, CHANNELS = 55_000, 64
 AUTHORS = "the authors' configuration"
 EQUAL = 5000.0  # the precision with which the newest version of their code tests, which forgets to load H
-STEP = 0.05  # of an AUROC that is called a difference, and three standard errors
+STEP = 0.05  # of an AUROC that is called a difference
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class LitMeanLoss(LitAutoencoder):
 
 
 class Curve(L.Callback):
-    """A row of curve.csv after the epochs 1, 2, 4, …, and after the last one."""
+    """A row of curve.csv after the epochs 1, 2, 4, …"""
 
     def __init__(self, run: Run, step: str, callback: OnlineLaplaceCallback, data: Data, outside: Tensor) -> None:
         self.run, self.step, self.callback, self.data, self.outside = run, step, callback, data, outside

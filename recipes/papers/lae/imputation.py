@@ -276,7 +276,8 @@ def report(folder: Path) -> str:
             markdown(["", *COLUMNS], lines, 3),
             "MSE is that of the mean of the five images; log p(x) is −‖x − image‖² averaged over the five, as in the "
             'paper: without ½ and constant. "digits": how many different ones the classifier sees in the five. '
-            '"whole": accuracy where nothing is hidden; the authors\' is of the runs that their repository stores.',
+            '"whole": accuracy where nothing is hidden; the authors\' is of the runs that their repository stores. Our '
+            "classifier is an MLP, theirs a CNN whose dropout stays on.",
             "The errors in the paper are from the image with noise in its upper half, not from the digit:",
             markdown(["", *ERRORS, "MSE (paper)", "log p(x) (paper)"], scale, 1),
             f"So the online LAE's {online['MSE']:.1f} is {online['MSE as in the paper']:.1f} as the paper counts "

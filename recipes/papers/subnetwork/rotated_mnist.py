@@ -1,7 +1,7 @@
 """Rotated MNIST after Daxberger et al. (2021), at a smaller scale: how probabilities fare under rotation.
 
 The paper trains a ResNet-18 (11 million weights) on all of MNIST and puts a full covariance on 42,438 of them (0.38 %).
-Here a convolutional network of 79,510 weights trains on 5,000 images, and the subnetwork has 1,500 of them (1.9 %). The
+Here a convolutional network of 56,970 weights trains on 5,000 images, and the subnetwork has 1,500 of them (2.6 %). The
 protocol is otherwise theirs: one trained network; SGD with a constant learning rate from there on gives the snapshots
 of SWAG, whose variances choose the subnetwork; the full GGN over it; the linearised network predicts by the probit
 link. Priors are tuned on validation images, where the authors chose on test images. No temperatures.
