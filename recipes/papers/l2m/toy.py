@@ -166,9 +166,9 @@ def mc_dropout(trained: Trained) -> Method:
     return lambda x: _from_functions(torch.stack([model(x) for _ in range(settings.samples)]))
 
 
-def swag_diagonal(trained: Trained, lr: float = 1e-3) -> Method:
+def swag_diagonal(trained: Trained, lr: float = 1e-4) -> Method:
     """Maddox et al. (2019): mean and variance of the weights that SGD visits from the trained ones, once an epoch. The
-    rate is the largest power of ten at which it does not diverge."""
+    rate is the largest power of ten at which it keeps the fit."""
     model, settings = trained.network().network, trained.run.settings
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     visited = []

@@ -293,12 +293,13 @@ def report(folder: Path) -> str:
     rows: dict[str, list[Row]] = {}
     for row in read_rows(folder / "rows.csv"):
         rows.setdefault(row["row"], []).append(row)
+    n_seeds = max(map(len, rows.values()), default=0)
     parts = [
         f"FashionMNIST → MNIST, online LAE: {settings['n_train']:,} of {N:,} images of {settings['pixels']} × "
         f"{settings['pixels']} pixels, {settings['channels']} of {CHANNELS} channels, at most {settings['epochs']} "
         f"epochs, {settings['hessian']} Hessian unless a row says otherwise, {settings['samples']} sampled networks, "
         f"AUROC on {settings['n_valid']:,} validation images and as many of MNIST; mean ± standard error over "
-        f"{max(map(len, rows.values()), default=0)} seeds. The paper's figure 9 has no numbers in its text.",
+        f"{n_seeds} seed{'s' * (n_seeds != 1)}. The paper's figure 9 has no numbers in its text.",
         _rows(rows),
         '"start left": the part of H₀ not forgotten in the end; "determined": the share of weights whose precision '
         'comes from the data for more than half; "brightness": rank correlation of output σ with the mean pixel. '

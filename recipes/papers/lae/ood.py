@@ -84,8 +84,8 @@ PAIRS = {
     ),
 }
 COLUMNS = ("error", *SCORES, "FPR95")
-STORED_RUNS = {  # AUROC of the four scores, MNIST against KMNIST
-    "VAE": (0.74, 0.61, 0.57, 0.92),
+STORED_RUNS: dict[str, tuple[Any, ...]] = {  # AUROC of the four scores, MNIST against KMNIST
+    "VAE": (None, None, 0.57, 0.92),  # their likelihood of a VAE, 0.74 and 0.61, has its variances and its KL
     "LAE (online)": (0.991, 0.988, 0.999, 0.999),
 }
 TOLD_APART, AS_STORED = 0.75, 0.02  # an AUROC that is called so; a difference from a stored one

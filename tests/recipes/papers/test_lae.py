@@ -196,7 +196,7 @@ def test_the_authors_stored_run_is_beside_its_own_pair(data: Path, tmp_path: Pat
     assert "MNIST → KMNIST" in text
     assert "64-32-16-2-16-32-64" in text
     assert line(text, "LAE (online)")[-4:] == ["0.991", "0.988", "0.999", "0.999"]
-    assert line(text, "VAE")[-4:] == ["0.740", "0.610", "0.570", "0.920"]
+    assert line(text, "VAE")[-4:] == ["–", "–", "0.570", "0.920"]
     row = rows_of(tmp_path / "auroc.csv")["LAE (online)"]
     stored = {"log-likelihood": 0.991, "typicality": 0.988, "latent σ": 0.999, "output σ": 0.999}
     same = all(abs(row[score] - value) <= 0.02 for score, value in stored.items())
