@@ -122,13 +122,12 @@ def claims(folder: Path) -> list[Claim]:
 
 def _at_every_prior(rows: list[Row], one: str, other: str) -> list[Claim]:
     """Of the same networks (figure 5)."""
-    means = _by_prior(rows)
-    pairs = [
-        (f"{name} δ = {δ:.2g}", nll, means[name, other][δ])
-        for name in SETS
-        for δ, nll in means.get((name, one), {}).items()
-        if δ in means.get((name, other), {})
-    ]
+    nlls = {(row["set"], float(row["delta"]), row["seed"], row["method"]): row["nll"] for row in rows}
+    both: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    for (name, δ, seed, method), nll in nlls.items():
+        if method == one and (name, δ, seed, other) in nlls:
+            both.setdefault((name, δ), []).append((nll, nlls[name, δ, seed, other]))
+    pairs = [(f"{name} δ = {δ:.2g}", mean(a for a, _ in of), mean(b for _, b in of)) for (name, δ), of in both.items()]
     if not pairs:
         return []
     lost = [f"{where} {a:.3f} against {b:.3f}" for where, a, b in pairs if a > b + TIE]
