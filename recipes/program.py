@@ -306,9 +306,9 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     made_by = [{"command": _command(name, arguments), "versions": versions()}]
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        for name in _sweeps(run.settings):
-            if set(found["settings"].get(name, ())) <= set(settings[name]):  # the rest is still to be done
-                found["settings"][name] = asked["settings"][name]
+        for sweep in _sweeps(run.settings):
+            if set(found["settings"].get(sweep, ())) <= set(settings[sweep]):  # the rest is still to be done
+                found["settings"][sweep] = asked["settings"][sweep]
         for key in asked:
             if found.get(key) != asked[key]:
                 raise SystemExit(
