@@ -40,8 +40,7 @@ from lightning_bayes import GaussianPosterior
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
 TIMES = "times"  # the table of what `once` took
-SWEEP = {"sweep": True}  # metadata of a setting whose values a folder may get more of
-LONGEST_WRITE = 30.0  # seconds that a table is locked at most
+LONGEST_WRITE = 10.0  # seconds that a table is locked at most
 PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 WITH_BAR = {**QUIET, "enable_progress_bar": sys.stdout.isatty()}  # of a training that takes a while
@@ -59,7 +58,7 @@ class Run:
     output: Path
     settings: Any = None  # a frozen dataclass, for a recipe that has one
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    _seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # of each step of this process
+    seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # of each step of this process
 
     def seeds(self, n: int) -> range:
         """Of `n` repetitions: no two values of `--seed` share one."""
@@ -69,7 +68,7 @@ class Run:
         """What `function` returns, which may hold tensors, numbers, strings, lists and dicts; computed at most once."""
         path = self.output / "steps" / f"{step}.pt"
         if not path.exists():
-            result, seconds = self._timed(function, *args, **kwargs)
+            result, seconds = self.timed(function, *args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(result, part := path.with_suffix(".part"))
             torch.load(part, weights_only=True)  # what cannot be read again is an error now
@@ -98,16 +97,16 @@ class Run:
         """Append the rows of a step to a CSV, with the processor time that they took, unless they are there."""
         if any(row["step"] == step for row in self.rows(table)):
             return
-        rows, seconds = self._timed(lambda: [dict(row) for row in function(*args, **kwargs)])
+        rows, seconds = self.timed(lambda: [dict(row) for row in function(*args, **kwargs)])
         if is_first_process():
             append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
-    def _timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
+    def timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
         """With the processor time that it took, but for that of steps inside, which have rows of their own."""
-        start, steps = time.process_time(), len(self._seconds)
+        start, steps = time.process_time(), len(self.seconds)
         result = function(*args, **kwargs)
-        seconds = time.process_time() - start - sum(self._seconds[steps:])
-        self._seconds.append(seconds)
+        seconds = time.process_time() - start - sum(self.seconds[steps:])
+        self.seconds.append(seconds)
         return result, round(seconds, 1)
 
     def rows(self, table: str) -> list[Row]:
@@ -142,8 +141,7 @@ def start(
         doc: The recipe's docstring, which `--help` shows.
         name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
-            Each of their fields becomes an option, too. One with the metadata `SWEEP` may get more values in the same
-            folder.
+            Each of their fields becomes an option, too.
         more: Adds options of the recipe's own, which are then in `run.options`. They may say which part of the work is
             done now, but not how: they are no settings, and the folder may hold results of others.
         arguments: Instead of the command line's.
@@ -257,17 +255,13 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """The only one that is changing this file. A lock that is left by a program that was stopped is not waited for."""
+    """The only one that is changing this file; a lock that a stopped program has left is waited for, but not long."""
     lock = path.with_suffix(".lock")
-    while True:
-        try:
-            os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    for _ in range(math.ceil(LONGEST_WRITE / 0.05)):
+        with suppress(FileExistsError):
+            lock.touch(exist_ok=False)
             break
-        except FileExistsError:
-            with suppress(FileNotFoundError):
-                if time.time() - lock.stat().st_mtime > LONGEST_WRITE:
-                    lock.unlink()
-            time.sleep(0.05)
+        time.sleep(0.05)
     try:
         yield
     finally:
@@ -306,9 +300,6 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     made_by = [{"command": _command(name, arguments), "versions": versions()}]
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        for sweep in _sweeps(run.settings):
-            if set(found["settings"].get(sweep, ())) <= set(settings[sweep]):  # the rest is still to be done
-                found["settings"][sweep] = asked["settings"][sweep]
         for key in asked:
             if found.get(key) != asked[key]:
                 raise SystemExit(
@@ -321,10 +312,6 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
         print(f"results go to {run.output}", flush=True)
     run.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**asked, "made_by": made_by}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sweeps(settings: Any) -> list[str]:
-    return [f.name for f in fields(settings) if f.metadata.get("sweep")] if is_dataclass(settings) else []
 
 
 def _command(name: str, arguments: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,25 +167,6 @@ def test_results_of_other_settings_are_not_touched(
         f"{folder} holds results of another run ({difference}): name another folder by --output, or delete this one"
     )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_sweep_may_get_more_values_in_the_same_folder(begin: Callable[..., Run], tmp_path: Path) -> None:
-    @dataclass(frozen=True)
-    class Swept:
-        betas: tuple[float, ...] = field(default=(0.1, 1.0), metadata=program.SWEEP)
-        sizes: tuple[int, ...] = (50,)
-
-    def call(*words: str) -> Run:
-        return begin("--output", str(tmp_path / "results"), *words, scales={"default": Swept()})
-
-    call()
-    assert call("--betas", "1", "0.1", "10").settings.betas == (1.0, 0.1, 10.0)
-    kept = json.loads((tmp_path / "results" / "settings.json").read_text(encoding="utf-8"))
-    assert kept["settings"] == {"betas": [1.0, 0.1, 10.0], "sizes": [50]}
-    with pytest.raises(SystemExit, match=r"betas \[1.0, 0.1, 10.0\], not \[0.1, 1.0\]"):
-        call()  # fewer
-    with pytest.raises(SystemExit, match=r"sizes \[50\], not \[50, 50\]"):
-        call("--betas", "1", "0.1", "10", "--sizes", "50", "50")
 
 
 def test_another_recipe_has_another_folder(begin: Callable[..., Run], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from recipes.papers.image_data import Images, read_images
 from recipes.papers.variational_laplace.figures import save_pictures
 from recipes.papers.variational_laplace.preact_resnet import NORMS, PreActResNet
 from recipes.papers.variational_laplace.report import report
-from recipes.program import QUIET, SWEEP, Row, Run, progress, start
+from recipes.program import QUIET, Row, Run, progress, start
 
 SAMPLES = 10
 SCORES = ("nll", "acc", "ece")
@@ -63,7 +63,7 @@ class Settings:
     epochs: int = 20
     batch: int = 50
     lr: float = 3e-3
-    betas: tuple[float, ...] = field(default=(0.1, 0.03, 0.01), metadata=SWEEP)
+    betas: tuple[float, ...] = (0.1, 0.03, 0.01)
     multiplier: float = 10.0  # of log σ's learning rate
     multipliers: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)  # of figure 2
     multiplier_betas: tuple[float, ...] = (0.1,)  # its rows

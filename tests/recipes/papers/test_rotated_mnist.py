@@ -56,9 +56,12 @@ def test_every_method_is_scored_at_every_angle_and_an_interrupted_run_goes_on(
 
 def test_the_claims_are_those_of_the_rotated_images(tmp_path: Path) -> None:
     nll = dict.fromkeys(rotated_mnist.METHODS, 2.0) | {rotated_mnist.OWN: 1.5, "last layer": 1.0}  # not the paper's
-    for angle, factor in ((0, -1), (90, 1)):
-        rows = [{"step": m, "method": m, "seed": 0, "angle": angle, "nll": factor * v} for m, v in nll.items()]
-        append_rows(tmp_path / "scores.csv", [{**row, "ece": 0.1, "accuracy": 0.9} for row in rows])
+    rows = [
+        {"step": m, "method": m, "seed": 0, "angle": angle, "nll": factor * v, "ece": 0.1, "accuracy": 0.9}
+        for m, v in nll.items()
+        for angle, factor in ((0, -1), (90, 1))
+    ]
+    append_rows(tmp_path / "scores.csv", rows)
     text = rotated_mnist.report(tmp_path)
     assert "- holds: subnetwork by SWAG has the best NLL of the rotated images (1.500; MAP: 2.000)" in text
     assert "- does not hold: subnetwork by SWAG has the best calibration error" in text
