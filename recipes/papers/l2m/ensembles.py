@@ -146,7 +146,7 @@ def report(folder: Path) -> str:
     for score, methods in TABLES.items():
         lines = [[name, *(spread([row[score] for row in by_cell[name, m]], 4) for m in methods)] for name in sets]
         parts += [CAPTIONS[score], markdown(["", *methods], lines)]
-    return "\n\n".join([*parts, verdict(list(claims(by_cell, sets)), "hopes for L2M")])
+    return "\n\n".join([*parts, verdict(list(claims(by_cell, sets)), "comparisons")])
 
 
 def claims(by_cell: dict[tuple[str, str], list[Row]], sets: list[str]) -> Iterator[Claim]:

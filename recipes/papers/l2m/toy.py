@@ -168,7 +168,7 @@ def mc_dropout(trained: Trained) -> Method:
 
 def swag_diagonal(trained: Trained, lr: float = 1e-4) -> Method:
     """Maddox et al. (2019): mean and variance of the weights that SGD visits from the trained ones, once an epoch. The
-    rate is the largest power of ten at which it keeps the fit."""
+    rate is the largest power of ten at which it keeps the fit, seen on the points that it is judged on."""
     model, settings = trained.network().network, trained.run.settings
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     visited = []

@@ -187,7 +187,7 @@ def claims(rows: dict[str, Row], drawn: dict[str, Row]) -> list[Claim]:
     """Of section 5 and table 3. `drawn` has the variety and the grey of what each method generates, and of digits."""
     lae, ensemble, alone, after = (rows[k] for k in ("LAE (online)", "AE ensemble", "classifier", "LAE (post-hoc)"))
     ece = {name: row["ECE"] for name, row in rows.items() if name in PAPER_TABLE and name != "AE ensemble"}
-    several = {name: rows[name]["digits"] for name in SHOWN}
+    several = {name: rows[name]["digits"] for name in METHODS if name != "AE ensemble"}
     online, vae, truth = (drawn[name] for name in ("LAE (online)", "VAE", "digits"))
     calibrated = ", ".join(f"{name} {lae[name]:.3f} and {alone[name]:.3f}" for name in COLUMNS[3:6])
     sizes = ", ".join(f"{rows[name]['MSE']:.1f} and {rows[name]['log p(x)']:.1f}" for name in SHOWN[1:])
