@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from recipes.program import markdown, read_rows
 FOLDER = Path(__file__).with_suffix("")
 PAGE = Path(__file__).with_name("RESULTS.md")
 ORDER = ("glm/uci", "glm/images", "variational_laplace", "lae", "l2m", "evidence", "subnetwork")
+MOST_COMMANDS = 3  # to be named one by one
 HEAD = """# What was measured
 
 Written by `make results` from the CSVs in [`results/`](results), with the papers' own numbers beside ours. Do not edit
@@ -92,11 +94,10 @@ def section(run: Measured, beside: Path) -> str:
 
 def how(run: Measured, link: str) -> str:
     """What made the numbers, a line each."""
-    commands = dict.fromkeys(f"`{entry['command']}`" for entry in run.settings["made_by"])
     used = dict.fromkeys(_named(entry["versions"], " ") for entry in run.settings["made_by"])
     settings = _named(run.settings["settings"], " = ")
     lines = {
-        "command": ", ".join(commands),
+        "command": commands_of(run),
         "scale": run.settings["scale"] + (f": {settings}" if settings else ""),
         "processor time": time_of(run),
         "seeds": seeds_of(run),
@@ -104,6 +105,15 @@ def how(run: Measured, link: str) -> str:
         "numbers": f"[{link}]({link})",
     }
     return "\n".join(f"- {name}: {line}" for name, line in lines.items())
+
+
+def commands_of(run: Measured) -> str:
+    """All of them, or what many have in common."""
+    commands = list(dict.fromkeys(entry["command"] for entry in run.settings["made_by"]))
+    if len(commands) <= MOST_COMMANDS:
+        return ", ".join(f"`{command}`" for command in commands)
+    options = [re.split(r" (?=--)", command) for command in commands]  # each with its values
+    return f"`{' '.join(os.path.commonprefix(options))}`, in {len(commands)} parts that `settings.json` names"
 
 
 def time_of(run: Measured) -> str:

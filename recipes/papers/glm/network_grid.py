@@ -7,7 +7,7 @@ a quarter of the time. Gradients are written out, which saves the memory traffic
 - `train_map`: full-batch Adam on the negative log joint `−Σₙ log p(yₙ | f(xₙ, θ)) + ½ δ ‖θ‖²`.
 - `train_mfvi`: full-batch Adam on the negative evidence lower bound of `N(μ, σ²)`, `σ = softplus(ρ)`, by local
   reparameterisation: with `v = σ²h²` of a layer's input `h`, its outputs are `μh + √v ε` with noise of their own for
-  each example (Kingma et al. 2015).
+  each example (Kingma et al. 2015), the same for all priors, which saves a quarter of the time.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def train_mfvi(
         means, variances = [p.detach() for p in μ], [s.square() for s in σ]
 
         def gradients(part: Examples, squares: Examples, means=means, variances=variances) -> list[Tensor]:
-            noise = torch.randn(S * K, units, part.x.shape[1], generator=generator, dtype=starts.dtype)
+            noise = torch.randn(S, units, part.x.shape[1], generator=generator, dtype=starts.dtype)
             _, of_mean, of_variance = mfvi_step(means, variances, part, squares, noise, K)
             return of_mean + of_variance
 
@@ -161,7 +161,7 @@ def mfvi_step(
     μ: list[Tensor], variances: list[Tensor], data: Examples, squares: Examples, noise: Tensor, K: int
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The negative log-likelihoods `[S·K]` at these draws of the layers' outputs, and their gradients in the means and
-    the variances of the weights."""
+    the variances of the weights.  # noise [S, units, N]"""
     W1, b1, W2, b2, W3, b3 = μ
     V1, c1, V2, c2, V3, c3 = variances
     H = b1.shape[-1]
@@ -199,9 +199,10 @@ def _summed(gradients: Iterable[list[Tensor]]) -> list[Tensor]:
 
 
 def _draw(m: Tensor, b: Tensor, v: Tensor, c: Tensor, ε: Tensor) -> tuple[Tensor, Tensor]:
-    """`m + b + √v ε`, in place, and `ε/√v`.  # [B, units, N]"""
+    """`m + b + √v ε`, in place, and `ε/√v`.  # [S·K, units, N], ε [S, units, N]"""
     v.add_(c.unsqueeze(-1))
-    e = v.rsqrt().mul_(ε)
+    e = v.rsqrt()
+    e.view(len(ε), -1, *e.shape[1:]).mul_(ε.unsqueeze(1))
     return m.add_(b.unsqueeze(-1)).addcmul_(v, e), e
 
 

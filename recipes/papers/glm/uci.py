@@ -136,13 +136,14 @@ def trained(name: str, splits: list[Split], settings: Settings) -> Tensor:
     return train_map(shape, examples(splits), starts, grid(settings), settings.steps, bar(f"{name}: networks"))
 
 
-def trained_mfvi(name: str, splits: list[Split], settings: Settings) -> list[Tensor]:
-    """Means and standard deviations.  # [S, K, P] each"""
+def trained_mfvi(name: str, splits: list[Split], settings: Settings) -> Tensor:
+    """Means and standard deviations.  # [S, 2, K, P]"""
     shape = splits[0].shape(settings.width)
     starts = torch.stack([shape.start(split.noise_seed) for split in splits])
     noise = torch.Generator().manual_seed(splits[0].noise_seed)
     steps = settings.steps // 2
-    return list(train_mfvi(shape, examples(splits), starts, grid(settings), steps, noise, bar(f"{name}: MFVI")))
+    both = train_mfvi(shape, examples(splits), starts, grid(settings), steps, noise, bar(f"{name}: MFVI"))
+    return torch.stack(both, 1)
 
 
 def bar(what: str) -> Callable[[Any], Any]:
@@ -179,9 +180,9 @@ def score_networks(name: str, split: Split, θ: Tensor, settings: Settings) -> I
         yield scores(name, split, "MAP", δ, probabilities(outputs))
 
 
-def score_mfvi(name: str, split: Split, μ: Tensor, σ: Tensor, settings: Settings) -> Iterator[Row]:
+def score_mfvi(name: str, split: Split, weights: Tensor, settings: Settings) -> Iterator[Row]:
     noise = torch.Generator().manual_seed(split.noise_seed)
-    for δ, mean, std in zip(grid(settings).tolist(), μ, σ, strict=True):
+    for δ, mean, std in zip(grid(settings).tolist(), *weights, strict=True):
         θ = mean + std * torch.randn(settings.samples, len(mean), generator=noise)
         yield scores(name, split, "MFVI", δ, drawn_probabilities(split.shape(settings.width), θ, split.held_out))
 
@@ -300,20 +301,26 @@ def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]
     """All parts of a split, `splits[i]` of those that are trained at once."""
     split, settings = splits[i], run.settings
     seeds = "-".join(str(other.seed) for other in splits)
-    if parts != ["MFVI"]:
-        θ = run.once(f"{name} networks {seeds}", trained, name, splits, settings)[i]
+
+    def networks() -> Tensor:
+        return run.once(f"{name} networks {seeds}", trained, name, splits, settings)[i]
+
+    def collect(part: str, function: Callable[..., Iterator[Row]], weights: Callable[[], Any], *args: Any) -> list[Row]:
+        """The part's rows. Networks are trained where rows are missing, and not before."""
+        step = f"{name} {split.seed} {part}"
+        run.collect("scores", step, lambda: function(name, split, weights(), settings, *args))
+        return [row for row in run.rows("scores") if row["step"] == step]
+
     if "network" in parts:
-        run.collect("scores", f"{name} {split.seed} network", score_networks, name, split, θ, settings)
+        collect("network", score_networks, networks)
     if "MFVI" in parts:
-        μ, σ = run.once(f"{name} MFVI {seeds}", trained_mfvi, name, splits, settings)
-        run.collect("scores", f"{name} {split.seed} MFVI", score_mfvi, name, split, μ[i], σ[i], settings)
+        collect("MFVI", score_mfvi, lambda: run.once(f"{name} MFVI {seeds}", trained_mfvi, name, splits, settings)[i])
     if "Laplace" in parts or "refined" in parts:
-        run.collect("scores", step := f"{name} {split.seed} Laplace", score_laplace, name, split, θ, settings)
-        laplace = [row for row in run.rows("scores") if row["step"] == step]
+        laplace = collect("Laplace", score_laplace, networks)
     if "refined" in parts:
-        run.collect("scores", f"{name} {split.seed} refined", score_refined, name, split, θ, settings, laplace)
+        collect("refined", score_refined, networks, laplace)
     if "short" in parts:
-        run.collect("scores", f"{name} {split.seed} short", score_short, name, split, θ, settings)
+        collect("short", score_short, networks)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -55,6 +55,16 @@ def test_a_section_says_what_was_measured_and_how(runs: Path) -> None:
         assert line in first.splitlines()
 
 
+def test_many_commands_are_named_by_what_they_share(runs: Path) -> None:
+    path = runs / "results" / "zoo" / "settings.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    command, versions = content["made_by"][0].values()
+    made_by = [{"command": f"{command} --sets {name}", "versions": versions} for name in ("ab", "ac", "b", "ac", "d")]
+    path.write_text(json.dumps({**content, "made_by": made_by}), encoding="utf-8")
+    (run,) = (run for run in results.measured(runs / "results") if run.name == "zoo")
+    assert results.commands_of(run) == f"`{command}`, in 4 parts that `settings.json` names"
+
+
 def test_a_new_number_in_a_csv_is_a_new_number_on_the_page(runs: Path) -> None:
     before = results.page(results.measured(runs / "results"), runs / "RESULTS.md")
     assert results.page(results.measured(runs / "results"), runs / "RESULTS.md") == before
