@@ -12,10 +12,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,7 +113,8 @@ def commands_of(run: Measured) -> str:
     if len(commands) <= MOST_COMMANDS:
         return ", ".join(f"`{command}`" for command in commands)
     options = [re.split(r" (?=--)", command) for command in commands]  # each with its values
-    return f"`{' '.join(os.path.commonprefix(options))}`, in {len(commands)} parts that `settings.json` names"
+    shared = (column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*options, strict=False)))
+    return f"`{' '.join(shared)}`, in {len(commands)} parts that `settings.json` names"
 
 
 def time_of(run: Measured) -> str:
