@@ -86,6 +86,20 @@ def test_the_table_is_means_over_seeds_and_the_claims_are_those_of_the_numbers(t
     assert "that of θ̃: T-FORMER (seed 1, one λ)." in text
 
 
+def test_every_grouping_of_priors_is_held_against_the_weights_and_against_one_prior() -> None:
+    at_weights = dict(zip(table1.GROUPS, (0.25, 0.2, 0.2), strict=True))
+    at_optimum = dict(zip(table1.GROUPS, (0.1, 0.3, 0.05), strict=True))
+    nll = {("CNN", f"θ̃, {groups}"): value for groups, value in at_weights.items()}
+    nll |= {("CNN", f"θ⋆, {groups}"): value for groups, value in at_optimum.items()}
+    assert {claim.statement.removeprefix("CNN: "): claim.holds for claim in table1.claims(nll, ["CNN"])} == {
+        "θ⋆ is better than θ̃, one λ": True,
+        "θ⋆ is better than θ̃, λ per normalised layer": False,
+        "θ⋆ is better than θ̃, λ per layer": True,
+        "at θ⋆ λ per normalised layer is no worse than one λ": False,
+        "at θ⋆ λ per layer is no worse than one λ": True,
+    }
+
+
 def test_it_is_said_when_all_searches_came_near_the_optimum(tmp_path: Path) -> None:
     row = {"step": "", "network": "FIXUP", "seed": 0, "weights": 2000, "nll": 0.1, "accuracy": 0.9}
     methods = {"MAP": None, "θ̃, one λ": None, "θ⋆, one λ": 1, "θ̃, λ per layer": None, "θ⋆, λ per layer": 1}
