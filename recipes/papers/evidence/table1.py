@@ -7,9 +7,9 @@ directly before a normalisation and one for the rest (recommendation 2), or one 
 (`tune_prior("mackay")`) and at θ⋆ (`tune_prior("linear", iterate=True)`). Transformer and Fixup have no layer directly
 before a normalisation: for them the paper's "multiple λs" are one per layer here. The U-Net is left out.
 
-Two things decide how near the paper's numbers one comes: images per weight (MNIST's 60,000 for 46,000 in the paper, if
-that is its data), and the Hessian. With the full one, for which networks must be small, a few passes over the data find
-θ⋆; with Kronecker factors the search is cut off before it has converged.
+The paper's networks have about as many weights as MNIST has images, if that is its data. `--full` has five images per
+weight and the full Hessian, with which ten passes over the data mostly find θ⋆; `--scale` has the paper's number of
+weights, few images and Kronecker factors, and its search of θ⋆ is cut off before it has converged.
 
     python -m recipes.papers.evidence.table1                 # minutes: 500 images, 4,000 weights
     python -m recipes.papers.evidence.table1 --full          # 2,000 weights, 10,000 images, the full Hessian

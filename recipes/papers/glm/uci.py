@@ -19,7 +19,7 @@ be added to a folder at any time.
 
     python -m recipes.papers.glm.uci                             # three sets, three splits, 20 units: some minutes
     python -m recipes.papers.glm.uci --paper --sets australian   # a quarter of an hour on one core
-    python -m recipes.papers.glm.uci --paper                     # eight hours
+    python -m recipes.papers.glm.uci --paper                     # eight hours on one core; two may share a folder
 """
 
 from __future__ import annotations
