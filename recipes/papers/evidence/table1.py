@@ -12,7 +12,7 @@ weight and the full Hessian, with which ten passes over the data mostly find θ�
 weights, few images and Kronecker factors, and its search of θ⋆ is cut off before it has converged.
 
     python -m recipes.papers.evidence.table1                 # minutes: 500 images, 4,000 weights
-    python -m recipes.papers.evidence.table1 --full          # 45 minutes: 10,000 images, 2,000 weights, the full Hessian
+    python -m recipes.papers.evidence.table1 --full          # 45 minutes: 10,000 images, 2,000 weights, full Hessian
     python -m recipes.papers.evidence.table1 --scale         # 20 minutes: 2,000 images, the paper's 46,000 weights
     python -m recipes.papers.evidence.table1 --paper         # all images; wants a GPU
     python -m recipes.papers.evidence.table1 --networks CNN RESNET --passes 10
