@@ -49,7 +49,7 @@ def report(folder: Path) -> str:
     if not rows:
         return "No seed is finished."
     best, parts, claims = chosen(rows), [_scale(folder)], []
-    for name in dict.fromkeys(row["set"] for row in rows):
+    for name in _sets(rows):
         own = [row for row in best if row["set"] == name]
         seeds, sizes = sorted({row["seed"] for row in own}), sorted({row["n_train"] for row in own})
         parts.append(
@@ -137,7 +137,7 @@ def better(name: str, best: Sequence[Row], method: str, other: str, score: str) 
 def draw(folder: Path) -> None:
     """`entropies_<set>.png`, like figure 6, and `nll_by_prior.png`."""
     rows = _finished(read_rows(folder / "scores.csv"))
-    names = list(dict.fromkeys(row["set"] for row in rows))
+    names = _sets(rows)
     for name in names:
         _entropies([row for row in chosen(rows) if row["set"] == name]).savefig(
             folder / f"entropies_{name}.png", dpi=110
@@ -186,12 +186,17 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 def _finished(rows: Sequence[Row]) -> list[Row]:
     """Of the seeds that have all priors of their set."""
     kept = []
-    for name in dict.fromkeys(row["set"] for row in rows):
+    for name in _sets(rows):
         own = [row for row in rows if row["set"] == name]
         n = len({row["prior"] for row in own})
         priors = {seed: {row["prior"] for row in own if row["seed"] == seed} for seed in {row["seed"] for row in own}}
         kept += [row for row in own if len(priors[row["seed"]]) == n]
     return kept
+
+
+def _sets(rows: Sequence[Row]) -> list[str]:
+    """In the paper's order, not in that of the programs that have filled the folder."""
+    return [name for name in PAPER if any(row["set"] == name for row in rows)]
 
 
 def _values(rows: Sequence[Row], method: str, score: str) -> list[float]:

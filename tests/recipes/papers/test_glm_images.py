@@ -56,6 +56,14 @@ def output(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_sets_can_be_added_to_a_folder_one_by_one(data: Path, output: Path, tmp_path: Path) -> None:
+    for name in reversed(images.SETS):
+        run(data, tmp_path / "images", "--sets", name)
+    whole, parts = (sorted(timeless(read_rows(f / "scores.csv")), key=str) for f in (output, tmp_path / "images"))
+    assert parts == whole
+    assert report(tmp_path / "images") == report(output)
+
+
 def timeless(rows: list[Row]) -> list[Row]:
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
@@ -63,7 +71,7 @@ def timeless(rows: list[Row]) -> list[Row]:
 def test_every_set_seed_prior_and_method_has_its_scores(output: Path) -> None:
     rows = read_rows(output / "scores.csv")
     steps = [(row["set"], row["seed"], row["prior"], row["method"]) for row in rows]
-    expected = [(s, seed, δ, m) for seed in FAST.seeds for s in FAST.sets for δ in FAST.priors for m in METHODS]
+    expected = [(s, seed, δ, m) for seed in FAST.seeds for s in images.SETS for δ in FAST.priors for m in METHODS]
     assert steps == expected
     for row in rows:
         assert all(0 <= row[score] <= 1 for score in ("acc", "ece", "auc", "confidence"))
@@ -89,7 +97,7 @@ def test_the_report_is_made_from_the_scores_alone(output: Path, tmp_path: Path) 
         if (row["set"], row["method"]) == ("CIFAR10", "GP")
     ]
     assert f"| GP           | {np.mean(accuracies):.3f} ±" in text
-    for name in FAST.sets:
+    for name in images.SETS:
         assert all(number in text for numbers in image_report.PAPER[name].values() for number in numbers)
         assert f"`entropies_{name}.png`" in text
     assert "`nll_by_prior.png`" in text
