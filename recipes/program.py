@@ -114,14 +114,16 @@ class Run:
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
         """By method and column: printed, and written as CSV and Markdown."""
-        if not is_first_process():
-            return
-        columns = list(dict.fromkeys(column for row in table.values() for column in row))
-        rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
-        text = markdown(["", *columns], rows, digits)
+        if is_first_process():
+            columns = list(dict.fromkeys(column for row in table.values() for column in row))
+            rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
+            self.save_report(markdown(["", *columns], rows, digits), name)
+            write_rows(self.output / f"{name}.csv", [{"method": method, **row} for method, row in table.items()])
+
+    def save_report(self, text: str, name: str = "table") -> None:
+        """Markdown: printed and written."""
         print(f"\n{text}", flush=True)
         (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-        write_rows(self.output / f"{name}.csv", [{"method": method, **row} for method, row in table.items()])
 
     def save_picture(self, name: str, figure: Figure, dpi: float | Literal["figure"] = "figure") -> None:
         figure.savefig(self.output / f"{name}.png", dpi=dpi)
@@ -238,9 +240,9 @@ def read_rows(path: Path) -> list[Row]:
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Several programs may add to one table. Rows of a step that it has are not added again."""
     with _alone(path):
-        there = read_rows(path)
-        steps = {row.get("step") for row in there} - {None}
-        write_rows(path, [*there, *(row for row in rows if row.get("step") not in steps)])
+        kept = read_rows(path)
+        steps = {row.get("step") for row in kept} - {None}
+        write_rows(path, [*kept, *(row for row in rows if row.get("step") not in steps)])
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -297,21 +299,17 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     path = run.output / "settings.json"
     settings = asdict(run.settings) if is_dataclass(run.settings) else {}
     asked = json.loads(json.dumps({"recipe": name, "scale": scale, "seed": run.seed, "settings": settings}))
-    made_by = [{"command": _command(name, arguments), "versions": versions()}]
-    if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for key in asked:
-            if found.get(key) != asked[key]:
-                raise SystemExit(
-                    f"{run.output} holds results of another run ({_difference(key, found.get(key), asked[key])}): "
-                    "name another folder by --output, or delete this one"
-                )
-        print(f"going on in {run.output}; delete the folder to start again", flush=True)
-        made_by = found["made_by"] + [entry for entry in made_by if entry not in found["made_by"]]
-    else:
-        print(f"results go to {run.output}", flush=True)
+    entry = {"command": _command(name, arguments), "versions": versions()}
     run.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**asked, "made_by": made_by}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with _alone(path):
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**asked, "made_by": []}
+        if said := _difference({key: kept.get(key) for key in asked}, asked):
+            advice = "name another folder by --output, or delete this one"
+            raise SystemExit(f"{run.output} holds results of another run ({said}): {advice}")
+        again = "going on in {}; delete the folder to start again"
+        print((again if path.exists() else "results go to {}").format(run.output), flush=True)
+        kept["made_by"] += [entry] * (entry not in kept["made_by"])
+        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _command(name: str, arguments: Sequence[str]) -> str:
@@ -326,11 +324,13 @@ def _command(name: str, arguments: Sequence[str]) -> str:
     return " ".join(["python", program, *kept])
 
 
-def _difference(key: str, old: Any, new: Any) -> str:
-    if isinstance(old, dict):
-        key = next(k for k in {**old, **new} if old.get(k) != new.get(k))
-        old, new = old.get(key), new.get(key)
-    return f"{key} {old}, not {new}"
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The first one, if any."""
+    for key in {**old, **new}:
+        a, b = old.get(key), new.get(key)
+        if a != b:
+            return _difference(a, b) if isinstance(a, dict) and isinstance(b, dict) else f"{key} {a}, not {b}"
+    return ""
 
 
 def _cell(value: Any, digits: int) -> str:

@@ -13,7 +13,6 @@ labels. They are taken where torchvision's files are missing.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from torch.utils.data import TensorDataset
 from recipes.idx import read_idx
 from recipes.program import VARIABLE
 
-DEFAULT_FOLDER = Path(os.environ.get(VARIABLE) or "data")
 PLACES = {
     "FashionMNIST": "FashionMNIST/raw/*-ubyte(.gz)",
     "MNIST": "MNIST/raw/*-ubyte(.gz)",

@@ -235,12 +235,9 @@ def main() -> None:
     run = start(__doc__, "papers/evidence/table1", SCALES)
     settings: Settings = run.settings
     images = read_images(settings.dataset, run.data, settings.n_train, settings.n_test)
-    seeds = range(run.seed, run.seed + settings.seeds)
-    for seed, name in progress(list(product(seeds, settings.networks)), "networks"):
+    for seed, name in progress(list(product(run.seeds(settings.seeds), settings.networks)), "networks"):
         run.collect("scores", f"{name}, seed {seed}", measure, name, seed, images, settings)
-    text = report(run.output)
-    print(f"\n{text}")
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

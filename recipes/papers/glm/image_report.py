@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -45,10 +46,10 @@ COLOURS = {
 
 def report(folder: Path) -> str:
     """Markdown from `scores.csv` and `settings.json`. A seed counts once all of its priors are there."""
-    rows = _finished(read_rows(folder / "scores.csv"))
+    rows = _finished(folder)
     if not rows:
         return "No seed is finished."
-    best, parts, claims = chosen(rows), [_scale(folder)], []
+    best, parts, claims, diagonal = chosen(rows), [_scale(folder)], [], []
     for name in _sets(rows):
         own = [row for row in best if row["set"] == name]
         seeds, sizes = sorted({row["seed"] for row in own}), sorted({row["n_train"] for row in own})
@@ -59,7 +60,8 @@ def report(folder: Path) -> str:
         priors = [row["prior"] for row in rows if row["set"] == name]
         parts.append(table(name, own, (min(priors), max(priors))))
         claims += statements(name, own)
-    parts.append(verdict(claims))
+        diagonal.append(better(name, own, "GLM", "GLM diagonal", "nll"))
+    parts += [verdict(claims), verdict(diagonal, "comparisons that the paper's table does not make")]
     parts.append("Differences are paired by seed; ± is their standard error. *: the first or last value of the grid.")
     pictures = [path.name for path in sorted(folder.glob("*.png"))]
     if pictures:
@@ -68,7 +70,7 @@ def report(folder: Path) -> str:
 
 
 def _scale(folder: Path) -> str:
-    asked = json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
+    asked = _settings(folder)
     networks = (("FashionMNIST", "3c3d", asked["width"]), ("CIFAR-10", asked["cifar_network"], asked["cifar_width"]))
     by = ", ".join(f"{name} by {network} of {width:.3g} times its width" for name, network, width in networks)
     return (
@@ -114,7 +116,6 @@ def statements(name: str, best: Sequence[Row]) -> Iterator[Claim]:
         rival = (max if LARGER[score] else min)(others, key=lambda other: mean(_values(best, other, score)))
         claim = better(name, best, method, rival, score)
         yield Claim(f"{name}: {method} has the best {SCORES[score]} of the paper's methods", claim.holds, claim.numbers)
-    yield better(name, best, "GLM", "GLM diagonal", "nll")
     for method, sign, word in (("MAP", 1, "overconfident"), ("BNN", -1, "underconfident")) if name == "CIFAR10" else ():
         gaps = [row["confidence"] - row["acc"] for row in best if row["method"] == method]
         numbers = f"confidence − accuracy: {spread(gaps)}"
@@ -136,7 +137,7 @@ def better(name: str, best: Sequence[Row], method: str, other: str, score: str) 
 
 def draw(folder: Path) -> None:
     """`entropies_<set>.png`, like figure 6, and `nll_by_prior.png`."""
-    rows = _finished(read_rows(folder / "scores.csv"))
+    rows = _finished(folder)
     names = _sets(rows)
     for name in names:
         _entropies([row for row in chosen(rows) if row["set"] == name]).savefig(
@@ -183,15 +184,17 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     return figure
 
 
-def _finished(rows: Sequence[Row]) -> list[Row]:
-    """Of the seeds that have all priors of their set."""
-    kept = []
-    for name in _sets(rows):
-        own = [row for row in rows if row["set"] == name]
-        n = len({row["prior"] for row in own})
-        priors = {seed: {row["prior"] for row in own if row["seed"] == seed} for seed in {row["seed"] for row in own}}
-        kept += [row for row in own if len(priors[row["seed"]]) == n]
-    return kept
+def _finished(folder: Path) -> list[Row]:
+    """Of the sets and seeds that have all priors."""
+    priors: dict[tuple[str, int], set[float]] = {}
+    for row in (rows := read_rows(folder / "scores.csv")):
+        priors.setdefault((row["set"], row["seed"]), set()).add(row["prior"])
+    n = len(_settings(folder)["priors"])
+    return [row for row in rows if len(priors[row["set"], row["seed"]]) == n]
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "settings.json").read_text(encoding="utf-8"))["settings"]
 
 
 def _sets(rows: Sequence[Row]) -> list[str]:

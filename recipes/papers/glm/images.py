@@ -248,13 +248,15 @@ def histogram(entropies: Tensor) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="each can have a program of its own")
+    parser.add_argument(
+        "--sets", nargs="+", choices=SETS, default=list(SETS), help="each can have a program of its own"
+    )
 
 
 def main() -> None:
     run = start(__doc__, "papers/glm/images", SCALES, add_options)
     settings: Settings = run.settings
-    seeds, sets = [seed + run.seed for seed in settings.seeds], run.options.sets
+    seeds, sets = [seed + 1000 * run.seed for seed in settings.seeds], run.options.sets
     for name in sets:  # what is missing is said before any training
         read(name, settings, run.data, seeds[0])
     for seed in seeds:
@@ -263,9 +265,7 @@ def main() -> None:
             for prior in progress(settings.priors, f"{name}, seed {seed}"):
                 run.collect("scores", f"{name}, seed {seed}, prior {prior:g}", judge, run, name, data, seed, prior)
     draw(run.output)
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}", flush=True)
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

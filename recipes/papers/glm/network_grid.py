@@ -12,7 +12,7 @@ a quarter of the time. Gradients are written out, which saves the memory traffic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,29 +120,30 @@ def train_mfvi(
     starts: Tensor,
     precisions: Tensor,
     steps: int,
-    generator: torch.Generator,
+    generators: Sequence[torch.Generator],
     bar: Bar = iter,
     lr: float = 1e-2,
     rho: float = -7.0,
 ) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations.  # starts [S, P], precisions [K] -> [S, K, P] each"""
+    """Means and standard deviations; each split has noise of its own, whatever it trains beside.
+    # starts [S, P], precisions [K] -> [S, K, P] each"""
     S, K = len(data.x), len(precisions)
     μ = _layers(shape, starts, K)
     ρ = _layers(shape, torch.full_like(starts, rho), K)
     δ = precisions.to(starts).repeat(S)
     adam = torch.optim.Adam([*μ, *ρ], lr=lr, fused=True)
     parts = [(part, Examples(part.x.square(), part.y)) for part in data.parts(S * K, shape.width)]
-    units = 2 * shape.width + shape.outputs
+    sizes, units = [part.x.shape[1] for part, _ in parts], 2 * shape.width + shape.outputs
     for _ in bar(range(steps)):
         σ = [F.softplus(p.detach()) for p in ρ]
         means, variances = [p.detach() for p in μ], [s.square() for s in σ]
+        noise = torch.stack([torch.randn(units, sum(sizes), generator=g, dtype=starts.dtype) for g in generators])
 
-        def gradients(part: Examples, squares: Examples, means=means, variances=variances) -> list[Tensor]:
-            noise = torch.randn(S, units, part.x.shape[1], generator=generator, dtype=starts.dtype)
-            _, of_mean, of_variance = mfvi_step(means, variances, part, squares, noise, K)
+        def gradients(part: tuple[Examples, Examples], noise: Tensor, means=means, variances=variances) -> list[Tensor]:
+            _, of_mean, of_variance = mfvi_step(means, variances, *part, noise, K)
             return of_mean + of_variance
 
-        both = _summed(gradients(*part) for part in parts)
+        both = _summed(map(gradients, parts, noise.split(sizes, -1)))
         of_mean, of_variance = both[: len(μ)], both[len(μ) :]
         for m, r, s, g_m, g_v in zip(μ, ρ, σ, of_mean, of_variance, strict=True):
             many = _like(δ, s)

@@ -8,7 +8,8 @@ Two hidden layers of tanh units, full-batch Adam on the summed negative log join
 - MFVI: independent normal weights, by local reparameterisation.
 - BNN, GLM: weight draws, and the linearised network, under the full Laplace posterior.
 - GLM diag: under its diagonal.
-- GP: the posterior in function space with half of the training points, at most 300; with all it would be the GLM's.
+- GP: the posterior in function space with half of the training points, at most 300, and δ·N/M as the prior precision
+  of so few; with all it would be the GLM's.
 - GLM refine, GLM refine d: the variational posterior of the linearised network, full and diagonal, at its optimum.
   Where N·C > P (digits, satellite) δ is searched downhill from the best one of GLM and GLM diag, not at all ten.
 - GLM refine d, short: stopped as early as the authors' program does, 250 steps of a thousandth from GLM diag.
@@ -140,7 +141,7 @@ def trained_mfvi(name: str, splits: list[Split], settings: Settings) -> Tensor:
     """Means and standard deviations.  # [S, 2, K, P]"""
     shape = splits[0].shape(settings.width)
     starts = torch.stack([shape.start(split.noise_seed) for split in splits])
-    noise = torch.Generator().manual_seed(splits[0].noise_seed)
+    noise = [torch.Generator().manual_seed(split.noise_seed) for split in splits]
     steps = settings.steps // 2
     both = train_mfvi(shape, examples(splits), starts, grid(settings), steps, noise, bar(f"{name}: MFVI"))
     return torch.stack(both, 1)
@@ -342,9 +343,7 @@ def main() -> None:
             for i in range(len(splits)):
                 run_split(run, name, splits, i, given.parts)
     run.save_picture("precisions", draw(run.output))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

@@ -168,9 +168,7 @@ def main() -> None:
         splits = range(min(settings.splits, n_splits(name, run.data, settings.kind)))
         for k in progress(splits, f"{name}, splits"):
             run.collect("scores", f"{name}, split {k}", measure, name, k, splits, run)
-    text = report(run.output)
-    print(f"\n{text}")
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class Trained:
 
 
 def _train_member(data: Cubic, run: Run, m: int) -> dict[str, Any]:
-    L.seed_everything(run.seed + m, verbose=False)
+    L.seed_everything(run.seeds(run.settings.members)[m], verbose=False)
     # That the loss is the squared error is what the callback takes it for by default.
     train(CubicNet(), data.loader(batch_size=5), run.settings.epochs, l2m := L2MCallback(LIKELIHOOD, save=False))
     return l2m.posterior.state_dict()
@@ -238,7 +238,7 @@ def judge(name: str, trained: Trained) -> Iterator[Row]:
 def judge_member(m: int, trained: Trained) -> Iterator[Row]:
     """Each training by itself: its error on its data, how many of its units one of them switches on, and its NLL
     without and with L2M."""
-    posterior, row = trained.member(m), {"seed": trained.run.seed + m}
+    posterior, row = trained.member(m), {"seed": trained.run.seeds(trained.run.settings.members)[m]}
     net = posterior.network.net
     with torch.no_grad():
         first, second = (net[:n](trained.data.x) for n in (2, 5))  # [N, 40]
@@ -322,9 +322,7 @@ def main() -> None:
     rows = {row["method"]: row for row in run.rows("scores")}
     panels = {name: run.once(name, predict, name, trained)["grid"] for name in list(METHODS)[:12]}
     run.save_picture("figure1", draw_panels(panels, rows, trained.data))
-    text = report(run.output)
-    print(f"\n{text}")
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

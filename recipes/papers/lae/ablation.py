@@ -212,12 +212,13 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
         **{**QUIET, "enable_checkpointing": True},
     )
     last = folder / "last.ckpt"
+    goes_on = last.exists() and not of.shuffle  # a checkpoint does not know how far the shuffling has come
     trainer.fit(
         module,
         data.loader("train", of.batch, shuffle=of.shuffle),
         data.loader("valid", BATCH),
-        ckpt_path=last if last.exists() else None,
-        weights_only=True if last.exists() else None,
+        ckpt_path=last if goes_on else None,
+        weights_only=True if goes_on else None,
     )
     posterior = callback.posterior
     assert isinstance(posterior, LaplacePosterior)
@@ -411,13 +412,11 @@ def main() -> None:
     data = read_data("FashionMNIST", run.data, sizes)
     outside = read_data("MNIST", run.data, replace(sizes, n_train=1)).valid.tensors[0]
     run.collect("baselines", "baselines", baselines, data.train.tensors[0], data.valid.tensors[0], outside)
-    jobs = [(name, run.seed + i) for i in range(settings.seeds) for name in settings.rows]
+    jobs = [(name, seed) for seed in run.seeds(settings.seeds) for name in settings.rows]
     for name, seed in progress(jobs, "rows"):
         run.collect("rows", f"{name} seed {seed}", train, run, name, seed, data, outside)
     run.save_picture("curve", picture(run.output))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

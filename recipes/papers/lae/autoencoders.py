@@ -301,8 +301,8 @@ def train_all(run: Run, data: Data, conv: bool = False) -> dict[str, Method]:
     """All methods of the paper's comparisons; the autoencoder is the ensemble's first member."""
     settings = run.settings
     members = [
-        trained(run, f"autoencoder {i}", lambda: LitAutoencoder(settings, conv), data, run.seed + i)
-        for i in progress(range(MEMBERS), "autoencoders")
+        trained(run, f"autoencoder {i}", lambda: LitAutoencoder(settings, conv), data, seed)
+        for i, seed in enumerate(progress(run.seeds(MEMBERS), "autoencoders"))
     ]
     print("trained the autoencoders", flush=True)
     vae = trained(run, "VAE", lambda: LitVAE(settings, conv), data, run.seed)

@@ -307,9 +307,7 @@ def main() -> None:
         lambda: [{"method": "digits", "variety": variety(classifier, x[None]), "grey": grey(x)}],
     )
     run.save_picture("figure_11", figure_11(methods, data, run.seed))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

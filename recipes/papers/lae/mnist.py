@@ -173,9 +173,7 @@ def main() -> None:
     compared = {"VAE": "VAE", "LAE (post-hoc)": f"post-hoc {first}", "LAE (online)": f"online {first}"}
     shown = {name: methods[row] for name, row in compared.items()}
     run.save_picture("figure_1", figure_1(shown, data, settings.samples, run.seed))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

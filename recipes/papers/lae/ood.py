@@ -216,9 +216,7 @@ def main() -> None:
     run.collect("darkness", "darkness", lambda: [{"AUROC": darkness(data.test.tensors[0], outside)}])
     run.save_picture("figure_9", figure_9(scores))
     run.save_picture("figure_10", figure_10(scores, pair))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

@@ -163,9 +163,7 @@ def main() -> None:
         if name != "AE ensemble":  # five latent spaces that have nothing to do with each other
             run.collect("accuracy", name, judge, name, methods[name], x, y, labels, settings.samples, run.seed)
     run.save_picture("figure_12", figure_12(*read_results(run.output)))
-    text = report(run.output)
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

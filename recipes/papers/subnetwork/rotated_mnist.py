@@ -158,7 +158,8 @@ def dropout(trained: Trained, seed: int) -> Method:
 
 
 def ensemble(trained: Trained, seed: int) -> Method:
-    members = [plain(trained, seed + m) for m in range(trained.run.settings.members)]
+    n = trained.run.settings.members
+    members = [plain(trained, n * seed + m) for m in range(n)]  # no two seeds share one
     return lambda x: torch.stack([member(x) for member in members]).mean(0)
 
 
@@ -254,13 +255,10 @@ def main() -> None:
     x_test, y_test = images.test.tensors
     black = [float(x.min())]
     rotated = {angle: rotate(x_test, angle, fill=black) for angle in range(0, 181, settings.angle)}
-    seeds = range(run.seed, run.seed + settings.seeds)
-    for seed, name in progress(list(product(seeds, METHODS)), "methods"):
+    for seed, name in progress(list(product(run.seeds(settings.seeds), METHODS)), "methods"):
         run.collect("scores", f"{name}, seed {seed}", measure, name, seed, trained, rotated, y_test)
     run.save_picture("rotated", draw(run.output))
-    text = report(run.output)
-    print(f"\n{text}")
-    (run.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    run.save_report(report(run.output))
 
 
 if __name__ == "__main__":

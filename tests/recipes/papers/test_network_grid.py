@@ -87,17 +87,16 @@ def test_a_step_of_mfvi_has_the_loss_of_its_draws_and_its_gradients(outputs: int
 def test_mfvi_of_the_grid_is_the_one_trained_alone(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     cut(sizes, monkeypatch)
     shape, x, y, starts = problem(3)
-    data = Examples.stacked(x, y, 3)
-    μ, σ = train_mfvi(shape, data, starts, PRECISIONS, 30, torch.Generator().manual_seed(2), rho=-2.0)
+    data, noise = Examples.stacked(x, y, 3), [torch.Generator().manual_seed(seed) for seed in (2, 3)]
+    μ, σ = train_mfvi(shape, data, starts, PRECISIONS, 30, noise, rho=-2.0)
     for s, k in ((0, 1), (1, 0)):
-        generator = torch.Generator().manual_seed(2)
+        generator = torch.Generator().manual_seed(2 + s)
         prior = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), PRECISIONS[k].rsqrt())
         mean, ρ = starts[s].clone().requires_grad_(), torch.full_like(starts[s], -2.0).requires_grad_()
         adam = torch.optim.Adam([mean, ρ], lr=1e-2)
         for _ in range(30):
             adam.zero_grad()
-            noise = [torch.randn(2, 11, n, generator=generator, dtype=torch.float64) for n in sizes]
-            std, ε = F.softplus(ρ), torch.cat(noise, -1)[s]
+            std, ε = F.softplus(ρ), torch.randn(11, len(y[s]), generator=generator, dtype=torch.float64)
             divergence = torch.distributions.kl_divergence(torch.distributions.Normal(mean, std), prior).sum()
             (local_loss(shape, mean, std.square(), x[s], y[s], ε) + divergence).backward()
             adam.step()
