@@ -31,8 +31,8 @@ class Network:
         torch.manual_seed(0)
         return self.build()
 
-    def data(self, examples: int, batch: int | None = None) -> Batches:
-        generator = torch.Generator().manual_seed(1)
+    def data(self, examples: int, batch: int | None = None, seed: int = 1) -> Batches:
+        generator = torch.Generator().manual_seed(seed)
         x = torch.randn(examples, *self.shape, generator=generator)
         y = torch.randint(CLASSES, (examples,), generator=generator)
         return Batches(x, y, batch or self.batch)

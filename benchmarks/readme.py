@@ -48,6 +48,12 @@ NAMES = {  # rows, and what they are called, by the page that they belong to
     "swag": {
         "swag/snapshot/ResNet-18": "SWAG's snapshot of the weights, ResNet-18",
     },
+    "ensembles": {
+        "on_top/ensemble of 5": "prediction of an ensemble of 5 MLPs",
+    },
+    "conformal": {
+        "on_top/conformal sets": "conformal sets for 1,024 held-out examples, MLP",
+    },
     "subnetworks": {
         "subnetwork/last layer/CNN": "fit of the CNN's last layer, full covariance",
     },
@@ -74,25 +80,30 @@ IN_README = (
 
 
 def with_table(readme: str, conditions: str, rows: Sequence[Row]) -> str:
-    """The README with what is between the marks replaced."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the README has no {BEGIN} … {END}")
     lines = _table({name: SHOWN[name] for name in IN_README}, rows)
     machine = conditions.partition(";")[0]
-    return f"{before}{BEGIN}\n\n{lines}\n\nMeasured on {_dates(rows)}, {machine}, without a GPU.\n\n{END}{after}"
+    return with_text(readme, BEGIN, END, f"{lines}\n\nMeasured on {_dates(rows)}, {machine}, without a GPU.")
+
+
+def with_text(readme: str, begin: str, end: str, text: str) -> str:
+    """The README with what is between two marks replaced."""
+    before, found_begin, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"the README has no {begin} … {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def costs(conditions: str, rows: Sequence[Row]) -> str:
     """One section for each page, with what all of its numbers depend on."""
     said = fill(f"Measured on {_dates(rows)}, {conditions}. {noise(rows)}".strip(), WIDTH, break_long_words=False)
     tables = {page: _table(names, rows) for page, names in {"overview": SHOWN, **NAMES}.items()}
-    sections = [_section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
+    sections = [section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
     return "\n\n".join(sections) + "\n"
 
 
-def _section(name: str, text: str) -> str:
+def section(name: str, text: str) -> str:
+    """That a page may include."""
     return f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->"
 
 

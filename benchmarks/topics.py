@@ -21,6 +21,7 @@ from benchmarks import (
     l2m,
     lora,
     many_classes,
+    on_top,
     online_step,
     predictive,
     resnet18,
@@ -34,7 +35,7 @@ TOPICS: dict[str, Any] = {
     module.__name__.rsplit(".", 1)[-1]: module
     for module in (
         *(curvature, resnet18, predictive, many_classes, distributed, variational, online_step, diagonal, l2m),
-        swag,
+        *(swag, on_top),
         *(first_draw, growth),
         *(dense, evidence, input_gradients, subnetwork, lora),
     )

@@ -11,5 +11,6 @@
 | `gaussians` | caches the Gaussian over outputs for many priors, to try a rule in milliseconds |
 | `methods`, `subject`, `scores` | trained network to predictions, predictions to numbers |
 | `results`, `comparison`, `report`, `targets` | numbers to a CSV; the CSV to Markdown tables and a list of targets |
+| `pages` | the kept rows to the tables of README and `docs/choosing.md` |
 | `stages` | what is done with each set-up, in several processes |
 """

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.practice import gaussians, methods, report, results, setups, stages, tasks, training
+from benchmarks.practice import gaussians, methods, pages, report, results, setups, stages, tasks, training
 from benchmarks.practice.datasets import VARIABLE, MissingDataError
 from benchmarks.practice.setups import SetUp
 
@@ -37,9 +37,12 @@ def main(words: list[str] | None = None) -> int:
         run = partial(stages.run_methods, names=names, again=arguments.again, folder=folder)
         stages.for_each("methods", run, present, arguments.jobs)
     if "table" in wanted:
-        text = report.report(_current(folder, present), results.code())
+        rows = _current(folder, present)
+        text = report.report(rows, results.code())
         print(text)
         (folder / "practice.md").write_text(text + "\n", encoding="utf-8")
+        if arguments.keep:
+            pages.keep(rows)
     return 0
 
 
@@ -95,6 +98,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         "--methods", action="append", metavar="PART", help="methods with this in their name; may be repeated"
     )
     parser.add_argument("--again", action="store_true", help="also what the CSV has already")
+    parser.add_argument("--keep", action="store_true", help="with the table: into README and docs/choosing.md")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, of one thread each")
     return parser.parse_args(words)
 

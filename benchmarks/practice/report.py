@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.practice.comparison import CLOSE, Comparison, mean, median
 from benchmarks.practice.methods import MAP, METHODS, TEMPERATURE, WITHOUT_US
@@ -32,23 +32,28 @@ def report(rows: Sequence[Row], code: str = "") -> str:
 def _group(rows: Comparison) -> list[str]:
     sections = []
     for kind, describe, headline in (
-        ("classification", _of_classes, "mean NLL / ECE / OOD-AUROC (± NLL over seeds)"),
-        ("regression", _of_regression, "median NLL / mean coverage of the 95 % interval (± mean NLL over seeds)"),
+        ("classification", of_classes, "mean NLL / ECE / OOD-AUROC (± NLL over seeds)"),
+        ("regression", of_regression, "median NLL / mean coverage of the 95 % interval (± mean NLL over seeds)"),
     ):
         of_kind = rows.where(lambda row, kind=kind: row["kind"] == kind)  # type: ignore[misc]
         if of_kind.rows:
-            sections += [f"### {kind.capitalize()}", _means(of_kind, describe, headline), _rates(of_kind)]
+            sections += [f"### {kind.capitalize()}", means(of_kind, describe, headline), _rates(of_kind)]
     return sections
 
 
-def _means(rows: Comparison, describe: Callable[[Comparison, str], str], headline: str) -> str:
+def means(
+    rows: Comparison,
+    describe: Callable[[Comparison, str], str],
+    headline: str,
+    labels: Mapping[str, str] | None = None,
+) -> str:
     """A row for each method, a column for each kind of data; a method that ran on some networks only says so."""
     families = list(dict.fromkeys(row["family"] for row in rows.rows))
     parts = {family: rows.where(lambda row, family=family: row["family"] == family) for family in families}  # type: ignore[misc]
     sizes = {family: len({row["setup"] for row in part.rows}) for family, part in parts.items()}
     lines = []
     for method in _ordered(rows.methods):
-        cells = [method]
+        cells = [(labels or {}).get(method, method)]
         for family, part in parts.items():
             n = len(part.of(method))
             some = f" [{n}]" if 0 < n < sizes[family] else ""
@@ -57,13 +62,13 @@ def _means(rows: Comparison, describe: Callable[[Comparison, str], str], headlin
     return table([headline, *(f"{family} ({sizes[family]})" for family in families)], lines)
 
 
-def _of_classes(rows: Comparison, method: str) -> str:
+def of_classes(rows: Comparison, method: str) -> str:
     numbers = [_short(mean(rows.values(method, name))) for name in ("nll", "ece")]
     auroc = rows.values(method, "ood_auroc")
     return " / ".join([*numbers, *([_short(mean(auroc))] if auroc else [])]) + _plus_minus(rows, method)
 
 
-def _of_regression(rows: Comparison, method: str) -> str:
+def of_regression(rows: Comparison, method: str) -> str:
     nll, coverage = median(rows.values(method, "nll")), mean(rows.values(method, "coverage"))
     return f"{nll:.2f} / {_short(coverage)}" + _plus_minus(rows, method)
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.practice import results
+from benchmarks import keep
+from benchmarks.practice import pages, results
 from benchmarks.practice.comparison import Comparison
 from benchmarks.practice.report import report
 from benchmarks.practice.setups import FAST, SETUPS
@@ -108,3 +109,35 @@ def test_rules_are_judged_on_networks_they_were_not_chosen_on() -> None:
     assert sum(s.kind == "classification" for s in report_) >= 40
     assert sum(s.family == "standard splits" for s in report_) >= 27
     assert sum(s.gap for s in report_) >= 9
+
+
+def test_kept_rows_are_joined_and_every_table_follows_from_them(
+    rows: list[results.Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / pages.CSV).parent.mkdir(parents=True)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{pages.BEGIN}old{pages.END}\nafter\n", encoding="utf-8")
+    confirmed = [{**row, "group": "confirm"} for row in rows if row["setup"] == "b"]
+    pages.keep([row for row in rows if row["setup"] != "b"])
+    pages.keep([*confirmed, {**rows[0], "nll": 0.7}])
+    kept = results.read(tmp_path / pages.CSV)
+    assert len(kept) == len(rows)
+    assert next(row["nll"] for row in kept if (row["setup"], row["method"]) == ("a", "MAP")) == 0.7
+    text = (tmp_path / pages.MARKDOWN).read_text(encoding="utf-8")
+    assert cells(text, "**`LaplaceCallback()`**") == [[".345 / .040 / .820"]]
+    assert cells(text, '**`LaplaceCallback("regression")`**') == [["1.50 / .980"]]
+    # CONFIRM's one network is worse than MAP's by .045, REPORT's is better by .295.
+    assert cells(text, "at most 0.01 worse than MAP's") == [["0%", "100%"]]
+    shown = readme.read_text(encoding="utf-8")
+    assert cells(shown, "MAP + temperature") == [[".300 / .060 / .800"]]
+    assert shown.startswith("before\n")
+    assert shown.endswith("\nafter\n")
+    assert "old" not in shown
+
+
+def test_readme_and_pages_are_made_from_the_kept_rows() -> None:
+    rows = results.read(keep.ROOT / pages.CSV)
+    readme = (keep.ROOT / "README.md").read_text(encoding="utf-8")
+    assert pages.with_table(readme, rows) == readme, "run python -m benchmarks.practice.pages"
+    assert (keep.ROOT / pages.MARKDOWN).read_text(encoding="utf-8") == pages.page(rows)

@@ -1,0 +1,123 @@
+"""`python -m benchmarks.practice.pages`: the tables of README and `docs/choosing.md` from the kept rows; none is typed.
+
+A run with `--keep` adds its rows to `benchmarks/results/practice.csv`; all else follows from that file. The README has
+a table between two marks. `practice.md` has a section for each table of the page, which includes it by
+`--8<-- "benchmarks/results/practice.md:classes"`.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.keep import RESULTS, ROOT
+from benchmarks.practice import results
+from benchmarks.practice.comparison import CLOSE, Comparison
+from benchmarks.practice.methods import DEFAULT, L2M, MAP, MARGLIK, PEER, TEMPERATURE, UNVALIDATED
+from benchmarks.practice.report import means, of_classes, of_regression
+from benchmarks.practice.results import Row
+from benchmarks.readme import section, with_text
+from benchmarks.report import table
+
+CSV, MARKDOWN = RESULTS / "practice.csv", RESULTS / "practice.md"
+BEGIN, END = "<!-- practice -->", "<!-- end of practice -->"
+CLASSES = {
+    MAP: "MAP",
+    TEMPERATURE: "MAP + temperature",
+    DEFAULT: "**`LaplaceCallback()`**",
+    UNVALIDATED: "the same, nothing held out",
+    MARGLIK: '`tune="marglik"`, probit, not calibrated',
+    L2M: "`L2MCallback()`, without the networks of SGD",
+    PEER: "laplace-torch: last layer, evidence, nothing held out",
+}
+REGRESSION = {
+    **CLASSES,
+    TEMPERATURE: "MAP, σ from validation data",
+    DEFAULT: '**`LaplaceCallback("regression")`**',
+    MARGLIK: '`tune="marglik"`, with the noise',
+    L2M: '`L2MCallback("regression")`',
+    PEER: "laplace-torch: last layer, prior and noise by the evidence",
+}
+IN_README = (MAP, TEMPERATURE, DEFAULT, UNVALIDATED, PEER)
+README_COLUMNS = ("UCI", "FashionMNIST", "MNIST")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of the networks on which a method is better than a rival, or no more than `slack` worse."""
+
+    what: str
+    method: str
+    rival: str
+    slack: float = CLOSE
+
+    def of(self, rows: Comparison) -> str:
+        share = rows.share(self.method, self.rival, slack=self.slack)
+        return "" if share is None else f"{share:.0%}"
+
+
+SHARES = (
+    Share(f"at most {CLOSE:g} worse than MAP's", DEFAULT, MAP),
+    Share(f"at most {CLOSE:g} worse than MAP + temperature's", DEFAULT, TEMPERATURE),
+    Share("nothing held out: better than `marglik`'s", UNVALIDATED, MARGLIK, 0.0),
+    Share(f"L2M: at most {CLOSE:g} worse than MAP's", L2M, MAP),
+)
+
+
+def keep(rows: Sequence[Row]) -> None:
+    """Rows of the same set-up and method are replaced."""
+    joined = {(row["setup"], row["method"]): row for row in (*results.read(ROOT / CSV), *rows)}
+    with (ROOT / CSV).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, results.COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(joined.values())
+    publish()
+
+
+def publish() -> None:
+    rows = results.read(ROOT / CSV)
+    (ROOT / MARKDOWN).write_text(page(rows), encoding="utf-8")
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), rows), encoding="utf-8")
+
+
+def page(rows: Sequence[Row]) -> str:
+    """One section for each table that there are rows for."""
+    confirm, report = (_classes(rows, group) for group in ("confirm", "report"))
+    regression = Comparison([row for row in rows if (row["group"], row["kind"]) == ("report", "regression")])
+    tables = {
+        "classes": _means(confirm, of_classes, "mean NLL / ECE / OOD-AUROC", CLASSES),
+        "shares": _shares({"CONFIRM": confirm, "REPORT": report}),
+        "regression": _means(regression, of_regression, "median NLL / coverage of the 95 % interval", REGRESSION),
+    }
+    return "\n\n".join(section(name, text) for name, text in tables.items() if text) + "\n"
+
+
+def with_table(readme: str, rows: Sequence[Row]) -> str:
+    """CONFIRM's networks, some columns and methods of it."""
+    shown = _classes(rows, "confirm").where(lambda row: row["family"] in README_COLUMNS)
+    labels = {method: CLASSES[method] for method in IN_README}
+    return with_text(readme, BEGIN, END, _means(shown, of_classes, "mean NLL / ECE / OOD-AUROC", labels))
+
+
+def _classes(rows: Sequence[Row], group: str) -> Comparison:
+    return Comparison([row for row in rows if (row["group"], row["kind"]) == (group, "classification")])
+
+
+def _means(
+    rows: Comparison, describe: Callable[[Comparison, str], str], headline: str, labels: Mapping[str, str]
+) -> str:
+    rows = rows.where(lambda row: row["method"] in labels)
+    return means(rows, describe, headline, labels) if rows.rows else ""
+
+
+def _shares(groups: Mapping[str, Comparison]) -> str:
+    measured = {name: rows for name, rows in groups.items() if rows.rows}
+    headers = [f"{name} ({len({row['setup'] for row in rows.rows})})" for name, rows in measured.items()]
+    lines = [[share.what, *(share.of(rows) for rows in measured.values())] for share in SHARES]
+    return table(["share of networks whose NLL is …", *headers], lines) if measured else ""
+
+
+if __name__ == "__main__":
+    publish()
