@@ -32,9 +32,15 @@ def to_mathml(html: str, page: str) -> str:
     def replaced(formula: re.Match[str]) -> str:
         tag, text = formula.groups()
         display = "block" if tag == "div" else "inline"
-        return f'<{tag} class="formula">{mathml(unescape(text).strip(), display, page)}</{tag}>'
+        parts = [mathml(part.strip(), display, page) for part in _parts(unescape(text), display)]
+        return f'<{tag} class="formula">{"".join(parts)}</{tag}>'
 
     return ARITHMATEX.sub(replaced, html)
+
+
+def _parts(latex: str, display: str) -> list[str]:
+    """What a wide space sets apart are formulas of their own, which stand below each other on a narrow screen."""
+    return latex.split(r"\qquad") if display == "block" else [latex]
 
 
 def unbroken(html: str) -> str:
@@ -56,9 +62,10 @@ def mathml(latex: str, display: str, page: str = "") -> str:
 
 
 def _spaced(mathml: str) -> str:
-    """Names such as log, Var and N are upright words, not operators with room on both sides; a thin space stands before
-    them, and after them where neither a bracket nor an index follows."""
-    named = re.sub(r"<mo(?: movablelimits=\"true\")?>([A-Za-z]{2,})</mo>", r"<mi>\1</mi>", mathml)
+    """`~` is a relation, with room on both sides. Names such as log, Var and N are upright words, not operators with
+    such room; a thin space stands before them, and after them where neither a bracket nor an index follows."""
+    related = mathml.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")
+    named = re.sub(r"<mo(?: movablelimits=\"true\")?>([A-Za-z]{2,})</mo>", r"<mi>\1</mi>", related)
     named = re.sub(r"<mo>([A-Za-z])</mo>", r'<mi mathvariant="normal">\1</mi>', named)
     named = re.sub(rf"({BEFORE})(?=<mi>[A-Za-z]{{2,}}</mi>)", rf"\1{THIN}", named)
     return re.sub(
