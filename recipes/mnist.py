@@ -20,9 +20,9 @@ def read_mnist(folder: Path, name: str, n_train: int = 2000, n_validation: int =
 
 
 def _read(folder: Path, name: str, train: bool, n: int) -> list[Tensor]:
-    found = read_idx(folder, name, train)
-    if found is None:
+    files = read_idx(folder, name, train)
+    if files is None:
         part = "train" if train else "t10k"
         raise missing(folder / name / "raw" / f"{part}-images-idx3-ubyte.gz", name)
-    pixels, labels = found
+    pixels, labels = files
     return [F.avg_pool2d(pixels[:n].unsqueeze(1) / 255, 2).flatten(1), labels[:n].long()]

@@ -76,15 +76,15 @@ def images_of(seen: Measured, settings: Settings, seed: int) -> dict[str, dict[s
     """By method, the image's mean and covariance."""
     options = {"smoothness": settings.smoothness, "width": settings.width}
     network, x = reconstruct(seen.A, seen.y, seed, settings.steps, **options)
-    network, x, found = network.double(), x.double(), {}  # the covariance is a small difference of large matrices
+    network, x, laws = network.double(), x.double(), {}  # the covariance is a small difference of large matrices
     for method, prior in PRIORS.items():
         posterior = fit_measurements(network, x, seen.y, LinearMeasurement(seen.A, seen.noise_std), prior)
         mean, covariance = posterior.tune(noise=False).functional(joint=True)
-        found[method] = {"mean": mean[0], "covariance": covariance}
+        laws[method] = {"mean": mean[0], "covariance": covariance}
     network, x = reconstruct(seen.A, seen.y, seed, settings.steps, dropout=settings.dropout, **options)
     images = dropout_images(network, x, settings.samples, seed).double()
-    found["MC dropout"] = {"mean": images.mean(0), "covariance": images.flatten(1).T.cov()}
-    return found
+    laws["MC dropout"] = {"mean": images.mean(0), "covariance": images.flatten(1).T.cov()}
+    return laws
 
 
 def judge(run: Run, name: str, seen: Measured) -> Iterator[Row]:

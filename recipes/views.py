@@ -63,12 +63,12 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     setups = dict.fromkeys((row["angles"], row["noise"]) for row in rows)
     table = {}
     for angles, noise in setups:
-        here = [row for row in rows if (row["angles"], row["noise"]) == (angles, noise)]
-        here += one_sigma([row for row in here if row["method"] == "Gaussian"])
-        for method in dict.fromkeys(row["method"] for row in here):
-            mine = [row for row in here if row["method"] == method]
+        of_setup = [row for row in rows if (row["angles"], row["noise"]) == (angles, noise)]
+        of_setup += one_sigma([row for row in of_setup if row["method"] == "Gaussian"])
+        for method in dict.fromkeys(row["method"] for row in of_setup):
+            of_method = [row for row in of_setup if row["method"] == method]
             name = method if len(setups) == 1 else f"{angles}, {noise}: {method}"
-            table[name] = {s: spread([r[s] for r in mine]) if mine[0][s] is not None else "–" for s in SCORES}
+            table[name] = {s: spread([r[s] for r in of_method]) if of_method[0][s] is not None else "–" for s in SCORES}
     return table
 
 
@@ -91,12 +91,12 @@ def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)") -> str:
 def one_sigma(rows: Sequence[Row]) -> list[Row]:
     """The plain reconstruction, every pixel with the mean square error of the other images."""
     errors = [10 ** (-row["PSNR"] / 10) for row in rows]
-    found = []
+    judged = []
     for row, mse in zip(rows, errors, strict=True):
         others = (sum(errors) - mse) / (len(errors) - 1) if len(errors) > 1 else mse
         variance = others + row["stabiliser"]
         nll = 0.5 * (mse / variance + math.log(2 * math.pi * variance))
-        found.append(
+        judged.append(
             {**row, "method": "one σ", "NLL": nll, "joint NLL": nll, "in 95 %": None, "rank correlation": None}
         )
-    return found
+    return judged

@@ -9,8 +9,7 @@ which is eq. (15), also where `Λ` is singular, as that of a softmax is. With al
 is the covariance of the GLM predictive. `M < N` points know less: the prior's precision counts `N/M` times
 (`weighting="prior"`, the paper's, which tunes a factor on it), or their `Λ` does (`weighting="data"`).
 
-Outputs are joint, or independent of each other, with the diagonal of `Λ` (the paper's table 2), which costs `C·M³`
-instead of `(C·M)³`.
+Outputs are joint, or independent of each other, with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
 """
 
 from __future__ import annotations

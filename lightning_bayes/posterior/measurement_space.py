@@ -69,7 +69,8 @@ def fit_measurements(
             filters of each block), or "tv" (the same, with a prior that makes a small total variation likely).
         blocks: Parameters or modules of each block, by name; by default each child of the network is a block.
         mean: Of the image: the "network"'s own, or the "linear" model's.
-        variance, length: To start from; by default the mean square of the weights, and one pixel of a filter.
+        variance: To start from; by default the mean square of the weights.
+        length: To start from; by default one pixel of a filter.
         tv_rate: `λ` of the total variation's exponential distribution.
         exact_up_to: Measurements up to which `S` is built; with more of them there are only products with it.
         progress: Whether to show a bar.

@@ -88,8 +88,8 @@ def _part(x: Tensor, y: Tensor, n: int | None, seed: int) -> tuple[Tensor, Tenso
 def _read(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:
     """Pixels from 0 to 1  # [N, channels, H, W], and labels  # [N]"""
     for reader in (_idx_files, _mosaics):
-        if (found := reader(name, folder, train)) is not None:
-            return found
+        if (images := reader(name, folder, train)) is not None:
+            return images
     dataset = _dataset(name, folder, train)
     pixels = torch.as_tensor(dataset.data).float() / 255
     if pixels.ndim == 3:  # grey  # [N, H, W]
@@ -100,8 +100,8 @@ def _read(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def _idx_files(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
-    found = read_idx(folder, name, train)
-    return None if found is None else (found[0].unsqueeze(1).float() / 255, found[1].long())
+    files = read_idx(folder, name, train)
+    return None if files is None else (files[0].unsqueeze(1).float() / 255, files[1].long())
 
 
 def _mosaics(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,8 +110,8 @@ def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterato
             at_optimum = posterior.tune_prior(
                 "linear", loader, prior_groups=word, tolerance=TOLERANCE, iterate=True, passes=settings.passes
             )
-        found = not any("raise `passes`" in warning for warning in warnings.said)
-        yield {**row, "method": f"θ⋆, {groups}", **judge(at_optimum, images.test), "found": int(found)}
+        converged = not any("raise `passes`" in warning for warning in warnings.said)
+        yield {**row, "method": f"θ⋆, {groups}", **judge(at_optimum, images.test), "found": int(converged)}
 
 
 class Warnings(logging.Handler):
@@ -129,6 +130,24 @@ class Warnings(logging.Handler):
 
     def __exit__(self, *error: object) -> None:
         logging.getLogger("lightning_bayes").removeHandler(self)
+
+
+def draw(folder: Path) -> Figure:
+    """The test NLL of each method by network, all seeds."""
+    rows = read_rows(folder / "scores.csv")
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    figure = Figure(figsize=(1.8 * len(networks) + 1.6, 2.4), layout="constrained", dpi=110)
+    for ax, name in zip(figure.subplots(1, len(networks), sharey=True, squeeze=False)[0], networks, strict=True):
+        for y, method in enumerate(METHODS):
+            values = [row["nll"] for row in rows if (row["network"], row["method"]) == (name, method)]
+            colour = "black" if method == "MAP" else "#0072B2" if method.startswith("θ⋆") else "#D55E00"
+            ax.plot(values, [y] * len(values), "o", color=colour, markersize=4)
+        ax.set(title=name, xlabel="test NLL")
+        ax.tick_params(labelsize=8)
+        ax.grid(axis="x", color="0.9", linewidth=0.6)
+    figure.axes[0].set_yticks(range(len(METHODS)), METHODS)
+    figure.axes[0].invert_yaxis()
+    return figure
 
 
 def report(folder: Path) -> str:
@@ -167,11 +186,11 @@ def report(folder: Path) -> str:
 
 
 def _convergence(rows: Iterable[Row]) -> str:
-    found = [row["found"] for row in rows if row.get("found") is not None]
+    converged = [row["found"] for row in rows if row.get("found") is not None]
     near = "searches of θ⋆ have come to less than a tenth of the first gradient"
-    if found and all(found):
+    if converged and all(converged):
         return f"All {near}."
-    cut_off = f"{sum(found)} of {len(found)} {near}; the others" if found else "The searches of θ⋆"
+    cut_off = f"{sum(converged)} of {len(converged)} {near}; the others" if converged else "The searches of θ⋆"
     return f"{cut_off} are cut off after some passes over the data, on their way."
 
 
@@ -237,6 +256,7 @@ def main() -> None:
     images = read_images(settings.dataset, run.data, settings.n_train, settings.n_test)
     for seed, name in progress(list(product(run.seeds(settings.seeds), settings.networks)), "networks"):
         run.collect("scores", f"{name}, seed {seed}", measure, name, seed, images, settings)
+    run.save_picture("nll", draw(run.output))
     run.save_report(report(run.output))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +43,9 @@ CAPTIONS = {
     "coverage": "The share of test targets in the 95 % interval:",
     "RMSE": "The root of the mean squared error, which a linearised posterior leaves as it is:",
 }
+
+PAIRS = (("L2M ensemble", "deep ensemble"), ("L2M", "network"))
+Cells = dict[tuple[str, str], list[Row]]  # by set and method, a row for each split
 
 
 @dataclass(frozen=True)
@@ -138,23 +142,47 @@ def judge(μ: Tensor, variance: Tensor, y: Tensor, scale: float) -> dict[str, fl
 
 def report(folder: Path) -> str:
     """Means and standard errors over splits, and paired differences to the networks without posteriors."""
-    by_cell: dict[tuple[str, str], list[Row]] = {}
-    for row in read_rows(folder / "scores.csv"):
-        by_cell.setdefault((row["set"], row["method"]), []).append(row)
-    sets = list(dict.fromkeys(name for name, _ in by_cell))
+    by_cell, sets = _by_cell(folder)
     parts = []
     for score, methods in TABLES.items():
-        lines = [[name, *(spread([row[score] for row in by_cell[name, m]], 4) for m in methods)] for name in sets]
-        parts += [CAPTIONS[score], markdown(["", *methods], lines)]
+        cells = {name: [[row[score] for row in by_cell[name, m]] for m in methods] for name in sets}
+        lines = [[name, len(of_set[0]), *(spread(values, 4) for values in of_set)] for name, of_set in cells.items()]
+        parts += [CAPTIONS[score], markdown(["", "splits", *methods], lines)]
     return "\n\n".join([*parts, verdict(list(claims(by_cell, sets)), "comparisons")])
 
 
-def claims(by_cell: dict[tuple[str, str], list[Row]], sets: list[str]) -> Iterator[Claim]:
+def _by_cell(folder: Path) -> tuple[Cells, list[str]]:
+    """Rows by set and method, and the sets."""
+    by_cell: Cells = {}
+    for row in read_rows(folder / "scores.csv"):
+        by_cell.setdefault((row["set"], row["method"]), []).append(row)
+    return by_cell, list(dict.fromkeys(name for name, _ in by_cell))
+
+
+def _gaps(by_cell: Cells, name: str, own: str, rival: str) -> list[float]:
+    """Of the NLL, split by split."""
+    return [a["NLL"] - b["NLL"] for a, b in zip(by_cell[name, own], by_cell[name, rival], strict=True)]
+
+
+def draw(folder: Path) -> Figure:
+    """What a posterior changes of the NLL, with two standard errors."""
+    by_cell, sets = _by_cell(folder)
+    figure = Figure(figsize=(7, 1 + 0.3 * len(sets)), layout="constrained", dpi=110)
+    for ax, (own, rival) in zip(figure.subplots(1, len(PAIRS), sharey=True), PAIRS, strict=True):
+        gaps = [_gaps(by_cell, name, own, rival) for name in sets]
+        errors = [2 * standard_error(of_set) for of_set in gaps]
+        ax.errorbar([mean(of_set) for of_set in gaps], sets, xerr=errors, fmt="o", color="#0072B2", capsize=2)
+        ax.axvline(0, color="black", linewidth=0.6)
+        ax.set(title=f"{own} less {rival}", xlabel="NLL")
+        ax.locator_params(axis="x", nbins=5)
+    return figure
+
+
+def claims(by_cell: Cells, sets: list[str]) -> Iterator[Claim]:
     """That the uncertainty around each member adds to their disagreement, as the paper expects, and to one network."""
-    for own, rival in (("L2M ensemble", "deep ensemble"), ("L2M", "network")):
+    for own, rival in PAIRS:
         for name in sets:
-            pairs = zip(by_cell[name, own], by_cell[name, rival], strict=True)
-            gaps = [a["NLL"] - b["NLL"] for a, b in pairs]
+            gaps = _gaps(by_cell, name, own, rival)
             error = standard_error(gaps) if len(gaps) > 1 else 0.0
             statement = f"{name}: the NLL of {own} is lower than that of {rival}, by more than two standard errors"
             yield Claim(statement, mean(gaps) < -2 * error, f"difference {spread(gaps, 4)}")
@@ -168,6 +196,7 @@ def main() -> None:
         splits = range(min(settings.splits, n_splits(name, run.data, settings.kind)))
         for k in progress(splits, f"{name}, splits"):
             run.collect("scores", f"{name}, split {k}", measure, name, k, splits, run)
+    run.save_picture("differences", draw(run.output))
     run.save_report(report(run.output))
 
 

@@ -120,8 +120,8 @@ def judge(name: str, method: Method, x: Tensor, y: Tensor, labels: list[int], sa
     for n in labels:
         generator = torch.Generator().manual_seed(seed)  # the same labelled images for every method
         for repeat in range(REPEATS):
-            found = accuracy(z, y, n, generator)
-            yield {"method": name, "labels per class": n, "repeat": repeat, "accuracy": found}
+            share = accuracy(z, y, n, generator)
+            yield {"method": name, "labels per class": n, "repeat": repeat, "accuracy": share}
 
 
 def read_results(folder: Path) -> tuple[dict[str, Tensor], list[int]]:

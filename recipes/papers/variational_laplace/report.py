@@ -3,7 +3,7 @@ statements are true there."""
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean, median
 
@@ -189,10 +189,13 @@ def order(results: Results, dataset: str, score: str) -> Claim:
     """Every pair of methods that the paper's number tells apart."""
     place, sign = list(SCORES).index(score), _sign(score)
     papers = {m: sign * PAPER[dataset][m][place] for m in METHODS}
-    ours = {m: sign * mean(results.chosen(dataset, m, score)) for m in METHODS}
+    values = {m: [sign * value for value in results.chosen(dataset, m, score)] for m in METHODS}
+    ours = {m: mean(values[m]) for m in METHODS}
     pairs = [(a, b) for a, b in combinations(METHODS, 2) if papers[a] != papers[b]]
     kept = sum((papers[a] > papers[b]) == (ours[a] > ours[b]) for a, b in pairs)
-    best_first = ", ".join(sorted(METHODS, key=lambda m: -ours[m]))
+    ranked = sorted(METHODS, key=lambda m: -ours[m])
+    gaps = [[a - b for a, b in zip(values[m], values[n], strict=True)] for m, n in pairwise(ranked)]
+    best_first = ", ".join([ranked[0], *(f"{spread(gap)} before {m}" for gap, m in zip(gaps, ranked[1:], strict=True))])
     statement = f"the order of methods by {SCORES[score]} is {', '.join(sorted(METHODS, key=lambda m: -papers[m]))}"
     return Claim(statement, kept == len(pairs), f"{kept} of {len(pairs)} pairs; here: {best_first}")
 

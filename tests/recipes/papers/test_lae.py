@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -292,9 +293,31 @@ def test_a_row_interrupted_in_its_training_is_the_same(
         with pytest.raises(BaseException):  # noqa: B017 — Lightning turns it into an exit
             call("ablation", data, tmp_path, *options)
     assert not (tmp_path / "rows.csv").exists()
+    assert (tmp_path / "steps" / "the authors' configuration seed 0" / "last.ckpt").exists()
     call("ablation", data, tmp_path, *options)
     assert without_time(tmp_path / "rows.csv") == without_time(ablation[1] / "rows.csv")[:1]
     assert without_time(tmp_path / "curve.csv") == without_time(ablation[1] / "curve.csv")
+
+
+def test_a_shuffled_row_that_was_interrupted_is_the_same(
+    ablation: tuple[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint knows nothing of the generator that shuffles, so that the row starts again."""
+    recipe, options = parts("ablation"), ("--seeds", "1", "--rows", "shuffled images")
+    call("ablation", data, tmp_path / "whole", *options)
+
+    class Stop(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.current_epoch == 2:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "EarlyStopping", lambda *args, **kwargs: Stop())
+        with pytest.raises(BaseException):  # noqa: B017 — Lightning turns it into an exit
+            call("ablation", data, tmp_path / "part", *options)
+    assert (tmp_path / "part" / "steps" / "shuffled images seed 0" / "last.ckpt").exists()
+    call("ablation", data, tmp_path / "part", *options)
+    assert without_time(tmp_path / "part" / "rows.csv") == without_time(tmp_path / "whole" / "rows.csv")
 
 
 def test_fewer_images_have_the_authors_precision() -> None:
@@ -327,7 +350,7 @@ def test_each_row_is_one_difference() -> None:
 
 
 def test_what_a_row_changes_is_said_if_every_seed_agrees() -> None:
-    recipe = parts("ablation")
+    recipe = parts("ablation_report")
 
     def row(seed: int, latent: float, output: float) -> dict[str, Any]:
         return {"seed": seed, **dict.fromkeys(SCORES, 0.5), "latent σ": latent, "output σ": output}
@@ -341,7 +364,7 @@ def test_what_a_row_changes_is_said_if_every_seed_agrees() -> None:
 
 
 def test_what_was_expected_of_rows_follows_from_the_numbers() -> None:
-    recipe = parts("ablation")
+    recipe = parts("ablation_report")
     row = {"seed": 0, "start left": 0.3, **dict.fromkeys(SCORES, 0.6)}
     row |= {f"{score}, equal variances": 0.2 for score in SCORES[2:]}
     rows = {recipe.AUTHORS: [row], "summed loss": [row | {"typicality": 0.64}]}
