@@ -200,8 +200,8 @@ class MeasurementPosterior:
         return replace(self, φ=tuned, likelihood=self.likelihood.with_noise(σ))
 
     def functional(self, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """The image's mean, and its variances, or if `joint` the covariance of all pixels, without noise.
-        # [*image], [*image] or [d_x, d_x]"""
+        """The image's mean `[*image]`, and its variances `[*image]`, or if `joint` the covariance `[d_x, d_x]` of all
+        pixels, without noise."""
         flag("joint", joint)
         if self.kernel is None:
             raise PosteriorError(
