@@ -37,7 +37,7 @@ def _group(rows: Comparison) -> list[str]:
     ):
         of_kind = rows.where(lambda row, kind=kind: row["kind"] == kind)  # type: ignore[misc]
         if of_kind.rows:
-            sections += [f"### {kind.capitalize()}", means(of_kind, describe, headline), _rates(of_kind)]
+            sections += [f"### {kind.capitalize()}", means(of_kind, _with_spread(describe), headline), _rates(of_kind)]
     return sections
 
 
@@ -65,17 +65,22 @@ def means(
 def of_classes(rows: Comparison, method: str) -> str:
     numbers = [_short(mean(rows.values(method, name))) for name in ("nll", "ece")]
     auroc = rows.values(method, "ood_auroc")
-    return " / ".join([*numbers, *([_short(mean(auroc))] if auroc else [])]) + _plus_minus(rows, method)
+    return " / ".join([*numbers, *([_short(mean(auroc))] if auroc else [])])
 
 
 def of_regression(rows: Comparison, method: str) -> str:
     nll, coverage = median(rows.values(method, "nll")), mean(rows.values(method, "coverage"))
-    return f"{nll:.2f} / {_short(coverage)}" + _plus_minus(rows, method)
+    return f"{nll:.2f} / {_short(coverage)}"
 
 
-def _plus_minus(rows: Comparison, method: str) -> str:
-    spread = rows.spread(method, "nll")
-    return "" if spread is None else f" (± {_short(spread)})"
+def _with_spread(describe: Callable[[Comparison, str], str]) -> Callable[[Comparison, str], str]:
+    """Of the NLL, over seeds."""
+
+    def both(rows: Comparison, method: str) -> str:
+        spread = rows.spread(method, "nll")
+        return describe(rows, method) + ("" if spread is None else f" (± {_short(spread)})")
+
+    return both
 
 
 def _rates(rows: Comparison) -> str:
