@@ -18,8 +18,8 @@ BATCH, MEMBERS = 64, 5
 def jobs(quick: bool) -> list[Job]:
     size = {"examples": 128 if quick else 1024, "repeats": 3 if quick else 20}
     return [
-        Job("on_top/ensemble of 5", measure_ensemble, size, unit="predictions of one", seconds=20),
-        Job("on_top/conformal sets", measure_conformal, size, unit="predictions", seconds=20),
+        Job("on_top/ensemble of 5", measure_ensemble, size, unit="predictions of one", seconds=15),
+        Job("on_top/conformal sets", measure_conformal, size, unit="predictions", seconds=15),
     ]
 
 
