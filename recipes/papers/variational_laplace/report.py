@@ -46,7 +46,7 @@ def report(folder: Path) -> str:
     results = Results.read(folder)
     parts = ["# Variational Laplace: tables 1 and 2, figures 1 and 2", describe(results)]
     if not results.datasets:
-        return "\n\n".join([*parts, "Unfinished: no seed has all its trainings yet."]) + "\n"
+        return "\n\n".join([*parts, "Unfinished: no seed has all its trainings yet."])
     for dataset in results.datasets:
         parts.append(f"## {dataset}")
         if (seeds := results.seeds(dataset)) < results.settings["seeds"]:
@@ -66,7 +66,7 @@ def report(folder: Path) -> str:
         ]
     parts += ["## Table 2", "Processor seconds per epoch, the median of all:", table_2(results)]
     parts += ["Pictures: `figure_1.png`, `figure_2.png`."]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def describe(results: Results) -> str:
