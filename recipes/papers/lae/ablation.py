@@ -1,7 +1,8 @@
 """Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST notices
 MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
 
-    python -m recipes.papers.lae.ablation            # half an hour: every row of the table, small
+    python -m recipes.papers.lae.ablation            # a quarter of an hour: every row of the table, small
+    python -m recipes.papers.lae.ablation --n-train 10000    # three quarters: the same, with more images
     python -m recipes.papers.lae.ablation --scale    # 80 minutes: the first row, all channels and images, 8 epochs
     python -m recipes.papers.lae.ablation --paper    # the same until it stops, wide linear layers exact; wants a GPU
 
