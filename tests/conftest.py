@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ DATA_VARIABLE = "LIGHTNING_BAYES_DATA"
 def pytest_configure() -> None:
     # The tests' tensors are tiny: handing them to a second thread costs more than it saves.
     torch.set_num_threads(1)
+    # Autograd's threads are those of the devices that there are at the first backward pass, which may be at an import.
+    sys.path.append(str(Path(__file__).with_name("devices")))
+    import second_device
+
+    second_device.load()
+    second_device.visible = False
 
 
 @pytest.fixture(autouse=True)

@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_bayes.arguments import count, text
 from lightning_bayes.network import Processes
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.trainer.data import (
     ExactPass,
-    count_examples,
-    count_passed,
     exact_pass,
     is_sized,
     owner_among,
     owner_of,
+    passed_batches,
     single,
 )
-from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.strategy import data_processes
 
 _OPEN = (
     "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
     "many as training has taken in an epoch; max_batches= sets another number"
+)
+_WHOLE = (
+    "the posterior's pass takes all training data, although limit_train_batches={} ends an epoch before: max_batches= "
+    "or data= limits it"
 )
 _RANDOM = (
     "the data differ each time they are read, as augmented data do, so that the posterior depends on the random seed: "
@@ -62,7 +64,7 @@ class FitData:
         if max_batches is not None:
             count("max_batches", max_batches)
         self._data, self._max_batches = data, max_batches
-        self.epoch, self._warned = Epoch(), False
+        self.epoch, self._warned, self._said_whole = Epoch(), False, False
 
     def check_name(self, trainer: Trainer, module: LightningModule) -> None:
         """An error for a name that neither the data module nor the module knows."""
@@ -74,11 +76,6 @@ class FitData:
         is loaded before training starts."""
         if self._data is None:
             check(single(trainer.train_dataloader))
-
-    def count(self, trainer: Trainer) -> int:
-        """The examples that training draws its batches from; no more than a pass over the same data takes."""
-        n = count_examples(trainer)
-        return n if self._data is not None or is_dev_run(trainer) else min(n, count_passed(trainer))
 
     def loader(self, trainer: Trainer, module: LightningModule) -> Any:
         if self._data is None:
@@ -101,13 +98,24 @@ class FitData:
         """As far as `max_batches`, or what training has seen, goes: this process's share, or, `alone`, all of it."""
         limit = None
         if trainer is not None and self._data is None:
-            limit = trainer.limit_train_batches
+            limit = passed_batches(trainer, loader)
             if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
                 limit = self.epoch.batches
                 rank_zero_warn(_OPEN.format(limit))
         processes = Processes() if alone else data_processes(trainer)
         data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
+        if trainer is not None and limit is None:
+            self._say_whole(trainer, loader)
         if not alone and not self._warned and data.is_random():
             self._warned = True
             rank_zero_warn(_RANDOM)
         return data
+
+    def _say_whole(self, trainer: Trainer, loader: Any) -> None:
+        """Once, if the pass takes more batches than an epoch of training."""
+        limit, loader = trainer.limit_train_batches, single(loader)
+        if self._said_whole or self._data is not None or self._max_batches is not None or not is_sized(loader):
+            return
+        if (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader):
+            self._said_whole = True
+            rank_zero_info(_WHOLE.format(limit))

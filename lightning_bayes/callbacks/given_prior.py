@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.files import read_any
+from lightning_bayes.posterior.files import read, read_any
 from lightning_bayes.posterior.prior import Prior, check_prior
 
 
@@ -44,7 +44,8 @@ class GivenPrior:
     def words(self, network: nn.Module) -> dict[str, Any]:
         """The arguments of `fit_laplace`, for this network."""
         if isinstance(self._prior, (str, PathLike)):
-            self._prior = GaussianPosterior.load(self._prior, network)
+            # The network may have other weights than the posterior was fitted to.
+            self._prior = GaussianPosterior.from_state_dict(network, read(self._prior))
         if isinstance(self._mean, (str, PathLike)):
             saved = read_any(self._mean, "prior mean")
             self._mean = saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved

@@ -39,7 +39,7 @@ from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
-from lightning_bayes.trainer.report import describe, report
+from lightning_bayes.trainer.report import bars_of, describe, report
 
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
@@ -159,10 +159,10 @@ class L2MCallback(PosteriorCallback):
                 n_outputs=self._batches.n_targets or 1,
             )
         if not posterior.is_sharded:
-            with preserved_rng(), forward_context(trainer):
+            with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
                 if self._needs_evidence(trainer):
                     posterior = self._by_evidence(trainer, module, posterior)
-                posterior = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
+                posterior, _ = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
         self._posterior = posterior
         return posterior
 
@@ -284,7 +284,7 @@ class L2MCallback(PosteriorCallback):
         posterior = self.fit_now(trainer, module)
         numbers = {"n_data": posterior.n_data, "batch_size": self._batches.size} if self._counts else {}
         what = f"second-moment posterior over {posterior.subset.size} weights"
-        report(trainer, self.name, what, {**numbers, **describe(posterior)})
+        report(trainer, self.name, what, {**numbers, **describe(posterior, self._needs_evidence(trainer))})
         self.store(trainer)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

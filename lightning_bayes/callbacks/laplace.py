@@ -58,7 +58,7 @@ from lightning_bayes.trainer.checkpoints import (
     needing_a_pass,
     weights_of,
 )
-from lightning_bayes.trainer.data import ExactPass, as_list, check_validation, validation_pass
+from lightning_bayes.trainer.data import ExactPass, check_validation, first_loader, validation_pass
 from lightning_bayes.trainer.datamodule import is_datamodule, loaders_of
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
@@ -66,7 +66,7 @@ from lightning_bayes.trainer.module import check_module, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import forward_context, is_dev_run
-from lightning_bayes.trainer.report import block_summary, describe, end_live_display, report
+from lightning_bayes.trainer.report import bars_of, block_summary, describe, end_live_display, report, shows_bars
 from lightning_bayes.trainer.strategy import data_processes, share
 
 _TRIED = {
@@ -128,8 +128,9 @@ class LaplaceCallback(PosteriorCallback):
 
         data: what the pass goes over instead of the training data, for instance the same examples without
             augmentation: a DataLoader, or the name of a method or attribute of the data module or module.
-        max_batches: the pass ends after so many batches. By default it has no end but that of the data; for data
-            without a length, whose end training has not seen, as many as an epoch of training has taken.
+        max_batches: the pass ends after so many batches. By default it takes all data that training draws from, also
+            with `limit_train_batches`, which leaves none out if they are shuffled; of data without a length, whose end
+            training has not seen, as many batches as an epoch has taken.
         curvature: "auto", "ggn", "fisher_mc" or "empirical_fisher"; see `fit_laplace`.
         mc_samples: labels drawn per example for "fisher_mc".
         hessian: "exact", or "approx", "mixed" or "auto" for a fast `structure="diag"`; see `fit_laplace`.
@@ -223,6 +224,7 @@ class LaplaceCallback(PosteriorCallback):
         self.turn = 3 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
         self._first_step: FirstStep | None = None  # of a sharded network
+        self._by_evidence = False  # whether the evidence has chosen the prior of the last fit
         self._best_path: str | None = None  # where the posterior is, if it is of other weights than those in memory
 
     # -- the posterior -----------------------------------------------------------------------------------------------
@@ -246,8 +248,8 @@ class LaplaceCallback(PosteriorCallback):
                 validation = loaders.validation if val_dataloader is None else val_dataloader
                 return self.fit_now(trainer, module, data, validation)
         check_loader(dataloader, "dataloader", "batches")
-        if val_dataloader is not None:
-            check_loader(as_list(val_dataloader)[0], "val_dataloader", "batches")
+        if first_loader(val_dataloader) is not None:
+            check_loader(first_loader(val_dataloader), "val_dataloader", "batches")
         if self.tune == "grid":
             validation_pass(trainer, module, val_dataloader)  # without one, an error before the pass, not after it
         self._posterior = posterior = self._fitted(trainer, module, dataloader, validation=val_dataloader)
@@ -267,22 +269,25 @@ class LaplaceCallback(PosteriorCallback):
         posterior = self._pass(trainer, module, loader)
         if posterior.is_sharded:
             return posterior
-        with preserved_rng(), forward_context(trainer):
+        with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
             if self.tune not in (None, "auto", "grid"):
                 options: dict[str, Any] = {"per_layer": self.per_layer, "prior_groups": self.prior_groups}
                 if self.iterate:
                     data = self._data.exact_pass(trainer, module, loader)
                     options.update(loader=data, iterate=True, passes=self.passes, processes=Processes.current())
-                    options.update(progress=self._shows_progress(trainer))
+                    options.update(progress=self.progress and shows_bars(trainer))
                 posterior = posterior.tune_prior(self.tune, **options)
             words = self.use, self.tune, self.calibrate, of
-            return choose_on_validation(trainer, module, posterior, *words, validation)
+            posterior, self._by_evidence = choose_on_validation(
+                trainer, module, posterior, *words, validation, progress=self.progress
+            )
+            return posterior
 
     def _pass(self, trainer: Trainer | None, module: LightningModule, loader: Any) -> LaplacePosterior:
         """The posterior of the module's present weights, not yet tuned or calibrated."""
         # Each process has its own batch norm statistics; rank zero's are those of checkpoints, and of DDP's next step.
         share(list(module.buffers()))
-        with preserved_rng(), forward_context(trainer):
+        with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
             data = self._data.exact_pass(trainer, module, loader)
             probe = data.probe()
             x = None if probe is None else self.read_by_targets(module, *probe)
@@ -301,14 +306,10 @@ class LaplaceCallback(PosteriorCallback):
                 **self._words(),
                 **self._given.words(network),
                 subset=with_posterior(self.subset, trainer),
-                progress=self._shows_progress(trainer),
+                progress=self.progress and shows_bars(trainer),
                 processes=processes,
                 probe=x,
             )
-
-    def _shows_progress(self, trainer: Trainer | None) -> bool:
-        quiet = trainer is not None and (not trainer.is_global_zero or trainer.progress_bar_callback is None)
-        return self.progress and not quiet
 
     def _words(self) -> dict[str, Any]:
         """The arguments of `fit_laplace` that are this callback's own, but its subset."""
@@ -331,7 +332,7 @@ class LaplaceCallback(PosteriorCallback):
         what = f"{self.structure} posterior over {posterior.subset.size} weights{of}"
         what += f" ({blocks})" if blocks else ""
         what += f", by curvature={posterior.curvature.kind!r}" if self._chose_estimate(posterior) else ""
-        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
+        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior, self._by_evidence)})
 
     def _chose_estimate(self, posterior: LaplacePosterior) -> bool:
         """Whether "auto" has taken the Monte-Carlo estimate for outputs at many positions."""

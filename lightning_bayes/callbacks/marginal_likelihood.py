@@ -35,6 +35,7 @@ from lightning_bayes.posterior.evidence_ascent import ascend
 from lightning_bayes.posterior.prior_groups import PriorGroups
 from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
+from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import is_dev_run
@@ -229,7 +230,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
             )
         if tune:
             posterior = self._climb(trainer, posterior)
-        numbers = describe(posterior)
+        numbers = describe(posterior, by_evidence=True)
         evidence = numbers["log_evidence"]  # at the weights, with which the network itself predicts
         if self.evidence == "linear":
             numbers["linear_evidence"] = float(posterior.log_marginal_likelihood(at="optimum"))
@@ -260,6 +261,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         return tuned
 
     def _report(self, trainer: Trainer | None, posterior: LaplacePosterior, of: str = "") -> None:
+        self._by_evidence = True
         super()._report(trainer, posterior, of)
         γ, d = float(posterior.effective_parameters), posterior.subset.size
         if γ > _DETERMINED * d and not of:
@@ -289,7 +291,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._gradient.n_data = self.n_data or self._data.count(trainer)
+        self._gradient.n_data = self.n_data or count_examples(trainer)
         self._catch_up(trainer, pl_module)
 
     # -- training ----------------------------------------------------------------------------------------------------

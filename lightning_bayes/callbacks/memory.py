@@ -22,6 +22,7 @@ from lightning_bayes.arguments import between, flag, not_negative, positive, wor
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, Subset
+from lightning_bayes.network.borrowed import generator_on
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
@@ -112,7 +113,8 @@ class CurvatureMemory:
         self.global_step = global_step
         if self._waiting is None:  # all batches were skipped, and nothing has moved
             return
-        b = torch.tensor(float(self._examples), dtype=torch.float64, device=self.C.device)
+        dtype = torch.promote_types(self.C.dtype, torch.float32)
+        b = torch.tensor(float(self._examples), dtype=dtype, device=self.C.device)
         processes.sum_([self._waiting, b])
         # Into the memory of what was waiting: whoever holds the old C keeps it as it was.
         updated = self.rule.update(self.C, self._waiting, self.n_data, b, out=self._waiting)
@@ -161,11 +163,10 @@ class CurvatureMemory:
 
 def numbered_noise(like: Tensor, seed: int, number: int, rank: int) -> Tensor:
     """Standard normal numbers, the same for the same numbers on any run.  # [P]"""
-    device = like.device if like.device.type in ("cuda", "mps", "xpu") else torch.device("cpu")
     # Torch's generator on the CPU looks at 32 bits of its seed, in which all numbers must have a part.
     digest = hashlib.blake2b(repr((seed, number, rank)).encode(), digest_size=4).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+    generator = generator_on(like.device).manual_seed(int.from_bytes(digest, "big"))
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
 
 
 def stored_subset(network: nn.Module, state: dict[str, Any]) -> Subset:

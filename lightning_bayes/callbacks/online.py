@@ -39,7 +39,7 @@ from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_vali
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import callbacks_of, forward_context
-from lightning_bayes.trainer.report import describe, report
+from lightning_bayes.trainer.report import bars_of, describe, report
 from lightning_bayes.trainer.strategy import refuse_sharded
 
 
@@ -159,7 +159,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._posterior = posterior = self._memory.posterior(self.network_in(module), self.likelihood)
         hessian = self.hessian if self._sampled is None else self._sampled.diagonal.mode
         what = f"online posterior over {posterior.subset.size} weights ({hessian} Hessian)"
-        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior)})
+        report(trainer, self.name, what, {"n_data": posterior.n_data, **describe(posterior, by_evidence=False)})
         return posterior
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ class OnlineLaplaceCallback(PosteriorCallback):
         self._remove()
         if self._memory is not None:  # there has been a batch
             posterior = self.fit_now(trainer, pl_module)
-            with preserved_rng(), forward_context(trainer):
-                self._posterior = choose_on_validation(trainer, pl_module, posterior, self.use, None, self.calibrate)
+            with preserved_rng(pl_module.device), forward_context(trainer), bars_of(trainer):
+                self._posterior, _ = choose_on_validation(trainer, pl_module, posterior, self.use, None, self.calibrate)
             self.store(trainer)
         self._trainer = None
 

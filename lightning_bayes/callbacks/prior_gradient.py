@@ -24,6 +24,7 @@ from lightning_bayes.callbacks.given_prior import GivenPrior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
+from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior.l2m import default_loss_scale
 from lightning_bayes.posterior.prior_precision import PriorError, as_precision
@@ -63,7 +64,7 @@ class PriorGradient:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
             return None
         subset = choose_subset(network, x, self._of)
-        if as_precision(self._given, subset, torch.ones(())).numel() not in (1, len(subset.layers)):
+        if as_precision(self._given, subset, torch.ones((), device="cpu")).numel() not in (1, len(subset.layers)):
             raise PriorError(f"prior_precision must be one number, or one for each of the {len(subset.layers)} layers")
         check_optimizers(trainer.optimizers, subset.parameters(network), self._name)
         self._means = self._prior.means(network, subset)
@@ -106,7 +107,7 @@ class PriorGradient:
     def _priors(self, subset: Subset, learned: Hyperparameters) -> dict[str, float]:
         """`δ` of each parameter; what is not learned yet is what was given."""
         if self._of_layers.keys() != set(subset.layers):  # as numbers, which a step need not wait for
-            given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64))
+            given = as_precision(self._given, subset, torch.empty((), dtype=torch.float64, device="cpu"))
             self._of_layers = dict(zip(subset.layers, given.expand(len(subset.layers)).tolist(), strict=True))
         δ = {**self._of_layers, **learned.prior_precision}
         return {name: δ[layer_of(name)] for name in subset.names}
@@ -123,9 +124,8 @@ class LossScale:
     def agree(self, n_targets: int, module: LightningModule) -> float:
         """When all processes have seen a loss."""
         if self.agreed is None:
-            device = module.device
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            known = torch.tensor([self.measured or 0.0, float(self.measured is not None)], dtype=dtype, device=device)
+            numbers = [self.measured or 0.0, float(self.measured is not None)]
+            known = torch.tensor(numbers, dtype=torch.float64, device=float64_device(module.device))
             Processes.current().sum_([known])
             total, n = known.tolist()
             self.agreed = self._choose(total / n if n else None, n_targets, module.automatic_optimization)

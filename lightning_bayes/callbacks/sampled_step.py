@@ -170,6 +170,6 @@ def trace(
 
 
 def split(module: LightningModule, network: nn.Module, batch: Any) -> tuple[Any, Any]:
-    with preserved_rng(), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
+    with preserved_rng(module.device), torch.no_grad():  # the user's own may draw, as a denoising autoencoder's does
         x, y = split_batch(module, batch)
     return inputs.contained(network, x, y), y

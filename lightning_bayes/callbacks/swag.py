@@ -18,13 +18,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network.batch_norm import update_statistics, with_statistics
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.progress import ShownLoader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments
@@ -35,7 +35,7 @@ from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
 from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
-from lightning_bayes.trainer.report import report
+from lightning_bayes.trainer.report import bars_of, report, shows_bars
 from lightning_bayes.trainer.strategy import refuse_sharded, share
 
 FEWEST = 2  # snapshots that have a variance
@@ -137,12 +137,14 @@ class SWAGCallback(PosteriorCallback):
         trained = {name: t.detach().clone() for name, t in _tensors(network).items()}
         try:
             moments.put_mean(network)
-            with preserved_rng(), forward_context(trainer):
+            with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
                 if with_statistics(network):
                     update_statistics(network, self._batches(trainer, module))
                 share(list(module.buffers()))
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
-                posterior = choose_on_validation(trainer, module, posterior, self.use, None, self.calibrate)
+                posterior, _ = choose_on_validation(
+                    trainer, module, posterior, self.use, None, self.calibrate, progress=self.progress
+                )
         except BaseException:
             _restore(network, trained)
             raise
@@ -152,9 +154,9 @@ class SWAGCallback(PosteriorCallback):
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
         """All data on all processes: each ends with the statistics that one alone would have."""
         self._data.check_training_data(trainer)
-        quiet = not (self.progress and trainer.is_global_zero and trainer.progress_bar_callback is not None)
         batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
-        return (x for x, _ in tqdm(batches, desc="batch norm statistics", disable=quiet, unit="batch"))
+        shown = self.progress and shows_bars(trainer)
+        return (x for x, _ in ShownLoader(batches, "SWAG: batch norm statistics", shown))
 
     def _missing(self) -> str:
         return f"{self.name}: {self._too_few}" if self._too_few else f"{super()._missing()}; {_AVERAGE_ONLY}"

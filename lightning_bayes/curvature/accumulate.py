@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import Block, DenseBlock, DiagonalBlock, KroneckerBlock
@@ -22,12 +21,12 @@ from lightning_bayes.curvature.layers import RowIndex
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import Processes, SubsetError
+from lightning_bayes.network.progress import Bar, progress_bar
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Gram, Layout, Structure
 from lightning_bayes.structures.factor import Rank
 
 SHARINGS = ("expand", "reduce")
 SMALL = 1024  # an exact block of at most this size is kept whole
-DECOMPOSING = "decomposing {n_fmt} of {total_fmt} factors |{bar}| {elapsed}, {remaining} left"
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
 
 
@@ -44,6 +43,7 @@ class Accumulator(ABC):
     needs_axes = False  # whether an example's rows must lie along an axis
     keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
     rank: Rank = None  # eigenpairs that a decomposed factor keeps
+    keeps_rows: ClassVar[bool] = True  # of wide layers with few examples, whose factors then have fewer eigenvectors
     shows_progress = False  # of decompositions
     _plan: Plan
 
@@ -191,14 +191,29 @@ class BlockAccumulator(Accumulator):
         self._sites, self._leftovers = [], {}
         structures: list[Structure] = []
         total = sum(block.n_factors for block in blocks)
-        with tqdm(total=total, bar_format=DECOMPOSING, disable=not (self.shows_progress and total)) as bar:
+        with progress_bar("Laplace: decomposing factors", total, self.shows_progress and total > 0, "factor") as bar:
             while blocks:  # alone, block by block: eigenvectors take the place of sums; with others, all at once
                 few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
                 grams = [gram for block in few for gram in block.factors()]
-                factors = iter(_decompose(grams, processes, self.keeps_factors, self.rank, bar))
+                factors = iter(self._decompose(grams, processes, bar))
                 structures += [block.structure([next(factors) for _ in range(block.n_factors)]) for block in few]
                 del few, grams
         return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
+
+    def _decompose(self, grams: list[Gram], processes: Processes, bar: Bar) -> list[Factor]:
+        """Each process does its part, by cost, and all end with all of them."""
+        if isinstance(processes, Undecomposed):
+            return [Factor(None, gram.diagonal.clone()) for gram in grams]
+        owner = _owners(grams, processes.size)
+        keep, rank, whole = self.keeps_factors, self.rank, not self.keeps_rows
+        factors = []
+        for i, gram in enumerate(grams):
+            factors.append(Factor.of(gram, keep, rank, whole) if owner[i] == processes.rank else None)
+            bar.update()
+        if grams and processes.size > 1:
+            shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
+            return [_shared(gram, factor, k, processes, keep, rank) for gram, factor, k in shares]
+        return [factor for factor in factors if factor is not None]
 
     def blocks(self) -> list[tuple[str, str]]:
         sites = zip(self._plan.sites, self._sites, strict=True)
@@ -235,7 +250,6 @@ class DiagonalAccumulator(BlockAccumulator):
 class KroneckerAccumulator(BlockAccumulator):
     word = "kron"
     form = "Kronecker"
-    keeps_rows: ClassVar[bool] = True  # of wide layers with few examples, whose factors have then fewer eigenvectors
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(plan, sharing, dtype, device)
@@ -252,21 +266,6 @@ def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
         return calls
     return [replace(call, rows=all_rows(call)) for call in calls]
-
-
-def _decompose(grams: list[Gram], processes: Processes, keep: bool, rank: Rank, bar: tqdm[Any]) -> list[Factor]:
-    """Each process does its part, by cost, and all end with all of them."""
-    if isinstance(processes, Undecomposed):
-        return [Factor(None, gram.diagonal.clone()) for gram in grams]
-    owner = _owners(grams, processes.size)
-    factors = []
-    for i, gram in enumerate(grams):
-        factors.append(Factor.of(gram, keep, rank) if owner[i] == processes.rank else None)
-        bar.update()
-    if grams and processes.size > 1:
-        shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
-        return [_shared(gram, factor, k, processes, keep, rank) for gram, factor, k in shares]
-    return [factor for factor in factors if factor is not None]
 
 
 def _owners(grams: list[Gram], size: int) -> dict[int, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.accumulation import float64_device, in_float64
 
 EVERY = 64  # batches between two looks
 
@@ -29,7 +30,7 @@ class BatchChecks:
         self._count = self._looked_at = 0  # batches
         self._noting = -1  # the last of which there is a note
         self._noted: Tensor | None = None  # four numbers of each that was not looked at yet [EVERY, 4]
-        self._outputs = torch.empty(0)  # of no example
+        self._outputs = torch.empty(0, device="cpu")  # of no example
         self._with_nonfinite_input: int | None = None  # the first such batch
 
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
@@ -42,8 +43,8 @@ class BatchChecks:
         wrong, *of_targets = wrong_in(self._likelihood, f, y)
         numbers = (f.isfinite().all().logical_not(), inputs.nonfinite(x, f.device), *of_targets)
         if self._noted is None:
-            self._noted = torch.zeros(EVERY, len(numbers), dtype=torch.float64, device=f.device)
-        self._noted[self._count - self._looked_at] = torch.stack([number.double() for number in numbers])
+            self._noted = torch.zeros(EVERY, len(numbers), dtype=torch.float64, device=float64_device(f.device))
+        self._noted[self._count - self._looked_at] = torch.stack([in_float64(number) for number in numbers])
         self._outputs = f.new_empty(0, *f.shape[1:])
         return y.masked_fill(wrong, 0)
 
@@ -81,7 +82,7 @@ class FirstWrong:
         self._noted: Tensor | None = None
 
     def note(self, is_wrong: Tensor, *numbers: Tensor) -> None:
-        new = torch.stack([number.detach().double() for number in (is_wrong, *numbers)])
+        new = torch.stack([in_float64(number.detach()) for number in (is_wrong, *numbers)])
         self._noted = new if self._noted is None else torch.where(self._noted[0] > 0, self._noted, new)
 
     def look(self) -> list[float] | None:

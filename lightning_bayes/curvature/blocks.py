@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from lightning_bayes.curvature.layers import BatchAxis, Embedding, Rows, strip_p
 from lightning_bayes.curvature.plan import Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import Processes
+from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.structures import Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 
@@ -114,10 +116,11 @@ class KroneckerBlock(Block):
         self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
     ) -> None:
         G, O, I = site.layout.shape
+        self._name = site.name
         self._A: InputSum | None = None
         if site.kind == "embedding" and sharing == "expand":
             self._tokens = torch.zeros(G, I, dtype=dtype, device=device)
-            self._n_tokens = torch.zeros((), dtype=torch.float64, device=device)
+            self._n_tokens = torch.zeros((), dtype=torch.float64, device=float64_device(device))
         else:
             self._A = InputSum((G, I), site.bias is not None, dtype, device, keeps_rows)
         self._G = torch.zeros(G, O, O, dtype=dtype, device=device)
@@ -171,7 +174,8 @@ class KroneckerBlock(Block):
 
     def factors(self) -> list[Gram]:
         """`G`, and `A` unless it is diagonal."""
-        return [Gram(symmetric(self._G)), *([] if self._A is None else [self._A.gram()])]
+        G = Gram(symmetric(self._G), name=f"the output factor of {self._name}")
+        return [G] if self._A is None else [G, replace(self._A.gram(), name=f"the input factor of {self._name}")]
 
     def structure(self, factors: list[Factor]) -> Kronecker:
         n = self._n_tokens if self._A is None else self._A.count
@@ -183,7 +187,7 @@ class KroneckerBlock(Block):
         if layer.padding_idx is not None:
             counts[layer.padding_idx] = 0
         self._tokens += counts
-        self._n_tokens += layer.tokens.numel()
+        self._n_tokens += counts.sum()
 
     def _count(self, site: Site, calls: list[Call]) -> int:
         """How many inputs there are."""
@@ -239,10 +243,7 @@ def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
     unique, inverse = pairs.flatten().unique(return_inverse=True)
     summed = g.new_zeros(len(g), len(unique), D)
     summed.index_add_(1, inverse, g[:, 0].reshape(len(g), -1, D))
-    values = g.new_zeros(V, D).index_add_(0, unique % V, summed.square().sum(0))
-    if layer.padding_idx is not None:
-        values[layer.padding_idx] = 0
-    return values.mT.flatten()
+    return g.new_zeros(V, D).index_add_(0, unique % V, summed.square().sum(0)).mT.flatten()
 
 
 def _embeddings(calls: list[Call]) -> list[tuple[Embedding, Rows]]:

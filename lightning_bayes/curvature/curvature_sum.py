@@ -20,6 +20,7 @@ from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
+from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, widest
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.output import Output
 from lightning_bayes.structures import Structure
@@ -93,7 +94,7 @@ class CurvatureSum:
         self._accumulator = STRUCTURES[structure](plan, weight_sharing, dtype, first.device)
         self._accumulator.keeps_factors, self._accumulator.rank = updatable, rank
         self._gradients = [torch.zeros_like(p, dtype=dtype) for p in self._parameters.values()]  # of the loss
-        self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+        self._totals = torch.zeros(5, dtype=torch.float64, device=float64_device(first.device))  # see `data_totals`
         self._checks = checks or BatchChecks(likelihood, self._overflowing)
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -169,8 +170,11 @@ class CurvatureSum:
         """The sum of one process, without a look at what it has noted."""
         return self._accumulator.finish(Processes())
 
-    def finish(self, progress: bool = False) -> Curvature:
+    def look(self) -> None:
+        """Raise what was wrong with the batches so far."""
         self._checks.look()
+
+    def finish(self, progress: bool = False) -> Curvature:
         self._accumulator.shows_progress = progress
         self._accumulator.gather(self._processes)
         gradient = self._plan.subset.narrow(torch.cat([g.flatten() for g in self._gradients]))
@@ -197,9 +201,10 @@ class CurvatureSum:
         self._refits, self._batches, self._n_data = True, 0, 0
         self._checks = BatchChecks(self._likelihood, self._overflowing)
         self._order.begin()
-        for x, y in batches:
-            self.add(x, y)
-        self._checks.look()
+        with self._processes.raising_together():
+            for x, y in batches:
+                self.add(x, y)
+            self._checks.look()
         seen = torch.tensor(self._n_data, dtype=torch.float64, device=self._totals.device)
         self._processes.sum_([*accumulator.sums, seen])
         if seen != fitted.n_data:
@@ -229,12 +234,16 @@ class CurvatureSum:
 
 def data_totals(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     """Of a batch, in float64: examples, outputs, log-likelihood, squared error (NaN for a likelihood without one), and
-    targets that count.  # [5]"""
-    log_likelihood = likelihood.log_likelihood_per_example(f, y).double().sum()
+    targets that count. Float64 from the outputs on: `log p` of a sure class rounds to zero in float32, and a large
+    squared error is subtracted again when the noise is tuned. A device without float64 has the sums alone in it.
+    # [5]"""
+    f = widest(f)
+    log_likelihood = in_float64(likelihood.log_likelihood_per_example(f, y)).sum()
     error = likelihood.squared_error(f, y)
     outputs = y.numel() if likelihood.couples_outputs else f.numel()
     totals = (len(f), outputs, log_likelihood, math.nan if error is None else error, likelihood.n_targets(y))
-    return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=f.device) for number in totals])
+    like = log_likelihood
+    return torch.stack([cast_like(n, like) if isinstance(n, Tensor) else like.new_tensor(n) for n in totals])
 
 
 def name_totals(totals: Tensor) -> dict[str, Any]:

@@ -43,20 +43,22 @@ class EKFACAccumulator(KroneckerAccumulator):
             return None
         assert isinstance(fitted, EKFACBlockDiagonal)
         plan = replace(self._plan, sites=sites, leftovers=())
-        return EigenvalueAccumulator(plan, fitted, self._dtype, self._device)
+        return EigenvalueAccumulator(plan, fitted, self._sharing, self._dtype, self._device)
 
 
 class EigenvalueAccumulator(BlockAccumulator):
     """Of the Kronecker blocks of a first pass."""
 
-    def __init__(self, plan: Plan, fitted: EKFACBlockDiagonal, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, fitted: EKFACBlockDiagonal, sharing: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._fitted, self._block_of = fitted, fitted.layer_blocks(plan.subset)
-        super().__init__(plan, "expand", dtype, device)
+        super().__init__(plan, sharing, dtype, device)
 
     def block(self, site: Site) -> EigenvalueBlock:
         basis = self._block_of(site.layout)
         assert isinstance(basis, Kronecker)
-        return EigenvalueBlock(basis)
+        return EigenvalueBlock(basis, spans_gradients=self._sharing == "expand")
 
     def finish(self, processes: Processes) -> EKFACBlockDiagonal:
         refitted = {layout: block.structure([]) for _, layout, block in self._all()}
@@ -67,8 +69,8 @@ class EigenvalueAccumulator(BlockAccumulator):
 class EigenvalueBlock(Block):
     label = "EKFAC"
 
-    def __init__(self, basis: Kronecker) -> None:
-        self._basis = basis
+    def __init__(self, basis: Kronecker, spans_gradients: bool) -> None:
+        self._basis, self._spans_gradients = basis, spans_gradients
         self._values = torch.zeros(basis.shape, dtype=basis.dtype, device=basis.device)  # Λ [G, O, I]
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
@@ -104,7 +106,10 @@ class EigenvalueBlock(Block):
         return [self._values]
 
     def structure(self, factors: list[Factor]) -> EKFAC:
-        return EKFAC(self._basis.left, self._basis.right, refitted=self._values)
+        left, right, values = self._basis.left, self._basis.right, self._values
+        if self._spans_gradients:  # then no gradient points where a factor is zero: what is there is rounding
+            values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
+        return EKFAC(left, right, refitted=values)
 
 
 def _rotated(rows: Tensor, Q: Tensor | None) -> Tensor:

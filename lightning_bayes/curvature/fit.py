@@ -7,12 +7,10 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm  # Lightning's own progress bar, and so always installed
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
@@ -28,10 +26,12 @@ from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvatur
 from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
+from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
 from lightning_bayes.network.containers import Sequences, Together
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
+from lightning_bayes.network.progress import ShownLoader
 from lightning_bayes.network.subset import check_subset, resolve_subset
 
 logger = logging.getLogger("lightning_bayes")
@@ -106,18 +106,15 @@ def fit_curvature(
     total: CurvatureSum | LowRankSum | None = None
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
-        stack.enter_context(preserved_rng())
+        stack.enter_context(preserved_rng(inputs.device_of(network)))
         stack.enter_context(torch.inference_mode(False))
 
         def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
             """Of one pass."""
-            what, length = f"{structure} {curvature}{which}", length_hint(loader) or None
-            # Without the loader, which tqdm would begin to read twice, and start its workers twice.
-            bar = stack.enter_context(tqdm(desc=what, total=length, disable=not progress, unit="batch"))
-            for batch in loader:
+            shown = iter(ShownLoader(loader, f"Laplace: curvature{which}", progress))
+            stack.callback(shown.close)  # after an error as well
+            for batch in shown:
                 yield _prepare(network, batch)
-                bar.update()
-            bar.close()  # what comes next has a bar of its own
 
         def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
             nonlocal normalised, network
@@ -145,11 +142,13 @@ def fit_curvature(
         if probe is not None:
             probe = inputs.contained(network, probe)
             total = begin(inputs.to_device(probe, inputs.device_of(network)))
-        for x, y in batches():
-            total = total or begin(x, y)
-            total.add(x, y)
-        if total is None:
-            raise DataError("the loader is empty: curvature needs at least one batch")
+        with (processes or Processes()).raising_together():
+            for x, y in batches():
+                total = total or begin(x, y)
+                total.add(x, y)
+            if total is None:
+                raise DataError("the loader is empty: curvature needs at least one batch")
+            total.look()
         fitted = total.finish(progress)
         if isinstance(total, CurvatureSum):
             fitted = total.refitted(fitted, batches(", eigenvalues"))
@@ -225,16 +224,17 @@ def log_likelihood(
     """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
     check_loader(loader)
     check_processes(processes)
-    totals = torch.zeros(5, dtype=torch.float64, device=inputs.device_of(network))
-    with preserved_rng(), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
-        checks = BatchChecks(likelihood)
-        for batch in loader:
-            x, y = _prepare(network, batch)
-            f = inputs.call(network, x)
-            totals += data_totals(likelihood, f, checks.add(x, f, y))
-            checks.end_batch()
-        checks.look()
-    (processes or Processes()).sum_([totals])
+    totals = torch.zeros(5, dtype=torch.float64, device=float64_device(inputs.device_of(network)))
+    with preserved_rng(inputs.device_of(network)), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
+        checks, processes = BatchChecks(likelihood), processes or Processes()
+        with processes.raising_together():
+            for batch in loader:
+                x, y = _prepare(network, batch)
+                f = inputs.call(network, x)
+                totals += data_totals(likelihood, f, checks.add(x, f, y))
+                checks.end_batch()
+            checks.look()
+    processes.sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")
     return name_totals(totals)

@@ -20,6 +20,7 @@ from lightning_bayes.curvature.output_checks import TOLERANCE
 from lightning_bayes.curvature.output_columns import output_columns
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Subset, inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
 Fisher = Callable[[Tensor], Tensor]  # U -> ΛU  # [b, B, ...]
@@ -86,8 +87,8 @@ class GGNProduct:
         shape = (len(V), u.shape[1:])
         if shape in self._checked:
             return True
-        backward = V.double() @ product.double().mT
-        forward = JV.double().flatten(1) @ u.double().flatten(1).mT
+        backward = in_float64(V) @ in_float64(product).mT
+        forward = in_float64(JV).flatten(1) @ in_float64(u).flatten(1).mT
         size = float(forward.norm())
         self._largest = max(size, self._largest)  # of vectors that `H` makes zero, only the rounding is left
         tolerance = TOLERANCE.get(JV.dtype, 0.1) * size + 100 * torch.finfo(JV.dtype).eps * self._largest + 1e-30

@@ -59,7 +59,7 @@ def _weight(digit: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(call: Call, gradients: list[Tensor | None], B: int, base: int) -> Rows | None:
     shape = call.output_shape[: call.row_dims]
     if gradients[0] is None:
-        owners: Tensor | None = torch.full((prod(shape),), -1)
+        owners: Tensor | None = torch.full((prod(shape),), -1, device="cpu")
     else:
         g, *weighted = (t.reshape(prod(shape), -1) for t in gradients if t is not None)
         owners = _owners(g, weighted, B, base)
@@ -79,7 +79,8 @@ def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | No
     tolerance = TOLERANCE.get(g.dtype, 0.1)
     for n, scaled in enumerate(weighted):
         ratio = scaled.gather(1, place) / g.gather(1, place)
-        exponent = ratio.double().abs().log2().round().nan_to_num(-1, posinf=-1, neginf=-1).long()
+        size_of_ratio = ratio.abs().to(torch.promote_types(ratio.dtype, torch.float32))
+        exponent = size_of_ratio.log2().round().nan_to_num(-1, posinf=-1, neginf=-1).long()
         digit = 2 * exponent + (ratio < 0)
         w = _weight(digit.clamp(0, base - 1), g.dtype)
         close = (scaled - w * g).abs().amax(1, keepdim=True) <= tolerance * w.abs() * size
@@ -99,6 +100,6 @@ def _axes(shape: torch.Size, B: int) -> list[BatchAxis]:
 
 def _owners_by(axis: BatchAxis, shape: torch.Size, B: int) -> Tensor:
     """The example of each row along an axis.  # [R]"""
-    places = torch.arange(shape[axis.dim])
+    places = torch.arange(shape[axis.dim], device="cpu")
     owners = places % B if axis.interleaved else places // axis.repeats
     return owners.reshape(-1, *[1] * (len(shape) - axis.dim - 1)).expand(shape).flatten()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network import Processes
+from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.structures import Gram
 
 PANEL = 256  # columns of a triangular product at a time
@@ -35,7 +36,7 @@ class InputSum:
         self._most = self._columns // PART if keeps_rows and self._columns >= WIDE else 0
         self._sum: Tensor | None = None  # [G, I, I]
         self._pending: list[Tensor] = []  # rows of a few small batches: one large product is faster than many small
-        self.count = torch.zeros((), dtype=torch.float64, device=device)  # n
+        self.count = torch.zeros((), dtype=torch.float64, device=float64_device(device))  # n
 
     def add(self, a: Tensor) -> None:
         """# [G, rows, I], without the one"""
@@ -87,7 +88,7 @@ class InputSum:
 
     def gram(self) -> Gram:
         """`A`, after `gather`; the sums are given up."""
-        n = self.count.to(self._dtype).clamp(min=1)
+        n = self.count.to(self._device, self._dtype).clamp(min=1)
         if self._sum is None:
             return Gram(self._pending.pop() / n.sqrt(), is_rows=True)
         total, self._sum = self._sum, None

@@ -18,6 +18,7 @@ from lightning_bayes.curvature.gradients import MEMORY, quiet
 from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.curvature.output_checks import TOLERANCE
 from lightning_bayes.network import CurvatureError, Subset, inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.slow_path import first_line, is_missing_rule, log_slow_path
 
@@ -54,8 +55,8 @@ class JacobianProducts:
     def _choose_way(self) -> tuple[bool, bool]:
         """In forward mode, and batched, where that is right."""
         g, reason = torch.Generator().manual_seed(0), ""
-        U = torch.randn(3, *self.f.shape, generator=g).to(self.f)
-        V = torch.randn(3, self._subset.size, generator=g).to(self.f)
+        U = torch.randn(3, *self.f.shape, generator=g, device="cpu").to(self.f)
+        V = torch.randn(3, self._subset.size, generator=g, device="cpu").to(self.f)
         for forward, batched in WAYS:
             try:
                 pushed = self._push(V, forward, batched)
@@ -66,8 +67,9 @@ class JacobianProducts:
                     raise
                 reason = first_line(error.__cause__ or error)
                 continue
-            one, other = (U.double() * pushed.double()).flatten(1).sum(1), (pulled.double() * V.double()).sum(1)
-            size = U.double().flatten(1).norm(dim=1) * pushed.double().flatten(1).norm(dim=1)
+            pushed, pulled, U64, V64 = map(in_float64, (pushed, pulled, U, V))
+            one, other = (U64 * pushed).flatten(1).sum(1), (pulled * V64).sum(1)
+            size = U64.flatten(1).norm(dim=1) * pushed.flatten(1).norm(dim=1)
             if ((one - other).abs() <= TOLERANCE.get(self.f.dtype, 0.1) * size).all():
                 if reason:
                     log_slow_path(

@@ -11,7 +11,8 @@ could overstate `H`. The Nyström approximation of the same subspace cannot, and
 
     Ĥ = HQ (QᵀHQ)⁺ (HQ)ᵀ = [Q Q⁺] B T⁺ Bᵀ [Q Q⁺]ᵀ ⪯ H,    T = QᵀHQ.
 
-It grows with the subspace, and is `H` where this holds all of it. Its largest eigenpairs are the answer.
+It grows with the subspace, and is `H` where this holds all of it. Its largest eigenpairs are the answer. Those of `T`
+that are only rounding are left out. In a null space half of the rounding is negative, which shows how large it is.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ZERO = 10  # times the rounding of the largest eigenvalue: below it, an eigenvalue is zero
-NOTHING = 100  # times the same: a product below it shows that nothing is left
+ZERO = 1  # times the rounding of the largest eigenvalue: below it, a direction has vanished
+NOTHING = 10  # times the same: a product below it shows that nothing is left
 CONVERGED = 0.1  # the residual of an eigenpair, relative to its eigenvalue: a tenth costs 1e-5 to 1e-3 of their sum
 
 
@@ -44,7 +45,8 @@ class BlockLanczos:
         self._blocks: list[Tensor] = []  # [b, P] each
         self._blocks.append(self._random(min(width, size)))
         self._fresh = len(self.block)  # how many vectors of the last block are random
-        self._B = torch.zeros(len(self.block), 0, dtype=torch.float64)  # [n, m]: m of n vectors have been multiplied
+        # m of n vectors have been multiplied.
+        self._B = torch.zeros(len(self.block), 0, dtype=torch.float64, device="cpu")  # [n, m]
         self.finished = False
 
     @property
@@ -77,17 +79,23 @@ class BlockLanczos:
     def eigenpairs(self) -> tuple[Tensor, Tensor]:
         """The largest of `Ĥ`, in falling order; those that are zero are left out.  # [k], [k, P]"""
         t, Y = self._ritz()
-        kept = t > ZERO * self._eps * t[0]
+        kept = t > self.rounding
         root = self._B @ (Y[:, kept] * t[kept].rsqrt())  # Ĥ = [Q Q⁺] root rootᵀ [Q Q⁺]ᵀ
         vectors, s, _ = torch.linalg.svd(root, full_matrices=False)
         values = s.square()
-        wanted = values > ZERO * self._eps * values[:1].sum()
+        wanted = values > self.rounding
         wanted[self._rank :] = False
         coefficients = vectors[:, wanted].mT.to(self._blocks[0])  # [k, n]
         U = torch.zeros(len(coefficients), self._size, dtype=self._dtype, device=self._device)
         for part, block in zip(coefficients.split([*map(len, self._blocks)], dim=1), self._blocks, strict=True):
             U.addmm_(part, block)
         return values[wanted].to(U), U
+
+    @property
+    def rounding(self) -> float:
+        """Below which an eigenvalue is not known."""
+        t, _ = self._ritz()
+        return max(-2 * float(t[-1]), self._eps * float(t[0]))
 
     def residuals(self) -> Tensor:
         """Of the wanted Ritz pairs, relative to their values.  # [k]"""
@@ -98,7 +106,7 @@ class BlockLanczos:
     def _has_converged(self) -> bool:
         """As many pairs as are wanted: of fewer, nothing says that they are all."""
         t, _ = self._ritz()
-        if len(t) < self._rank or t[self._rank - 1] <= ZERO * self._eps * t[0]:
+        if len(t) < self._rank or t[self._rank - 1] <= self.rounding:
             return False
         return bool((self.residuals() <= CONVERGED).all())
 
@@ -110,18 +118,18 @@ class BlockLanczos:
 
     def _random(self, count: int) -> Tensor:
         """Orthonormal, and orthogonal to the basis.  # [count, P]"""
-        noise = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64)
+        noise = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
         return self._orthonormal(self._project(noise.to(self._device, self._dtype))[1], 0.0)[0]
 
     def _project(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """The coefficients within the basis, and what is left.  # [b, P] -> [n, b], [b, P]"""
-        total = torch.zeros(sum(map(len, self._blocks)), len(vectors), dtype=torch.float64)
+        total = torch.zeros(sum(map(len, self._blocks)), len(vectors), dtype=torch.float64, device="cpu")
         for _ in range(2):  # what is left of a vector is orthogonal to the basis up to rounding after the second time
             parts = []
             for block in self._blocks:
                 part = vectors @ block.mT  # [b, b']
                 vectors = vectors - part @ block
-                parts.append(part.double().cpu().mT)
+                parts.append(part.cpu().double().mT)
             total += torch.cat(parts) if parts else total
         return total, vectors
 
@@ -129,7 +137,7 @@ class BlockLanczos:
         """An orthonormal basis of the rows but for directions below `zero`, and the rows' coefficients in it.
         # [b, P] -> [b', P], [b', b]"""
         Q, triangle = torch.linalg.qr(rows.mT)  # [P, b], [b, b]
-        turn, s, Yt = torch.linalg.svd(triangle.double().cpu())
+        turn, s, Yt = torch.linalg.svd(triangle.cpu().double())
         kept = s > zero
         directions = (Q @ turn[:, kept].to(Q)).mT
         _, directions = self._project(directions)  # a small rest is not as orthogonal to the basis as a large one

@@ -254,6 +254,13 @@ class Embedding(Layer):
         one_hot = (self.token_grid(axis).unsqueeze(-1) == columns).to(self.dtype)  # [B, T, columns]
         return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
 
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        """Without those at padding, which reach no weight, and behind a normalisation may be larger than all others."""
+        g = super().gradients(g, axis)
+        if self.padding_idx is None:
+            return g
+        return g.masked_fill((self.token_grid(axis) == self.padding_idx).unsqueeze(-1), 0)
+
     def token_grid(self, axis: Rows) -> Tensor:
         """# [B, T]"""
         return axis.split(self.tokens).flatten(1)

@@ -193,7 +193,9 @@ def _padding_rows(network: nn.Module) -> dict[str, Tensor]:
     """Of embeddings, by the names of their weights.  # [1] each"""
     tables = [(name, m) for name, m in network.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     return {
-        f"{name}.weight".lstrip("."): torch.tensor([m.padding_idx]) for name, m in tables if m.padding_idx is not None
+        f"{name}.weight".lstrip("."): torch.tensor([m.padding_idx], device="cpu")
+        for name, m in tables
+        if m.padding_idx is not None
     }
 
 

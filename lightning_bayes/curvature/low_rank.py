@@ -24,6 +24,7 @@ from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
 from lightning_bayes.curvature.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
+from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.structures import LowRank
 
@@ -65,7 +66,7 @@ class LowRankSum:
         self._product = GGNProduct(network, plan.subset, plan.n_activations)
         self._sum = torch.zeros_like(self._lanczos.block)
         self._gradient = torch.zeros(P, dtype=dtype, device=first.device)
-        self._totals = torch.zeros(5, dtype=torch.float64, device=first.device)  # see `data_totals`
+        self._totals = torch.zeros(5, dtype=torch.float64, device=float64_device(first.device))  # see `data_totals`
         self._checks, self._n_data = BatchChecks(likelihood, self._overflowing), 0  # of the pass
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -81,9 +82,12 @@ class LowRankSum:
         gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
         self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
 
+    def look(self) -> None:
+        """Raise what was wrong with the batches so far."""
+        self._checks.look()
+
     def finish(self, progress: bool = False) -> Curvature:
         """All further passes."""
-        self._checks.look()
         self._processes.sum_([self._gradient, self._totals])
         if self._totals[0] == 0:
             raise DataError("the loader is empty: curvature needs at least one batch")
@@ -94,9 +98,10 @@ class LowRankSum:
             self._checks, self._n_data = BatchChecks(self._likelihood, self._overflowing), 0
             n_passes += 1
             self._order.begin()
-            for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
-                self._add(x, y)
-            self._checks.look()
+            with self._processes.raising_together():
+                for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
+                    self._add(x, y)
+                self._checks.look()
             seen = self._over_all(self._n_data)
             if seen != n_data:
                 raise DataError(
@@ -116,7 +121,7 @@ class LowRankSum:
             n_passes,
         )
         return Curvature(
-            structure=LowRank(vectors.mT.contiguous(), values),
+            structure=LowRank(vectors.mT.contiguous(), values, rounding=lanczos.rounding),
             subset=self._plan.subset,
             likelihood=self._likelihood,
             kind=self._curvature,
@@ -141,7 +146,7 @@ class LowRankSum:
 
     def _summed(self) -> Tensor:
         """Over all data.  # [b, P]"""
-        own = self._lanczos.block[:, :8].double()
+        own = in_float64(self._lanczos.block[:, :8])
         total = own.clone()
         self._processes.sum_([self._sum, total])
         if not torch.allclose(total, self._processes.size * own, rtol=0, atol=1e-3 * float(own.abs().max())):

@@ -64,4 +64,4 @@ def agree(sums: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
 
 def random_numbers(*shape: int, like: Tensor) -> Tensor:
     """Normal, and the same in every call: for checks, which must not depend on a generator nor move one."""
-    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(0)).to(like)
+    return torch.empty(shape, device="cpu").normal_(generator=torch.Generator().manual_seed(0)).to(like)

@@ -85,5 +85,5 @@ def root_columns(S: Tensor, size: int, coupled: bool = False) -> Iterator[Tensor
     K, _, _, R = flat.shape
     for ids in torch.arange(K * R, device=S.device).split(size):
         alone = flat.new_zeros(len(ids), *flat.shape[1:])
-        alone[torch.arange(len(ids)), :, :, ids % R] = flat[ids // R, :, :, ids % R]
+        alone[torch.arange(len(ids), device="cpu"), :, :, ids % R] = flat[ids // R, :, :, ids % R]
         yield alone.reshape(len(ids), *S.shape[1:])

@@ -115,7 +115,7 @@ class Plan:
     leftovers: tuple[str, ...]
     output_shape: torch.Size  # of the network, for some examples
     n_activations: int  # of all layers in the plan, per example
-    repeats: bool = False  # whether embeddings that all examples share are repeated for each
+    repeats: frozenset[str] = frozenset()  # embeddings that all examples share, and that are repeated for each
 
     def recorder(self, parameters: dict[str, nn.Parameter], size: int, keep_graph: bool = False) -> Recorder:
         """For a forward pass of `size` examples."""
@@ -207,12 +207,12 @@ def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> 
     size = inputs.batch_size(x)
     with Recorder(parameters, size) as recorder:
         f = inputs.call(network, x)
-    if not recorder.has_shared:
+    if not recorder.shared:
         return f, recorder
     try:
-        with Recorder(parameters, size, repeats=True) as repeating:
+        with Recorder(parameters, size, frozenset(recorder.shared)) as repeating:
             g = inputs.call(network, x)
-    except CurvatureError:  # the network does not broadcast them
+    except Exception:  # the network does not broadcast them, and may say so by any error
         return f, recorder
     same = isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
     return (g, repeating) if same else (f, recorder)

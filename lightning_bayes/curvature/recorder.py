@@ -99,17 +99,22 @@ class Recorder(TorchFunctionMode):
     """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter. It holds
     no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone.
 
-    Of a batch of `size` examples, `has_shared` says whether there was an embedding that all of them share, as one of
-    positions. If it `repeats`, that is repeated for each, so that each has rows of its own; a network that does not
-    broadcast it cannot be run like this. The layers' inputs have no graph, unless it is kept (`keep_graph`).
+    Of a batch of `size` examples, `shared` names the embeddings that all of them share, as those of positions. The ones
+    in `repeats` are repeated for each, so that each has rows of its own; a network that does not broadcast them cannot
+    be run like this. The layers' inputs have no graph, unless it is kept (`keep_graph`).
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], size: int = 1, repeats: bool = False, keep_graph: bool = False
+        self,
+        parameters: Mapping[str, Tensor],
+        size: int = 1,
+        repeats: frozenset[str] = frozenset(),
+        keep_graph: bool = False,
     ) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.has_shared, self.repeats, self._keep_graph = False, repeats, keep_graph
+        self.shared: set[str] = set()
+        self.repeats, self._keep_graph = repeats, keep_graph
         self._size = size
         self._names = {id(p): name for name, p in parameters.items()}
 
@@ -117,11 +122,14 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _ATTENTION:
             return self._attention(args, kwargs)
-        z = func(*args, **kwargs)
         arguments = layer_arguments(func, args, kwargs)
-        if func is F.embedding and arguments is not None and self._is_shared(arguments):
-            self.has_shared = True
-            if self.repeats:
+        if arguments is not None and arguments.get("scale_grad_by_freq"):  # scaled gradients are not derivatives
+            arguments["scale_grad_by_freq"] = False
+            args, kwargs = (), arguments
+        z = func(*args, **kwargs)
+        if func is F.embedding and arguments is not None and (name := self._shared_table(arguments)):
+            self.shared.add(name)
+            if name in self.repeats:
                 ids, lead = arguments["input"], int(arguments["input"].ndim > 1)
                 shape = (self._size, *ids.shape[lead:])
                 arguments["input"], z = ids.expand(shape), z.expand(*shape, -1)
@@ -143,12 +151,13 @@ class Recorder(TorchFunctionMode):
             edge, x = get_gradient_edge(z), arguments["input"]
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
-    def _is_shared(self, arguments: dict[str, Any]) -> bool:
-        """Whether the rows of an embedding are of no one example."""
-        if self._size == 1 or self._rows(arguments["weight"]) is None:
-            return False
-        ids = arguments["input"]
-        return len(ids) == 1 if ids.ndim > 1 else ids.ndim == 1 and len(ids) != self._size
+    def _shared_table(self, arguments: dict[str, Any]) -> str | None:
+        """The name of an embedding whose rows are of no one example."""
+        rows, ids = self._rows(arguments["weight"]), arguments["input"]
+        if self._size == 1 or rows is None:
+            return None
+        is_shared = len(ids) == 1 if ids.ndim > 1 else ids.ndim == 1 and len(ids) != self._size
+        return rows.name if is_shared else None
 
     def _rows(self, parameter: Tensor | None, rows: slice = slice(None)) -> ParameterRows | None:
         name = self._names.get(id(parameter))

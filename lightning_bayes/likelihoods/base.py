@@ -25,7 +25,15 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, register, shown
 
-from .outputs import LikelihoodError, UnknownLikelihoodError, check_generator, draw_gaussian, sum_per_example, widen
+from .outputs import (
+    LikelihoodError,
+    UnknownLikelihoodError,
+    check_generator,
+    draw_gaussian,
+    gaussian_nodes,
+    sum_per_example,
+    widen,
+)
 from .predictive import ClassPredictive, LabelPredictive, Predictive
 
 
@@ -166,7 +174,7 @@ class Likelihood(ABC):
 
     def n_targets(self, y: Tensor) -> Tensor:
         """How many of the targets count; those marked as unknown (`ignore_index`) do not."""
-        return torch.tensor(y.numel())
+        return torch.tensor(y.numel(), device="cpu")
 
     def with_noise(self, noise_std: float | Tensor) -> Likelihood:
         """This likelihood with another noise."""
@@ -212,8 +220,9 @@ class Likelihood(ABC):
     ) -> Predictive:
         """The predictive under a Gaussian over outputs with this mean and covariance `[B, C, C]`, or variances.
 
-        `link` is one of `links`; `samples` and `generator` are for what is drawn: all that has no closed form, as the
-        epistemic and aleatoric shares for "probit" and "pairwise". They are NaN for `samples=0`, which draws nothing.
+        `link` is one of `links`. What has no closed form is an average over `samples`: for "mc" random ones, of the
+        `generator`; for the epistemic and aleatoric shares of "probit" and "pairwise" fixed ones, so that these are
+        not random. The shares are NaN for `samples=0`.
         """
         self._check_outputs(mean)
         self._check_tensor("variances of the outputs", covariance)
@@ -226,8 +235,9 @@ class Likelihood(ABC):
         if closed is not None and samples == 0:
             unknown = torch.full_like(closed, math.nan)
             return self.predictive(closed, unknown, unknown)
-        drawn = self.from_samples(draw_gaussian(mean, covariance, samples, generator))
-        return drawn if closed is None else drawn.with_mean(closed)
+        if closed is None:
+            return self.from_samples(draw_gaussian(mean, covariance, samples, generator))
+        return self.from_samples(gaussian_nodes(mean, covariance, samples)).with_mean(closed)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
         """The integral by this link, exact or approximate: a predictive, or its mean alone; None where all is drawn."""

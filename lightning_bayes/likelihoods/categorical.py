@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import integer
+from lightning_bayes.network.accumulation import running_sum
 
 from .base import Likelihood
 from .outputs import LikelihoodError, marginal_variance, sum_per_example, widen
@@ -86,15 +87,15 @@ class Categorical(Likelihood):
         self.check_fit(f, y)
         observed = self._observed(y)
         index = y.long().masked_fill(~observed, 0).unsqueeze(1)
-        p = widen(f).softmax(1)
-        e_y = torch.zeros_like(p).scatter(1, index, 1.0)
-        return (e_y - p).masked_fill(~observed.unsqueeze(1), 0)
+        others = widen(f).softmax(1).scatter(1, index, 0.0)
+        # 1 − p_y is the sum of all others, which does not round to zero where p_y rounds to one.
+        return others.neg().scatter(1, index, others.sum(1, keepdim=True)).masked_fill(~observed.unsqueeze(1), 0)
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         self._check_logits(f)
         p = self._where_observed(widen(f).softmax(1), f, y)  # [B, C, *positions]
         C = p.shape[1]
-        tails = p.flip(1).cumsum(1).flip(1)  # q_{j−1} = p_j + q_j at j, summed from the end: no cancellation
+        tails = running_sum(p.flip(1), 1).flip(1)  # q_{j−1} = p_j + q_j at j, summed from the end: no cancellation
         q = tails[:, 1:]  # q_j [B, C−1, *positions]
         # Where a tail is zero, so is everything after it (underflow, or no target): its column is zero, not 0/0.
         empty = q == 0
@@ -113,7 +114,7 @@ class Categorical(Likelihood):
         """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
         self._check_logits(f)
         self._check_uniform(f, uniform)
-        cdf = widen(f).softmax(1).cumsum(1)
+        cdf = running_sum(widen(f).softmax(1), 1)
         labels = (uniform[:, :1] >= cdf[:, :-1]).sum(1)  # [B, *positions]
         if y is None:
             return labels
@@ -162,15 +163,16 @@ class Categorical(Likelihood):
     def check_fit(self, f: Tensor, y: Tensor) -> None:
         self._check_logits(f)
         self._check_tensor("targets", y)
+        if y.shape == f.shape:
+            raise LikelihoodError(
+                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
+                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use likelihood='binary' if an example may have "
+                "several labels, or y.argmax(1) for one-hot targets."
+            )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise LikelihoodError(
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
                 "or y.argmax(1) for one-hot targets."
-            )
-        if y.shape == f.shape:
-            raise LikelihoodError(
-                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
-                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use y.argmax(1) for one-hot targets."
             )
         self._check_shape(f, y, (f.shape[0], *f.shape[2:]))
 

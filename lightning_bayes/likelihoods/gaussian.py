@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
+
+from lightning_bayes.network.accumulation import cast_like, in_float64
 
 from .base import Likelihood
 from .outputs import LikelihoodError, diagonal_root, marginal_variance, standard_normal, sum_per_example, vector, widen
@@ -47,6 +48,7 @@ class Gaussian(RealTargets):
 
     `noise_std` is `σ`: one number for all outputs, or a tensor `[C]` with one for every output in dim 1.
 
+    >>> import torch
     >>> Gaussian(noise_std=0.5).log_likelihood(torch.zeros(2, 3), torch.zeros(2, 3))  # 6 (log 2 − ½ log 2π)
     tensor(-1.3547)
     """
@@ -68,7 +70,7 @@ class Gaussian(RealTargets):
     @property
     def loss_scales(self) -> tuple[float, ...]:
         """`2σ²` of the squared error, `σ²` of its half; no squared error has a noise for every output."""
-        σ = torch.as_tensor(self.noise_std, dtype=torch.float64)
+        σ = vector("noise_std", self.noise_std, LikelihoodError)
         return (1.0,) if σ.numel() > 1 else (2 * float(σ) ** 2, float(σ) ** 2, 1.0)
 
     def constant(self, y: Tensor) -> float:
@@ -82,13 +84,13 @@ class Gaussian(RealTargets):
 
     def least_nll(self, n_outputs: int) -> float:
         """That of a perfect fit."""
-        log_σ = torch.as_tensor(self.noise_std, dtype=torch.float64).log().mean()
+        log_σ = vector("noise_std", self.noise_std, LikelihoodError).cpu().double().log().mean()
         return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
         self.check_fit(f, y)
-        f = f.double()
-        return ((y.double() - f) / self._noise(f)).square().sum()
+        f = in_float64(f)
+        return ((in_float64(y) - f) / self._noise(f)).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         self.check_fit(f, y)
@@ -121,7 +123,7 @@ class Gaussian(RealTargets):
 
     def _noise(self, f: Tensor) -> Tensor:
         """`σ` in the dtype and on the device of `f`, shaped to broadcast on its dim 1."""
-        σ = torch.as_tensor(self.noise_std, dtype=f.dtype, device=f.device)
+        σ = cast_like(vector("noise_std", self.noise_std, LikelihoodError), f)
         if σ.ndim == 0:
             return σ
         if f.ndim < 2 or f.shape[1] != len(σ):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import shown
+from lightning_bayes.network.accumulation import in_float64
 
 from .outputs import LikelihoodError
 
@@ -84,8 +85,8 @@ class LinearMap:
         if self.matrix is not None:
             return
         g = torch.Generator().manual_seed(0)
-        u = torch.randn(_PROBES, *f.shape[1:], generator=g, dtype=torch.float64).to(f)
-        v = torch.randn(_PROBES, *y.shape[1:], generator=g, dtype=torch.float64).to(f)
+        u = torch.randn(_PROBES, *f.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
+        v = torch.randn(_PROBES, *y.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
         Au = self(u)
         if Au.shape != v.shape:
             raise LikelihoodError(
@@ -101,8 +102,8 @@ class LinearMap:
             )
         if not (Au.isfinite().all() and Aᵀv.isfinite().all()) or not Au.any():
             raise LikelihoodError("A measures nothing, or returns NaN or infinity, for random outputs: check it.")
-        one, other = (Au * v).double().sum(1), (u.flatten(1) * Aᵀv.reshape(_PROBES, -1)).double().sum(1)  # [4]
-        scale = Au.double().norm(dim=1) * v.double().norm(dim=1)
+        one, other = (in_float64(t).sum(1) for t in (Au * v, u.flatten(1) * Aᵀv.reshape(_PROBES, -1)))  # [4]
+        scale = in_float64(Au).norm(dim=1) * in_float64(v).norm(dim=1)
         off, worst = ((one - other).abs() / scale).max(0)
         if off > 1e-3:  # float32's rounding is far below
             raise LikelihoodError(

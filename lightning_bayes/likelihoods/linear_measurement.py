@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import in_float64
+
 from .gaussian import RealTargets
 from .linear_map import LinearMap, Pair
 from .outputs import LikelihoodError, standard_normal, vector, widen
@@ -81,7 +83,9 @@ class LinearMeasurement(RealTargets):
         return -0.5 * errors.square().sum(1) - self.least_nll(y.shape[1])
 
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
-        return (self._errors(f.double(), y) / self.noise_std).square().sum()
+        wide = in_float64(f)
+        errors = self._errors(wide if wide.device == f.device else f, y)  # the map is on the device of f
+        return (in_float64(errors) / self.noise_std).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         return self.map.adjoint(self._errors(f, y), f.shape[1:]) / self.noise_std**2

@@ -13,6 +13,7 @@ Half precision is widened: everything is computed, and returned, in at least flo
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,57 +85,64 @@ def _without_rounding(variance: Tensor) -> Tensor:
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """`samples` draws `[S, *mean.shape]` from the Gaussian over outputs, by the symmetric root of its covariance.
-
-    The symmetric root exists for singular covariances and is unique, so equal noise gives equal draws on any machine.
-    """
+    """`samples` draws from the Gaussian over outputs. All examples share the noise, so that an example's draws depend
+    on the generator and on its own mean and covariance, not on its batch.  # [S, B, …]"""
     count("samples", samples, error=LikelihoodError)
     check_generator(generator)
     device = mean.device if generator is None else generator.device
-    noise = torch.randn((samples, *mean.shape), generator=generator, device=device, dtype=mean.dtype).to(mean.device)
+    noise = torch.randn((samples, 1, *mean.shape[1:]), generator=generator, device=device, dtype=mean.dtype)
+    return _at_noise(mean, covariance, noise.to(mean.device))
+
+
+def gaussian_nodes(mean: Tensor, covariance: Tensor, samples: int) -> Tensor:
+    """`samples` points of equal weight that stand for the Gaussian over outputs. Nothing is random: standard normal
+    points, the same for every example and position, are moved and scaled.  # [S, B, …]"""
+    count("samples", samples, error=LikelihoodError)
+    outputs = mean.shape[1:2]  # none, or C
+    nodes = _standard_nodes(samples, outputs.numel()).to(mean.dtype).to(mean.device)
+    return _at_noise(mean, covariance, nodes.view(samples, 1, *outputs, *[1] * (mean.ndim - 2)))
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _standard_nodes(S: int, C: int) -> Tensor:
+    """Sobol points as standard normal ones, with mean zero and, where they are more than `C`, the identity as their
+    covariance. So the variance of what is linear in the outputs is exact.  # [S, C]"""
+    engine = torch.quasirandom.SobolEngine(min(C, torch.quasirandom.SobolEngine.MAXDIM), scramble=True, seed=0)
+    z = standard_normal(engine.draw(S, dtype=torch.float64))
+    z = z[:, torch.arange(C, device="cpu") % engine.dimension]  # of more classes than Sobol has dimensions
+    z = z - z.mean(0)
+    if S <= C:
+        return z
+    return torch.linalg.solve_triangular(torch.linalg.cholesky(z.mT @ z / S), z.mT, upper=False).mT
+
+
+def _at_noise(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+    """`m + L ε` with `LLᵀ = Σ`.  # noise [S, 1, …] -> [S, B, …]"""
     variance = marginal_variance(mean, covariance)
     if covariance.shape == mean.shape:
         return mean + variance.sqrt() * noise  # [S, B, …]
-    root: Tensor = _SymmetricRoot.apply(covariance)  # [B, C, C]
-    return mean + torch.einsum("bij,sbj->sbi", root, noise)  # [S, B, C]
+    return mean + torch.einsum("bij,sj->sbi", _triangular_root(covariance), noise.squeeze(1))  # [S, B, C]
 
 
-class _SymmetricRoot(torch.autograd.Function):
-    """`S` with `SS = Σ`. Its differential solves `S dS + dS S = dΣ`, in the eigenbasis `dS_ij = dΣ_ij/(√λ_i + √λ_j)`,
-    also where eigenvalues are equal and have no differentiable vectors. A direction without variance gets no
-    gradient: there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, covariance: Tensor) -> Tensor:
-        λ, Q = torch.linalg.eigh(covariance)
-        roots = _without_rounding(λ).sqrt()
-        S = (Q * roots.unsqueeze(-2)) @ Q.mT
-        ctx.save_for_backward(S, roots, Q)
-        return S
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        solution: Tensor = _Lyapunov.apply(*ctx.saved_tensors, gradient)
-        return solution
-
-
-class _Lyapunov(torch.autograd.Function):
-    """`X` with `SX + XS = G`, where `S = Q diag(r) Qᵀ`. Its differential solves `S dX + dX S = dG − dS X − X dS`, an
-    equation of the same form, so that derivatives of any order are right."""
-
-    @staticmethod
-    def forward(ctx: Any, S: Tensor, roots: Tensor, Q: Tensor, G: Tensor) -> Tensor:
-        sums = roots.unsqueeze(-1) + roots.unsqueeze(-2)
-        least = torch.finfo(sums.dtype).eps ** 0.5 * sums.amax((-2, -1), keepdim=True)
-        X = Q @ torch.where(sums > least, Q.mT @ G @ Q / sums, 0) @ Q.mT
-        ctx.save_for_backward(S, roots, Q, X)
-        return X
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor]:
-        S, roots, Q, X = ctx.saved_tensors
-        Y: Tensor = _Lyapunov.apply(S, roots, Q, gradient)
-        return -(Y @ X.mT + X.mT @ Y), None, None, Y
+def _triangular_root(covariance: Tensor) -> Tensor:
+    """`L` with `LLᵀ = Σ`, of each example by itself. Singular covariances, such as that of a common shift of all
+    logits, need a jitter: the least that works, relative to the largest variance. Without any variance `L` is zero,
+    and has no gradient.  # [B, C, C]"""
+    C, eps = covariance.shape[-1], torch.finfo(covariance.dtype).eps
+    eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
+    scale = covariance.detach().abs().amax((-2, -1), keepdim=True)  # [B, 1, 1]
+    usable = (scale > 0) & scale.isfinite()
+    unit = torch.where(usable, covariance / scale.where(usable, 1), eye)
+    jitter = torch.full_like(scale, max(8 * eps, 1e-12))
+    while True:
+        L, info = torch.linalg.cholesky_ex(unit + jitter * eye)
+        failed = info > 0  # [B]
+        if not failed.any():
+            return L * scale.sqrt()
+        if jitter.amax() > 1e-3 * C:  # more than rounding
+            _without_rounding(torch.linalg.eigvalsh(covariance[failed]))
+        jitter = torch.where(failed[:, None, None], 10 * jitter, jitter)
 
 
 def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
@@ -142,7 +150,7 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
     try:
         if isinstance(value, bool):
             raise TypeError
-        numbers = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+        numbers = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}") from None
     if numbers.ndim > 1 or not numbers.numel() or numbers.is_complex() or numbers.dtype == torch.bool:

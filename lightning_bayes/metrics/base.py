@@ -36,12 +36,13 @@ class AdditiveMetric(Metric):
         super().__init__(**kwargs)
         self.validate_args = flag("validate_args", validate_args, MetricInputError)
         self._state_name = ""
-        self.set_dtype(torch.float64)
+        self.set_dtype(accumulation_dtype(torch.get_default_device()))
 
     def keep_sums(self, *shape: int, settings: Sequence[Any] = ()) -> None:
         """Let the state be one tensor of sums."""
         self._state_name = _state_name("sums", type(self), settings)
-        self.add_state(self._state_name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        dtype = accumulation_dtype(torch.get_default_device())
+        self.add_state(self._state_name, torch.zeros(shape, dtype=dtype), dist_reduce_fx="sum")
 
     def keep_rows(self, *shape: int, settings: Sequence[Any] = ()) -> None:
         """Let the state be all values seen, each a row of `shape`."""
@@ -84,7 +85,10 @@ class AdditiveMetric(Metric):
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
         def move(state: Tensor) -> Tensor:
             device = fn(torch.empty(0, device=state.device)).device
-            return state.to(device, accumulation_dtype(device) if state.is_floating_point() else state.dtype)
+            if not state.is_floating_point():
+                return state.to(device)
+            dtype = accumulation_dtype(device)  # a device without float64 can neither receive nor make it
+            return state.to(device).to(dtype) if dtype == torch.float64 else state.to(dtype).to(device)
 
         return super()._apply(move, exclude_state)
 

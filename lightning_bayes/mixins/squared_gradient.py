@@ -23,6 +23,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.gaussian_weights import Gradients
 from lightning_bayes.mixins.watched_step import ForwardCall
+from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.at_weights import at_weights
 from lightning_bayes.network.flat import flat, parts
 from lightning_bayes.trainer.loss_check import mean_nll
@@ -151,7 +152,7 @@ class Direction:
     @property
     def change(self) -> Tensor:
         """`ḡᵀv`."""
-        return self.squares.sum().double()
+        return widest(self.squares.sum())
 
     def moves(self, ε: Tensor) -> Gradients:
         """`εv`."""
@@ -181,7 +182,7 @@ def step_size(v: Gradients, change: Tensor, reach: Tensor) -> Tensor:
     precision; for float32 this gives errors of 1e-3 to 4e-2 of `H̃ v` for any σ, from untrained networks to those that
     are sure of every label, and at all batch sizes.
     """
-    length, size = (flat(tensors).norm().double() for tensors in (v.values(), v))
+    length, size = (widest(flat(tensors).norm()) for tensors in (v.values(), v))
     ε = _root(v) * torch.minimum(reach / change, 0.6 * torch.where(size > 0, size, 1.0) / length)
     return torch.where(ε.isfinite() & (ε > 0), ε, 1.0).clamp_max(1e30)  # 1 for v = 0
 
@@ -210,8 +211,9 @@ def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     that, the loss changes less than any of them. A Gaussian's loss is quadratic, and may change by far more than 1.
     """
     S = len(f)
-    size_r = likelihood.residual(f, y).double().square().sum() / S
-    size_f = (f.double() - f.double().mean(0) * (S > 1)).square().sum() / S
+    size_r = widest(likelihood.residual(f, y)).square().sum() / S
+    f = widest(f)
+    size_f = (f - f.mean(0) * (S > 1)).square().sum() / S
     if likelihood.has_probs:
         return 2 * (size_r * (1 + size_f)).sqrt() / S**0.25
     return 3 * (1 + (size_r * size_f).sqrt()).sqrt()

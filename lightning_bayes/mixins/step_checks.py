@@ -32,7 +32,7 @@ class StepChecks:
     def __init__(self, module: nn.Module, likelihood: Likelihood) -> None:
         self._module, self._likelihood = module, likelihood
         self._n_steps = 0
-        self._wrong, self._outputs = FirstWrong(), torch.empty(0)  # of no example
+        self._wrong, self._outputs = FirstWrong(), torch.empty(0, device="cpu")  # of no example
 
     @property
     def looks_now(self) -> bool:

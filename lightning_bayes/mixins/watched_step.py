@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.mixins.step_checks import StepError, explicitly
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import Buffers, kept_buffers
+from lightning_bayes.network.borrowed import Buffers, RandomState, kept_buffers, preserved_rng
 from lightning_bayes.network.output import Output
 from lightning_bayes.network.recomputation import refuse_recomputation
 from lightning_bayes.trainer.loss_check import mean_nll
@@ -34,7 +33,7 @@ class ForwardCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: list[int]  # of the input tensors
-    rng: list[tuple[torch.device, Tensor]]
+    rng: RandomState
     buffers: Buffers
     returned: Any = None
     read_as: Output = field(default_factory=Output)
@@ -73,13 +72,8 @@ class ForwardCall:
                 f"{type(self.network).__name__} overwrites its input in place, so that its forward pass cannot be "
                 "repeated: set variational={'method': 'exact'}"
             )
-        devices = [device for device, _ in self.rng if device.type == "cuda"]
-        with torch.random.fork_rng(devices=devices), kept_buffers(self.network):
-            for device, state in self.rng:
-                if device.type == "cuda":
-                    torch.cuda.set_rng_state(state, device)
-                else:
-                    torch.set_rng_state(state)
+        with preserved_rng(self.rng.device), kept_buffers(self.network):
+            self.rng.restore()
             self.buffers.restore()
             yield self._read(self.network(*self.args, **self.kwargs))
 
@@ -139,12 +133,10 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
 def watching(network: nn.Module) -> Iterator[list[ForwardCall]]:
     calls: list[ForwardCall] = []
     started: list[ForwardCall] = []
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    device = inputs.device_of(network)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        rng = [(torch.device("cpu"), torch.get_rng_state())]
-        if device.type == "cuda":
-            rng.append((device, torch.cuda.get_rng_state(device)))
+        rng = RandomState.now(device)
         started.append(ForwardCall(network, args, kwargs, _versions(args, kwargs), rng, Buffers(network)))
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -1,7 +1,7 @@
 """A module and its inputs: borrowing it, running it at other weights, and choosing among its parameters."""
 
-from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError, SubsetError
+from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError, ProcessError, SubsetError
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset
 
-__all__ = ["CurvatureError", "DataError", "NetworkError", "Processes", "Subset", "SubsetError"]
+__all__ = ["CurvatureError", "DataError", "NetworkError", "ProcessError", "Processes", "Subset", "SubsetError"]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as module_hooks
 
 
 def unwrap(network: nn.Module) -> nn.Module:
@@ -23,6 +25,8 @@ def unwrap(network: nn.Module) -> nn.Module:
 def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
     """Eval mode, gradients for the `tracked` parameters only, plain kernels, and no trace left behind.
 
+    Hooks that may change gradients, as training does with clipping, are suspended. Forward hooks are part of the
+    function, and stay.
     Frozen parameters get no graph, so that a last layer costs no backward pass through the rest. Attention runs on the
     math kernel, and without `nn.MultiheadAttention`'s fused fast path, because the fused ones hide their projections
     and cannot be differentiated for many outputs at a time. Autocast is off: curvature squares what it rounds.
@@ -33,12 +37,16 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         modules = list(network.modules())
         stack.callback(_restore_modes, modules, [module.training for module in modules])
         for module in modules:
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                # Sparse gradients are the same numbers, but autograd can neither batch nor flatten them.
-                stack.callback(setattr, module, "sparse", True)
-                module.sparse = False
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                # Autograd can neither batch nor flatten sparse gradients, and those scaled by frequency are not
+                # derivatives.
+                for option in ("sparse", "scale_grad_by_freq"):
+                    stack.callback(setattr, module, option, getattr(module, option))
+                    setattr(module, option, False)
+        for hooks in _gradient_hooks(modules, parameters.values()):
+            stack.enter_context(_emptied(hooks))
         stack.callback(_require, list(parameters.values()), [p.requires_grad for p in parameters.values()])
-        stack.enter_context(preserved_rng())
+        stack.enter_context(preserved_rng(next((p.device for p in parameters.values()), None)))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         device = next((p.device.type for p in parameters.values()), "cpu")
@@ -55,6 +63,30 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
         yield
 
 
+def _gradient_hooks(modules: list[nn.Module], parameters: Iterable[nn.Parameter]) -> list[dict[int, Any]]:
+    """The dictionaries of hooks on gradients. They are private, but torch has no public way to list or suspend hooks,
+    and the handles that users hold refer to them."""
+    found: list[Any] = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    for module in modules:
+        found += module._backward_hooks, module._backward_pre_hooks
+    for p in parameters:
+        found += p._backward_hooks, p._post_accumulate_grad_hooks
+    return [hooks for hooks in found if hooks]
+
+
+@contextmanager
+def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
+    """Without the hooks, which come back in their order."""
+    suspended = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        added = dict(hooks)
+        hooks.clear()
+        hooks.update(suspended | added)
+
+
 def _restore_modes(modules: list[nn.Module], training: list[bool]) -> None:
     for module, was in zip(modules, training, strict=True):
         if module.training != was:
@@ -68,24 +100,70 @@ def _require(parameters: Iterable[nn.Parameter], wanted: list[bool]) -> None:
 
 
 @contextmanager
-def preserved_rng() -> Iterator[None]:
-    """A shuffling loader or a random transform draws from the global generators: give them back as they were."""
-    numpy: Any = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=range(_n_devices())):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+    """A shuffling loader or a random transform draws from the global generators: give them back as they were, those of
+    the host and of the network's `device`. No other device is touched: a first look initialises it."""
+    before = RandomState.now(device)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
-@cache
-def _n_devices() -> int:
-    """Of CUDA; asking for them loads a driver each time."""
-    return torch.cuda.device_count()
+@dataclass(frozen=True)
+class RandomState:
+    """The global generators of Python, numpy and torch at one moment, on the host and on one device."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    device: torch.device | None
+    of_device: Tensor | None
+
+    @staticmethod
+    def now(device: torch.device | None) -> RandomState:
+        numpy: Any = sys.modules.get("numpy")
+        getter = getattr(_module_of(device), "get_rng_state", None)  # the CPU and the meta device have none
+        return RandomState(
+            random.getstate(),
+            numpy.random.get_state() if numpy else None,
+            torch.get_rng_state(),
+            device,
+            None if getter is None else getter(*_named(getter, device)),
+        )
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.of_device is not None:
+            setter = _module_of(self.device).set_rng_state
+            setter(self.of_device, *_named(setter, self.device, 1))
+
+
+def _module_of(device: torch.device | None) -> Any:
+    """What `torch.cuda` is to CUDA; None where there is none."""
+    return None if device is None else getattr(torch, device.type, None)
+
+
+def _named(function: Any, device: torch.device | None, before: int = 0) -> tuple[Any, ...]:
+    """The device as an argument; `torch.mps`, which has one device, takes none."""
+    return (device,) if len(inspect.signature(function).parameters) > before else ()
+
+
+def generator_on(device: torch.device) -> torch.Generator:
+    """A new generator of that device, or of the CPU if the device has none."""
+    try:
+        return torch.Generator(device)
+    except RuntimeError:
+        return torch.Generator()
+
+
+def copied_generator(device: torch.device) -> torch.Generator:
+    """A generator that goes on as the device's global one would."""
+    now, generator = RandomState.now(device), generator_on(device)
+    return generator.set_state(now.cpu if now.of_device is None else now.of_device)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def contained(network: nn.Module, x: Any, y: Any = None) -> Any:
                 f"{B} targets fit neither the {graphs.size} graphs nor the {x.num_nodes} nodes of a batch: give the "
                 "labelled nodes by a mask (train_mask, val_mask, test_mask), or targets of -100 to the others"
             )
-        return Together(graphs, torch.arange(x.num_nodes)) if by_node else graphs
+        return Together(graphs, torch.arange(x.num_nodes, device="cpu")) if by_node else graphs
     if isinstance(x, PackedSequence):
         return Packed(x)
     if isinstance(x, Tensor) and x.is_nested:
@@ -133,11 +133,11 @@ def labelled_nodes(data: Any, stage: str) -> Tensor | None:
         return None
     seeds = data.get("batch_size") if data.get("input_id") is not None else None
     if seeds is not None:
-        return torch.arange(int(seeds))
+        return torch.arange(int(seeds), device="cpu")
     name = "val_mask" if stage == "calib" and data.get("calib_mask") is None else f"{stage}_mask"
     mask = data.get(name)
     if mask is None:
-        return torch.arange(data.num_nodes)
+        return torch.arange(data.num_nodes, device="cpu")
     if mask.dtype != torch.bool or mask.shape != (data.num_nodes,):
         raise DataError(
             f"{name} must have a yes or no for each of the {data.num_nodes} nodes, but it is of {mask.dtype} and shape "
@@ -257,8 +257,10 @@ class Bags(Container):
         starts, n_words = self.parts["offsets"][: self.size], len(self.parts[self.words[0]])
         ends = torch.cat([starts[1:], starts.new_tensor([n_words])])
         lengths = (ends - starts)[examples]
-        index = torch.cat([torch.arange(int(starts[n]), int(ends[n])) for n in examples]).to(starts.device)
-        rows = torch.as_tensor(examples)
+        index = torch.cat([torch.arange(int(starts[n]), int(ends[n]), device="cpu") for n in examples]).to(
+            starts.device
+        )
+        rows = torch.tensor(examples, device="cpu")
         parts = {
             name: part[index] if name in self.words else _rows_of(part, rows, self.size)
             for name, part in self.parts.items()
@@ -288,7 +290,7 @@ class Together(Container):
 
         with borrowed(network, ()), torch.no_grad():
             rows = len(call(network, to_device(x, device_of(network))))
-        return Together(x, torch.arange(rows))
+        return Together(x, torch.arange(rows, device="cpu"))
 
     @property
     def size(self) -> int:  # type: ignore[override]

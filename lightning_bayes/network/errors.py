@@ -30,6 +30,10 @@ def no_second_derivative(reason: str) -> CurvatureError:
     )
 
 
+class ProcessError(RuntimeError):
+    """Another process has failed; the message is that of its error."""
+
+
 class DataError(ValueError):
     """A batch is not of the form `(x, y)`, or holds values that cannot be used."""
 

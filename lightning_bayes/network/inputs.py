@@ -164,8 +164,10 @@ def map_batched(x: Any, has_batch: list[bool], change: Callable[[Tensor], Tensor
 def to_device(x: Any, device: torch.device) -> Any:
     """On the network's device, and fit for autograd, which tensors of Lightning's inference mode are not."""
 
+    non_blocking = device.type not in ("cpu", "mps")  # as in Lightning: these may read it before it has arrived
+
     def move(leaf: Tensor) -> Tensor:
-        leaf = leaf.to(device)
+        leaf = leaf.to(device, non_blocking=non_blocking)
         return leaf.clone() if leaf.is_inference() else leaf
 
     return map_tensors(x, move)

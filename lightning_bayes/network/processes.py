@@ -6,12 +6,16 @@ example's place in that order, are the same for any number of processes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_bayes.network.errors import ProcessError
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,29 @@ class Processes:
         return self.rank + self.size * torch.arange(start, start + count, device=device)
 
     def sum_(self, tensors: list[Tensor]) -> None:
-        """Sum over processes, in place."""
+        """Sum over processes, in place. NCCL reduces contiguous tensors alone."""
         if self.size > 1:
             for t in tensors:
-                dist.all_reduce(t, group=self.group)
+                total = t.contiguous()
+                dist.all_reduce(total, group=self.group)
+                if total is not t:
+                    t.copy_(total)
+
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """What one process raises inside, all of them raise at the end: they would wait for it in their next sum. There
+        may be no sum over processes inside."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        said = self.gather(None if error is None else " ".join(str(error).split()) or type(error).__name__)
+        if error is not None:
+            raise error
+        for rank, problem in enumerate(said):
+            if problem is not None:
+                raise ProcessError(f"process {rank} has failed: {problem}")
 
     def gather(self, value: Any) -> list[Any]:
         """What each process has, in their order; tensors on the CPU."""

@@ -19,8 +19,9 @@ def is_missing_rule(error: Exception) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On an accelerator it has a type; on the CPU it is a plain `RuntimeError`."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """On an accelerator it has a type; cuBLAS, cuDNN, MPS and the CPU raise a plain `RuntimeError`."""
+    reports = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in reports)
 
 
 def first_line(error: BaseException) -> str:

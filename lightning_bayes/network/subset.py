@@ -52,7 +52,7 @@ class Subset:
         """The layer of each entry of the flat vector.  # [P]"""
         index = [self.layers.index(layer_of(name)) for name in self.names]
         sizes = [shape.numel() for shape in self.shapes]
-        full = torch.repeat_interleave(torch.tensor(index), torch.tensor(sizes))
+        full = torch.repeat_interleave(torch.tensor(index, device="cpu"), torch.tensor(sizes, device="cpu"))
         return full if self.mask is None else full[self.mask.cpu()]
 
     def parameters(self, network: nn.Module) -> dict[str, nn.Parameter]:
@@ -146,7 +146,7 @@ def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
     for position in (mask[0].item(), mask[-1].item()):
         if not 0 <= position < total:
             raise SubsetError(f"the subnetwork has position {position}, but there are {total} trainable weights")
-    chosen = torch.zeros(total, dtype=torch.bool).index_fill_(0, mask, True)
+    chosen = torch.zeros(total, dtype=torch.bool, device="cpu").index_fill_(0, mask, True)
     parts = dict(zip(parameters, chosen.split([p.numel() for p in parameters.values()]), strict=True))
     kept = {name: p for name, p in parameters.items() if parts[name].any()}
     return replace(_whole(kept), mask=torch.cat([parts[name] for name in kept]).nonzero().squeeze(-1))

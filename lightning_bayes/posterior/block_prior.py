@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import word
 from lightning_bayes.network import Subset, SubsetError
+from lightning_bayes.network.accumulation import in_float64
 
 WORDS = ("gaussian", "ard", "filters")
 
@@ -84,9 +85,9 @@ class BlockPrior:
         """Of the weights of a filter.  # {kernel: [k, k]}"""
         found = {}
         for kernel in {s.kernel for s in self.segments if s.kernel}:
-            places = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float64) for n in kernel)).reshape(
-                -1, len(kernel)
-            )
+            places = torch.cartesian_prod(
+                *(torch.arange(n, dtype=torch.float64, device="cpu") for n in kernel)
+            ).reshape(-1, len(kernel))
             found[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # equal where they are equal
         return found
 
@@ -102,7 +103,7 @@ class BlockPrior:
     def start(self, variance: float, length: float = 1.0) -> Tensor:
         """`φ` with the same variance and length in each block.  # [n_parameters]"""
         logs = [math.log(variance)] * len(self.blocks) + [math.log(length)] * len(self.with_length)
-        return torch.tensor(logs, dtype=torch.float64)
+        return torch.tensor(logs, dtype=torch.float64, device="cpu")
 
     def variances(self, φ: Tensor) -> Tensor:
         """# [blocks]"""
@@ -158,9 +159,9 @@ class BlockPrior:
 
     def penalty(self, θ: Tensor, φ: Tensor) -> Tensor:
         """`θᵀΣ⁻¹θ`, differentiable.  # [P] -> []"""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for s in self.segments:
-            C, part = self._filter_covariance(s, φ), θ[s.start : s.stop].double()
+            C, part = self._filter_covariance(s, φ), in_float64(θ[s.start : s.stop])
             if C.ndim == 0:
                 total = total + part.square().sum() / C
             else:

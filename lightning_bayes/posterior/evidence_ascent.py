@@ -17,6 +17,8 @@ import math
 
 import torch
 
+from lightning_bayes.network.accumulation import in_float64, number_like
+from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import LARGEST
 
@@ -29,20 +31,21 @@ def ascend(
     evidence is taken `at` the weights or the linear model's optimum, as in `log_marginal_likelihood`; the prior that
     the posterior has is one number, or one per layer."""
     bound = math.log(LARGEST)
-    log_δ = posterior.prior_precision.expand(len(posterior.subset.layers)).log().requires_grad_()
+    layers = len(posterior.subset.layers)
+    log_δ = in_float64(posterior.prior_precision).expand(layers).log().requires_grad_()
     log_ρ = torch.zeros_like(log_δ[0]).requires_grad_()  # of the noise, relative to what it is
     σ = posterior.likelihood.tunable_noise if noise else None
-    σ = None if σ is None else torch.as_tensor(σ, dtype=log_δ.dtype, device=log_δ.device)
     variables = [log_δ] if σ is None else [log_δ, log_ρ]
+    of_prior = Evidence(posterior, at, torch.Size([layers]))
+    of_noise = of_prior if at == "weights" else Evidence(posterior, "weights", torch.Size([layers]))
     optimizer = torch.optim.Adam(variables, lr, maximize=True)
     for _ in range(steps):
         with torch.enable_grad():
-            δ, σ_now = log_δ.exp(), None if σ is None else σ * log_ρ.exp()
-            if at == "weights" or σ_now is None:
-                evidence = posterior.log_marginal_likelihood(δ, σ_now, at=at)
+            δ, ρ = log_δ.exp(), log_ρ.exp()
+            if of_noise is of_prior:
+                evidence = of_prior(δ, ρ)
             else:
-                evidence = posterior.log_marginal_likelihood(δ, σ_now.detach(), at=at)
-                evidence = evidence + posterior.log_marginal_likelihood(δ.detach(), σ_now)
+                evidence = of_prior(δ, ρ.detach()) + (0 if σ is None else of_noise(δ.detach(), ρ))
         gradients = torch.autograd.grad(evidence / posterior.n_data, variables)
         for variable, gradient in zip(variables, gradients, strict=True):
             variable.grad = gradient
@@ -51,4 +54,5 @@ def ascend(
             log_δ.clamp_(-bound, bound)
             log_ρ.clamp_(-bound, bound)
     with torch.no_grad():
-        return (posterior if σ is None else posterior.with_noise(σ * log_ρ.exp())).with_prior(log_δ.exp())
+        moved = posterior if σ is None else posterior.with_noise(number_like(σ, ρ) * log_ρ.exp())
+        return moved.with_prior(log_δ.exp())

@@ -63,14 +63,38 @@ def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
     _flush_folder(target.parent)
 
 
-def read(path: str | PathLike[str]) -> dict[str, Any]:
+def read(path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
+    """The state in a file that `write` wrote, or in a Trainer's checkpoint, where `name` chooses among several."""
     state = read_any(path, "posterior")
+    if isinstance(state, dict) and "state_dict" in state:
+        try:
+            return posterior_in(state, name)
+        except PosteriorError as error:
+            raise PosteriorError(f"{path}: {error}") from None
     if not isinstance(state, dict) or "format" not in state:
         raise PosteriorError(f"{path} holds no posterior but {describe(state)}: use a file that posterior.save wrote")
     known = state.pop("checksum", None)  # older files have none
     if known is not None and known != checksum(state):
         raise PosteriorError(_damaged(path))
     return state
+
+
+def posterior_in(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """The state of the posterior in a Trainer's checkpoint, where callbacks keep theirs under "Class[name]"."""
+    callbacks = checkpoint.get("callbacks") or {}
+    kept = {key: state.get("posterior") for key, state in callbacks.items() if isinstance(state, dict)}
+    states = {key: posterior for key, posterior in kept.items() if isinstance(posterior, dict)}
+    if not states:
+        raise PosteriorError(
+            "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
+            "checkpoint, or the posterior's own file with GaussianPosterior.load or DeepEnsemble.load"
+        )
+    named = [state for key, state in states.items() if name is None or key.endswith(f"[{name}]")]
+    if len(named) != 1:
+        wanted = "several posteriors, but no name= to choose by" if name is None else f"no posterior named {name!r}"
+        names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
+        raise PosteriorError(f"this checkpoint holds {wanted}; it has {names}")
+    return named[0]
 
 
 def read_any(path: str | PathLike[str], what: str) -> Any:

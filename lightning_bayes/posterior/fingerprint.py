@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.network import Processes
+from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.shards import distributed, local, reshard
 from lightning_bayes.structures.sharded import ParameterShard
@@ -65,16 +66,16 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     """# [n, 2]"""
     state = [t.detach() for t in tensors]
     shapes = [(len(t) if t.ndim else 1, t.shape[1:].numel()) for t in state]
-    device = state[0].device
+    device = float64_device(state[0].device)
     r = _scattered(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
     c = _scattered(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
     sums = []
     for t, (n_rows, n_columns) in zip(state, shapes, strict=True):
         if distributed(t) is not None:
-            sums.append(_of_shard(t, r.to(t.device), c.to(t.device)))
+            sums.append(_of_shard(t, r, c))
             continue
-        rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns].to(t.device))
-        sums.append(torch.stack((r[:n_rows].to(t.device) @ rows, square)))
+        rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns])
+        sums.append(torch.stack((r[:n_rows].to(rows.device) @ rows, square)))
     pairs = torch.stack([pair.to(device) for pair in sums])
     if sharded := [i for i, t in enumerate(state) if distributed(t) is not None]:  # on all processes
         parts = pairs[sharded]
@@ -86,14 +87,14 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
 def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
     """This process's part of the two sums over a tensor that is sharded over processes.  # [2]"""
     shard, own = ParameterShard.of(t, 0), local(t)
-    columns = torch.zeros(1, dtype=torch.long)
+    columns = torch.zeros(1, dtype=torch.long, device="cpu")
     for dim, indices in enumerate(shard.indices[1:], start=1):
         columns = (columns.unsqueeze(-1) + indices * shard.shape[dim + 1 :].numel()).flatten()
     rows = shard.indices[0]
     if not own.numel():
-        return torch.zeros(2, dtype=torch.float64, device=t.device)
+        return torch.zeros(2, dtype=torch.float64, device=r.device)
     sums, square = _row_sums(own.reshape(len(rows), -1), c[columns.to(c.device)])
-    return torch.stack((r[rows.to(r.device)] @ sums, square)) / shard.copies
+    return torch.stack((r[rows.to(r.device)].to(sums) @ sums, square)) / shard.copies
 
 
 def _scattered(n: int, step: float, device: torch.device) -> Tensor:
@@ -108,6 +109,6 @@ def _row_sums(t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     if t.numel() > _CACHED and len(t) > 1:
         parts = [_row_sums(part, c) for part in t.split(max(1, _CACHED // t.shape[1]))]
         return torch.cat([rows for rows, _ in parts]), torch.stack([square for _, square in parts]).sum()
-    wide = t.double()
+    wide = in_float64(t)
     flat = wide.reshape(-1)
-    return wide @ c, flat @ flat
+    return wide @ c.to(wide), flat @ flat

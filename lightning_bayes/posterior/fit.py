@@ -22,6 +22,7 @@ from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_pr
 from lightning_bayes.posterior.prior_precision import check_precision
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection
+from lightning_bayes.posterior.tuning import say_rounding
 from lightning_bayes.posterior.used_data import UsedData
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def fit_laplace(
     fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian, rank=rank)
     given = Prior.of(prior, prior_mean, fitted.subset)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping, prior=given)
+    say_rounding(posterior)
     return chosen.put_into(used.noted(posterior), loader, progress)
 
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.kernel import Factors, factors, kernel, own_kernel, wide
+from lightning_bayes.posterior.kernel import Factors, factors, kernel, own_kernel
 from lightning_bayes.posterior.prior_precision import per_parameter
 
 if TYPE_CHECKING:
@@ -73,10 +74,10 @@ class GaussianProcess:
         assert points is not None
         self._x, self._independent = points.x, points.is_independent
         ratio = posterior.n_data / len(points)
-        δ = wide(per_parameter(posterior.prior_precision, posterior.subset)).expand(posterior.subset.size)
+        δ = in_float64(per_parameter(posterior.prior_precision, posterior.subset)).expand(posterior.subset.size)
         self._δ = δ * ratio if points.weighting == "prior" else δ
         scale = (ratio if points.weighting == "data" else 1.0) / posterior.temperature
-        S = wide(points.root.to(posterior.device)) * scale**0.5  # [M, C, R]
+        S = in_float64(points.root.to(posterior.device)) * scale**0.5  # [M, C, R]
         self._S = S.square().sum(-1).sqrt().mT.unsqueeze(-1) if self._independent else S  # [C, M, 1] or [M, C, R]
         self._held = self._factors(posterior)
         self._inner = self._conditioned(posterior)  # SᵀK_MM S [C, M, M] or [M·R, M·R]

@@ -196,12 +196,14 @@ class GaussianPosterior:
                 `gp_points`), "bnn" (weight samples through the network itself) or "map".
             link: how "glm" and "gp" integrate a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by
                 default the one that the posterior was calibrated with, or else the likelihood's first.
-            samples: drawn where something is drawn.
-            generator: of those samples; the same seed gives the same weights for every batch.
+            samples: how many outputs or functions to average over where there is no closed form.
+            generator: of random samples ("bnn", "mc", many outputs). The same state gives every input the same
+                prediction, in any batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
             differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
-            split: tell epistemic from aleatoric uncertainty. Where a link has no closed form for it, `samples` are
-                drawn; without it they are not, and `epistemic` and `aleatoric` are NaN, `mutual_information` is None.
+            split: tell epistemic from aleatoric uncertainty. Where a link has no closed form for it, this averages
+                over `samples` fixed points; without it `epistemic` and `aleatoric` are NaN, `mutual_information` is
+                None.
         """
         from lightning_bayes.predictive import predict
 
@@ -361,15 +363,25 @@ class GaussianPosterior:
         write(self.state_dict(), path)
 
     @staticmethod
-    def load(path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None) -> GaussianPosterior:
-        """The posterior in a file (of a sharded one, a folder) that `save` wrote, for the network with the weights that
-        it was fitted to."""
+    def load(
+        path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None, name: str | None = None
+    ) -> GaussianPosterior:
+        """The posterior in a file (of a sharded one, a folder) that `save` wrote, or in a checkpoint of a Trainer, for
+        the network with the weights that it was fitted to; `name` is that of the callback, where there were several."""
         from lightning_bayes.posterior.files import read
         from lightning_bayes.posterior.sharded import ShardedPosterior, is_folder_of_shards
 
         if is_folder_of_shards(path):
             return ShardedPosterior.load(path, network, likelihood)
-        return GaussianPosterior.from_state_dict(network, read(path), likelihood)
+        posterior = GaussianPosterior.from_state_dict(network, read(path, name), likelihood)
+        try:
+            posterior.check_weights()
+        except PosteriorError as error:
+            raise PosteriorError(
+                f"{path}: {error}. A callback's own file belongs to the last weights; load also reads a checkpoint, "
+                "whose posterior belongs to the weights in it"
+            ) from None
+        return posterior
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.network import DataError, Processes
+from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.progress import progress_bar
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.linear_curvature import check_refit
@@ -74,7 +75,7 @@ def iterated(
     _check(posterior, loader, noise, passes, tolerance, fisher, progress, processes)
     assert loader is not None
     groups = PriorGroups.of(posterior, per_layer, prior_groups)
-    with tqdm(total=passes, desc="linear evidence", disable=not progress, unit="pass") as bar:
+    with progress_bar("Laplace: tuning the prior", passes, progress, "pass") as bar:
         model = LinearModel(loader, processes=processes, on_pass=bar.update)
         known = posterior.curvature.gradient is not None and posterior.curvature.knows_likelihood
         own_shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
@@ -92,7 +93,6 @@ def iterated(
             start = _with_prior_of(start, at)
             initial = gradient_norm(start, at.precision)
             residual = gradient_norm(at) / initial if initial > 0 else 0.0
-            bar.set_postfix(residual=f"{residual:.1g}")
     _report(at, residual, moved, model.passes, tolerance)
     return _with_prior_of(posterior, at)
 
@@ -175,7 +175,7 @@ def _logarithms(posterior: LaplacePosterior) -> Tensor:
     """Of the prior, and of a regression's noise."""
     logs = posterior.prior_precision.log().reshape(-1)
     σ = posterior.likelihood.tunable_noise
-    return logs if σ is None else torch.cat((logs, torch.as_tensor(σ).to(logs).log().mean().reshape(1)))
+    return logs if σ is None else torch.cat((logs, number_like(σ, logs).log().mean().reshape(1)))
 
 
 def _with_prior_of(posterior: LaplacePosterior, other: LaplacePosterior) -> LaplacePosterior:
@@ -191,4 +191,4 @@ def _report(at: LaplacePosterior, residual: float, moved: float, passes: int, to
         logger.warning(f"{said}: the prior may still change, raise `passes`", evidence, passes, residual)
     else:
         logger.info(f"{said}; the last step moved log Λ by %.1g", evidence, passes, residual, moved)
-    say_bound(at, at.prior_precision)
+    say_bound(at)

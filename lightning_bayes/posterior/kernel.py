@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_bayes.curvature.gradients import MEMORY
 from lightning_bayes.curvature.output_checks import check_examples_apart
 from lightning_bayes.network import Subset, inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.output_gaussian import ForwardPass
 from lightning_bayes.structures import Layout
@@ -63,7 +64,7 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
     `[C, B, B′]`."""
     _check_forms(one, other)
     B, M, K = len(one.f), len(other.f), one.n_outputs
-    total = one.f.new_zeros((K, B, M) if independent else (B, K, M, K), dtype=wide(one.f).dtype)
+    total = in_float64(one.f).new_zeros((K, B, M) if independent else (B, K, M, K))
     for layout, layer in one.layers.items():
         if layout in other.layers:  # a layer that one of them does not use adds nothing
             layer.add_kernel(total, other.layers[layout], independent)
@@ -74,7 +75,7 @@ def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
 def own_kernel(one: Factors, independent: bool) -> Tensor:
     """Of each example with itself `[B, C, C]`, or, `independent`, of each output with itself `[B, C]`."""
     B, K = len(one.f), one.n_outputs
-    total = one.f.new_zeros((B, K) if independent else (B, K, K), dtype=wide(one.f).dtype)
+    total = in_float64(one.f).new_zeros((B, K) if independent else (B, K, K))
     for layer in one.layers.values():
         layer.add_own(total, independent)
     return total
@@ -90,11 +91,6 @@ def factors(posterior: GaussianPosterior, δ: Tensor, x: Any, most: int | None =
     for start in range(0, size, few):
         part = inputs.take(posterior.network, x, slice(start, start + few)) if size > few else x
         yield from _of_few(posterior, scale, part)
-
-
-def wide(t: Tensor) -> Tensor:
-    """In float64, where the device has it."""
-    return t.to(torch.float32 if t.device.type == "mps" else torch.float64)
 
 
 def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
@@ -153,7 +149,7 @@ class LayerFactors(ABC):
     def add_kernel(self, total: Tensor, other: LayerFactors, independent: bool) -> None:
         n_other = total.shape[2]
         for units in self.pieces(n_other) if type(self) is type(other) else [ALL]:
-            J, L = wide(self.rows(units)), wide(other.rows(units))  # [K, B, p], [K, B′, p]
+            J, L = in_float64(self.rows(units)), in_float64(other.rows(units))  # [K, B, p], [K, B′, p]
             if independent:
                 total.baddbmm_(J, L.mT)
             else:
@@ -162,7 +158,7 @@ class LayerFactors(ABC):
 
     def add_own(self, total: Tensor, independent: bool) -> None:
         for units in self.pieces():
-            J = wide(self.rows(units)).transpose(0, 1)  # [B, K, p]
+            J = in_float64(self.rows(units)).transpose(0, 1)  # [B, K, p]
             total += J.square().sum(-1) if independent else J @ J.mT
 
 
@@ -186,8 +182,8 @@ class Gram(LayerFactors):
     def add_kernel(self, total: Tensor, other: LayerFactors, independent: bool) -> None:
         if not isinstance(other, Gram):
             return super().add_kernel(total, other, independent)
-        A = wide(self.a) @ wide(other.a).mT  # [B, B′]
-        g, h = wide(self.g), wide(other.g)
+        A = in_float64(self.a) @ in_float64(other.a).mT  # [B, B′]
+        g, h = in_float64(self.g), in_float64(other.g)
         if independent:
             total += (g @ h.mT).mul_(A)
         else:
@@ -195,9 +191,9 @@ class Gram(LayerFactors):
             total += G.view_as(total).mul_(A[:, None, :, None])
 
     def add_own(self, total: Tensor, independent: bool) -> None:
-        g = wide(self.g).transpose(0, 1)  # [B, K, O]
+        g = in_float64(self.g).transpose(0, 1)  # [B, K, O]
         G = g.square().sum(-1) if independent else g @ g.mT
-        total += G * wide(self.a).square().sum(-1).reshape(-1, *[1] * (G.ndim - 1))
+        total += G * in_float64(self.a).square().sum(-1).reshape(-1, *[1] * (G.ndim - 1))
 
 
 @dataclass(frozen=True, eq=False)

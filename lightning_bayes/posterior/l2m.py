@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, positive, word
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
@@ -135,7 +136,7 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
     if likelihood.tunable_noise is None:
         return 1 / n_outputs
-    σ = torch.as_tensor(likelihood.tunable_noise, dtype=torch.float64)
+    σ = vector("noise_std", likelihood.tunable_noise, PosteriorError)
     if σ.numel() > 1:
         raise PosteriorError(
             "no mean squared error corresponds to a noise_std per output: pass loss_scale= (1 if the loss is the mean "

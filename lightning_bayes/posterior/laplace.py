@@ -1,11 +1,8 @@
 """`LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ`, kept apart.
 
 Because `H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor, the posterior
-knows its evidence for any prior and noise (tutorial, section 3; `P` is that of the GLM paper, eq. (12)):
-
-    log p(D) ≈ log p(D | θ*) − ½ (log det P − log det Λ + (θ* − m)ᵀ Λ (θ* − m)),
-
-with the prior `N(m, Λ⁻¹)`: `Λ = diag(δ)` around zero unless another one is given (see `prior`).
+knows its `evidence` for any prior and noise (`P` is that of the GLM paper, eq. (12)). The prior is `N(m, Λ⁻¹)`, with
+`Λ = diag(δ)` around zero unless another one is given (see `prior`).
 """
 
 from __future__ import annotations
@@ -19,26 +16,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import word
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
+from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.linear_evidence import linear_evidence
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
-from lightning_bayes.structures import BlockDiagonal, Structure
+from lightning_bayes.structures import BlockDiagonal, Eigenbasis, Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-EVIDENCES = ("weights", "optimum")
 _FORMED = ("prior_precision", "precision")  # by `around` with a function, when one of them is asked for
 Laplace = TypeVar("Laplace", bound="LaplacePosterior")
 
@@ -98,7 +94,7 @@ class LaplacePosterior(GaussianPosterior):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 δ = as_precision(form(), self.subset, self.mean)
-                self.__dict__.update(prior_precision=δ, precision=self._precision(δ))
+                self.__dict__.update(prior_precision=δ, precision=self.precision_at(δ))
             return self.__dict__[name]
 
     def _on(self, device: torch.device) -> dict[str, Any]:
@@ -125,12 +121,37 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def effective_parameters(self) -> Tensor:
-        """`γ = P − tr(ΛP⁻¹)`, the number of weights that the data determine."""
+        """`γ = P − tr(ΛP⁻¹) = Σ λ/(λ + δ)`, the number of weights that the data determine."""
+        if self.prior_precision.ndim == 0 and (basis := self.eigenbasis(torch.Size())) is not None:
+            return self._determined(basis).sum()
         return self.effective_parameters_per_layer().sum()
 
     def effective_parameters_per_layer(self) -> Tensor:
         """`γ_l = d_l − Σ_{i∈l} δᵢ [P⁻¹]ᵢᵢ`.  # [layers]"""
-        return per_layer_sums(1 - self.prior_shares(), self.subset)
+        layers = len(self.subset.layers)
+        if self.prior_precision.shape in ((), (layers,)):
+            basis = self.eigenbasis(torch.Size([layers]))
+            if basis is not None and basis.groups is not None:
+                γ = self._determined(basis)
+                return γ.new_zeros(layers).index_add(0, basis.groups, γ)
+        return per_layer_sums(in_float64(1 - self.prior_shares()), self.subset)
+
+    def _determined(self, basis: Eigenbasis) -> Tensor:
+        """`λ/(λ + δ)`, as often as a column counts; nothing is subtracted from one.  # [n]"""
+        δ, λ = in_float64(self.prior_precision), basis.values / self.temperature
+        return basis.counts * (λ / (λ + (δ if δ.ndim == 0 else δ[basis.groups])))
+
+    def eigenbasis(self, prior_shape: torch.Size, vectors: Tensor | None = None) -> Eigenbasis | None:
+        """That of `H`, for priors of this shape, `[]`, `[layers]` or `[P]`; None where `P` is not diagonal in it."""
+        if self.damping is not None or self.prior.precision is not None:
+            return None
+        groups = None
+        if prior_shape == (self.subset.size,):
+            groups = torch.arange(self.subset.size)
+        elif prior_shape:
+            groups = self.subset.layer_index
+        device = float64_device(self.device)
+        return self.curvature.structure.eigenbasis(vectors, None if groups is None else groups.to(device))
 
     def prior_shares(self) -> Tensor:
         """How much of each weight is the prior's, `δᵢ [P⁻¹]ᵢᵢ`; of a prior that is another posterior, terms of
@@ -181,40 +202,43 @@ class LaplacePosterior(GaussianPosterior):
         """The evidence, a pure and differentiable function of prior and noise; `None` is what the posterior has.
 
         It is taken `at="weights"`, as if these were a mode of the loss, or `at="optimum"` of the linearised model (see
-        `linear_evidence`), which they need not be.
+        `evidence`), which they need not be.
         """
-        word("at", at, EVIDENCES)
         prior = self.prior_precision if prior_precision is None else prior_precision
-        δ = as_precision(prior, self.subset, self.mean)
-        ρ = self._noise_ratio(noise_std)
+        δ = as_precision(prior, self.subset, in_float64(self.mean[:1]))
         with torch.autocast(self.device.type, enabled=False):
-            Λ, d = self.prior_matrix(δ), self.prior.distance(self.mean)
-            fit = self._log_likelihood_at(ρ).to(self.mean) / self.temperature
-            if at == "optimum":
-                return self._linear_evidence(self._precision(δ, ρ), Λ, ρ, -fit)
-            logdet = self._precision(δ, ρ).logdet()
-            return fit - 0.5 * (logdet - Λ.logdet() + (d * Λ.matmul(d)).sum())
+            return Evidence(self, at, δ.shape)(δ, self._noise_ratio(noise_std))
 
-    def _linear_evidence(self, P: Structure, Λ: Structure, ρ: Tensor, loss: Tensor) -> Tensor:
-        g = self.curvature.gradient
-        if g is None:
+    def loss_gradient(self) -> Tensor:
+        """`g = −∂ log p(D | θ) / ∂θ` at the weights, for the linear model's optimum.  # [P]"""
+        if self.curvature.gradient is None:
             raise PosteriorError(
                 "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
                 "posterior was made without: fit it with fit_laplace"
             )
         self.check_optimum("the linear model's optimum")
+        return self.curvature.gradient
+
+    def least_loss(self, ρ: Tensor) -> Tensor:
+        """What `−log p(D | θ)` at noise `ρσ` cannot fall below."""
         n = self.curvature.n_outputs
-        least = torch.as_tensor(self.likelihood.least_nll(n)).to(self.mean)
-        least = least if self.likelihood.tunable_noise is None else least + n * ρ.log()
-        d = self.prior.distance(self.mean)
-        return linear_evidence(P, Λ, d, g / (self.temperature * ρ**2), loss, least / self.temperature)
+        least = torch.as_tensor(self.likelihood.least_nll(n), dtype=torch.float64, device=ρ.device)
+        return least if self.likelihood.tunable_noise is None else least + n * ρ.log()
+
+    def in_float64(self: Laplace) -> Laplace:
+        """The same posterior with a curvature, prior and mean in float64."""
+        mean = in_float64(self.mean)
+        structure = self.curvature.structure.to(mean.device).to(dtype=mean.dtype)  # first where there is float64
+        prior = self.prior.to(self.mean.to(mean.device)).to(mean)
+        curvature, δ = replace(self.curvature, structure=structure), in_float64(self.prior_precision)
+        return replace(self, mean=mean, curvature=curvature, prior=prior, prior_precision=δ)
 
     def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
         """The same curvature with another prior."""
         # Inference tensors could not be differentiated later, and sums are not for 16 bits.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
-            return replace(self, prior_precision=δ, precision=self._precision(δ), calibrations=())
+            return replace(self, prior_precision=δ, precision=self.precision_at(δ), calibrations=())
 
     def update(
         self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None, probe: Any = None
@@ -236,17 +260,18 @@ class LaplacePosterior(GaussianPosterior):
         """The same fit with another noise of its Gaussian likelihood."""
         with torch.inference_mode(False), torch.no_grad():
             ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
-            likelihood = self.likelihood.with_noise(torch.as_tensor(noise_std).detach().clone())
+            σ = number_like(noise_std, self.mean).detach().clone()
+            likelihood = self.likelihood.with_noise(σ)
             known = self.curvature.squared_error
             curvature = replace(
                 self.curvature,
                 structure=self._scaled_curvature(ρ),
                 likelihood=likelihood,
-                log_likelihood=self._log_likelihood_at(ρ) if self.curvature.knows_likelihood else None,
-                gradient=None if self.curvature.gradient is None else self.curvature.gradient / ρ**2,
+                log_likelihood=self.log_likelihood_at(ρ) if self.curvature.knows_likelihood else None,
+                gradient=None if (g := self.curvature.gradient) is None else g / cast_like(ρ**2, self.mean),
                 squared_error=None if known is None else self.squared_error * ρ.cpu().double() ** -2,
             )
-            points = None if self.points is None else self.points.times(1 / ρ)
+            points = None if self.points is None else self.points.times(cast_like(1 / ρ, self.mean))
         moved = replace(self, curvature=curvature, likelihood=likelihood, points=points)
         return moved.with_prior(self.prior_precision)
 
@@ -284,7 +309,7 @@ class LaplacePosterior(GaussianPosterior):
         """
         from lightning_bayes.posterior.tuning import say_rank, tune
 
-        with preserved_rng(), torch.autocast(self.device.type, enabled=False):
+        with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
             tuned = tune(self, method, loader, per_layer, **options)
         say_rank(tuned)
         return tuned
@@ -318,19 +343,23 @@ class LaplacePosterior(GaussianPosterior):
 
         return refine(self, loader, method, passes, tolerance, samples, seed, progress)
 
-    def _precision(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
-        """At noise `ρσ`, or at `σ`."""
-        H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)
-        H = H if self.temperature == 1 else H.scale(1 / self.temperature)
+    def precision_at(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
+        """`P` at noise `ρσ`, or at `σ`."""
+        H = self.curvature_at(ρ)
         if self.damping is None:
             return self.prior.added_to(H, δ, self.subset)
         if δ.ndim:
             raise PosteriorError("damping takes one prior precision for all layers")
         return H.add_damping(δ, split=self.n_data**0.5 if self.damping == "ritter" else 1.0)
 
+    def curvature_at(self, ρ: Tensor | None = None) -> Structure:
+        """`H/T` at noise `ρσ`, or at `σ`."""
+        H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)
+        return H if self.temperature == 1 else H.scale(1 / self.temperature)
+
     def _scaled_curvature(self, ρ: Tensor) -> Structure:
         """`H` at noise `ρσ`."""
-        return self.curvature.structure.scale(ρ**self.noise_power)
+        return self.curvature.structure.scale(cast_like(ρ**self.noise_power, self.mean))
 
     def _known_log_likelihood(self) -> Tensor:
         """`log p(D | θ*)`, in float64."""
@@ -341,7 +370,7 @@ class LaplacePosterior(GaussianPosterior):
             )
         return self.curvature.log_likelihood
 
-    def _log_likelihood_at(self, ρ: Tensor) -> Tensor:
+    def log_likelihood_at(self, ρ: Tensor) -> Tensor:
         """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
         fitted = self._known_log_likelihood()
         if self.likelihood.tunable_noise is None:
@@ -357,23 +386,21 @@ class LaplacePosterior(GaussianPosterior):
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         if error is not None:
             return error.clamp(min=n * eps**2)
-        log_σ = torch.as_tensor(self.likelihood.tunable_noise, dtype=torch.float64).log().mean().cpu()
+        log_σ = vector("noise_std", self.likelihood.tunable_noise, LikelihoodError).cpu().double().log().mean()
         error = -2 * (self._known_log_likelihood() + n * (log_σ + 0.5 * math.log(2 * math.pi)))
         return error.clamp(min=n * eps)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
         """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""
         if noise_std is None:
-            return torch.ones_like(self.mean[0])
+            return torch.ones((), dtype=torch.float64, device=float64_device(self.device))
         if self.likelihood.tunable_noise is None:
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
         vector("noise_std", noise_std, LikelihoodError)
-        σ, new = (
-            torch.as_tensor(s, dtype=self.mean.dtype, device=self.device)
-            for s in (self.likelihood.tunable_noise, noise_std)
-        )
+        like = torch.ones((), dtype=torch.float64, device=float64_device(self.device))
+        σ, new = (number_like(s, like) for s in (self.likelihood.tunable_noise, noise_std))
         self.likelihood.with_noise(new.detach())  # which refuses what is not positive
         comparable = new.shape == σ.shape or not (new.ndim and σ.ndim)
         ratio = new / σ if comparable else new

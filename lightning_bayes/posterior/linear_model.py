@@ -25,6 +25,7 @@ from torch.func import jvp
 from lightning_bayes.curvature.linearised import Linearised
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
+from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -70,11 +71,12 @@ class LinearModel:
     def at(self, posterior: LaplacePosterior, shift: Tensor) -> LaplacePosterior:
         """The posterior moved to the weights `θ̃ + shift` of the linear model."""
         sums = torch.zeros_like(posterior.mean)
-        totals = torch.zeros(3, dtype=torch.float64, device=posterior.device)  # examples, log-likelihood, squared error
+        device = float64_device(posterior.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=device)  # examples, log-likelihood, squared error
         for batch in self._batches(posterior):
             h = batch.outputs(shift)
             error = posterior.likelihood.squared_error(h, batch.y)
-            fit = posterior.likelihood.log_likelihood_per_example(h, batch.y).double().sum().item()
+            fit = in_float64(posterior.likelihood.log_likelihood_per_example(h, batch.y)).sum().item()
             totals += totals.new_tensor([len(h), fit, math.nan if error is None else error.item()])
             sums += batch.pull(posterior.likelihood.residual(h, batch.y))
         self._processes.sum_([sums, totals])
@@ -173,7 +175,7 @@ def loss_of(posterior: LaplacePosterior) -> Tensor:
     fit = posterior.curvature.log_likelihood
     assert fit is not None
     d = posterior.prior.distance(posterior.mean)
-    penalty = (d * posterior.prior_matrix().matmul(d)).double().sum().cpu()
+    penalty = in_float64(d * posterior.prior_matrix().matmul(d)).sum().cpu()
     return 0.5 * penalty - fit / posterior.temperature
 
 

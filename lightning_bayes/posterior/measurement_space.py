@@ -30,6 +30,7 @@ from lightning_bayes.arguments import count, flag, instance, positive, word
 from lightning_bayes.curvature.jacobian_products import JacobianProducts
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior import probes
 from lightning_bayes.posterior.block_prior import BlockPrior
@@ -140,7 +141,7 @@ class MeasurementPosterior:
         differentiable in `φ` and the noise. With more than `exact_up_to` measurements it is estimated by probes."""
         word("at", at, MEANS)
         φ = self.φ if φ is None else φ
-        σ = torch.as_tensor(self.noise_std if noise_std is None else noise_std, dtype=torch.float64)
+        σ = torch.as_tensor(self.noise_std if noise_std is None else noise_std, dtype=torch.float64, device="cpu")
         if self.kernel is None:
             if at == "network":
                 raise PosteriorError("the evidence by probes is that of the linear model: at='linear'")
@@ -167,7 +168,10 @@ class MeasurementPosterior:
         flag("noise", noise)
         count("steps", steps)
         flag("progress", progress)
-        φ, log_σ = self.φ.clone().requires_grad_(), torch.tensor(math.log(self.noise_std), dtype=torch.float64)
+        φ, log_σ = (
+            self.φ.clone().requires_grad_(),
+            torch.tensor(math.log(self.noise_std), dtype=torch.float64, device="cpu"),
+        )
         log_σ.requires_grad_(noise)
         free = [φ, log_σ] if noise else [φ]
         bar = tqdm(total=steps, desc="evidence", disable=not progress)
@@ -210,7 +214,7 @@ class MeasurementPosterior:
             )
         whitened = torch.linalg.solve_triangular(self._S, self._cross, upper=False)  # S^{-½}AJΣJᵀ [d_y, d_x]
         parts = []
-        for ids in torch.arange(self.products.f.numel()).split(self._few):
+        for ids in torch.arange(self.products.f.numel(), device="cpu").split(self._few):
             rows = self.products.pull(self._units(ids))  # of J [k, P]
             if joint:
                 pushed = self._pushed(rows)  # [k, d_x]
@@ -242,20 +246,20 @@ class MeasurementPosterior:
 
     def _moves(self, n: int, generator: torch.Generator | None) -> Tensor:
         drawn = self._prior_moves(n, generator)  # [n, 1, *image]
-        noise = torch.randn(n, len(self.y), generator=generator, dtype=torch.float64) * self.noise_std
+        noise = _normal(n, len(self.y), generator, self.θ.dtype) * self.noise_std
         seen = self.likelihood.map(drawn[:, 0].flatten(1).reshape(n, *self.products.shape[1:]).to(self.products.f))
         correction = self._explained(self._solve(seen.cpu().double() + noise))  # [n, d_x]
         return (drawn.flatten(1) - correction).reshape(n, *self.products.shape[1:])
 
     def _prior_moves(self, n: int, generator: torch.Generator | None) -> Tensor:
-        E = torch.randn(n, self.prior.size, generator=generator, dtype=torch.float64).to(self.θ)
+        E = _normal(n, self.prior.size, generator, self.θ.dtype).to(self.θ)
         return self.products.push(self.prior.root_times(E, self.φ)).cpu().double()
 
     @cached_property
     def _cross(self) -> Tensor:
         """`AJΣJᵀ`, a forward and a backward pass for each measurement.  # [d_y, d_x]"""
         rows = []
-        for ids in torch.arange(len(self.y)).split(self._few):
+        for ids in torch.arange(len(self.y), device="cpu").split(self._few):
             rows.append(self._pushed(self.products.pull(_rows_of_map(self.likelihood, self.products, ids))))
         return torch.cat(rows)
 
@@ -275,12 +279,12 @@ class MeasurementPosterior:
     @cached_property
     def _S(self) -> Tensor:
         """# the Cholesky factor [d_y, d_y]"""
-        return self._root(self.φ, torch.tensor(self.noise_std, dtype=torch.float64))
+        return self._root(self.φ, torch.tensor(self.noise_std, dtype=torch.float64, device="cpu"))
 
     def _root(self, φ: Tensor, σ: Tensor) -> Tensor:
         assert self.kernel is not None
         K = torch.tensordot(self.prior.weights(φ), self.kernel, dims=1)
-        S = K + σ.square() * torch.eye(len(K), dtype=K.dtype)
+        S = K + σ.square() * torch.eye(len(K), dtype=K.dtype, device=K.device)
         root, info = torch.linalg.cholesky_ex(S)
         if info:
             raise PosteriorError(
@@ -332,7 +336,7 @@ class MeasurementPosterior:
 
     def _units(self, ids: Tensor) -> Tensor:
         U = self.products.f.new_zeros(len(ids), self.products.f.numel())
-        U[torch.arange(len(ids)), ids] = 1
+        U[torch.arange(len(ids), device="cpu"), ids] = 1
         return U.reshape(len(ids), *self.products.shape)
 
 
@@ -347,17 +351,23 @@ def _kernel(
             f"the kernels of {d_y} measurements and {len(prior.terms)} terms of the prior take {size / 1e9:.0f} GB: "
             f"use exact_up_to={d_y - 1}, for products alone, or a prior with fewer terms, as 'ard'"
         )
-    kernel = torch.zeros(len(prior.terms), d_y, d_y, dtype=torch.float64)
-    parts = torch.arange(d_y).split(_rows_at_a_time(prior, products))
+    kernel = torch.zeros(len(prior.terms), d_y, d_y, dtype=torch.float64, device="cpu")
+    parts = torch.arange(d_y, device="cpu").split(_rows_at_a_time(prior, products))
     for n, ids in enumerate(tqdm(parts, desc="measurements", disable=not progress)):
-        V = products.pull(_rows_of_map(likelihood, products, ids)).double()
+        V = in_float64(products.pull(_rows_of_map(likelihood, products, ids)))
         for other in parts[: n + 1]:
-            W = V if other is ids else products.pull(_rows_of_map(likelihood, products, other)).double()
+            W = V if other is ids else in_float64(products.pull(_rows_of_map(likelihood, products, other)))
             for term in range(len(prior.terms)):
                 inner = prior.inner(term, V, W).cpu()
                 kernel[term, ids[:, None], other] = inner
                 kernel[term, other[:, None], ids] = inner.mT
     return kernel
+
+
+def _normal(n: int, size: int, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
+    """Drawn on the generator's device, by default on the CPU.  # float64 [n, size]"""
+    device = "cpu" if generator is None else generator.device
+    return torch.randn(n, size, generator=generator, device=device, dtype=dtype).cpu().double()
 
 
 def _rows_at_a_time(prior: BlockPrior, products: JacobianProducts) -> int:
@@ -367,6 +377,6 @@ def _rows_at_a_time(prior: BlockPrior, products: JacobianProducts) -> int:
 def _rows_of_map(likelihood: LinearMeasurement, products: JacobianProducts, ids: Tensor) -> Tensor:
     """# [k, 1, *image]"""
     d_y = likelihood.noise_shape(products.f).numel()
-    picks = torch.zeros(len(ids), d_y).to(products.f)
-    picks[torch.arange(len(ids)), ids] = 1
+    picks = products.f.new_zeros(len(ids), d_y)
+    picks[torch.arange(len(ids), device="cpu"), ids] = 1
     return likelihood.map.adjoint(picks, products.shape[1:]).unsqueeze(1)

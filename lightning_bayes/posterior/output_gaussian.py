@@ -23,6 +23,7 @@ from lightning_bayes.curvature.output_checks import check_examples_apart, check_
 from lightning_bayes.curvature.plan import Plan, Site
 from lightning_bayes.curvature.recorder import Call
 from lightning_bayes.network import CurvatureError, inputs
+from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.network.errors import no_second_derivative
 from lightning_bayes.network.input_graph import kept_whole
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
@@ -197,9 +198,12 @@ class OutputGradients:
         by_diagonal = dict(zip(diagonals, blocks, strict=True))
         covariances = []
         for term in terms:
-            JV = torch.as_tensor(columns[id(term.columns)].total) @ term.mix  # [K, B, k]
+            total = columns[id(term.columns)].total
+            assert isinstance(total, Tensor)  # at least one layer was called
+            JV = total @ term.mix  # [K, B, k]
             taken = form.weighted(form.arrange(JV), torch.ones_like(JV[0, 0]))
-            covariances.append((term.scale * by_diagonal[id(term.diagonal)] - taken).to(self._forward.dtype))
+            covariance = term.scale * by_diagonal[id(term.diagonal)] - taken
+            covariances.append(covariance.to(self._forward.dtype).to(self._forward.f.device))
         return covariances
 
     def _by_block(
@@ -211,12 +215,13 @@ class OutputGradients:
     ) -> list[Tensor]:
         """The sums over layers, of which `columns` have theirs, too."""
         f = self._forward.f
-        totals = [form.zeros(len(f), self._K, f.new_empty(0, dtype=dtype)) for _ in finders]
+        like = in_float64(f.new_empty(0)) if dtype == torch.float64 else f.new_empty(0, dtype=dtype)
+        totals = [form.zeros(len(f), self._K, like) for _ in finders]
         for site, calls in self._layers():
-            g = self._gradients(site, calls).to(dtype)
+            g = cast_like(self._gradients(site, calls), like)
             blocks = _blocks(finders, site.layout)
             basis = None if columns else type(blocks[0]).input_basis(blocks, g)
-            rotated = None if basis is None else site.inputs_times(calls, basis.to(dtype))
+            rotated = None if basis is None else site.inputs_times(calls, cast_like(basis, like))
             a = _inputs(site, calls, g) if rotated is None else rotated
             for own in columns:
                 own.add(site.layout, a, g)
@@ -224,9 +229,9 @@ class OutputGradients:
             for total, term in zip(totals, terms, strict=True):
                 total += term
         for name, J in self._leftovers.items():
-            rows = form.arrange(J.to(dtype))
+            rows = form.arrange(cast_like(J, like))
             for own in columns:
-                own.add_rows(self._plan.leftover_layout(name), J.to(dtype))
+                own.add_rows(self._plan.leftover_layout(name), cast_like(J, like))
             for total, block in zip(totals, _blocks(finders, self._plan.leftover_layout(name)), strict=True):
                 total += form.quadratic(block, rows)
         return totals
@@ -265,5 +270,5 @@ def _blocks(finders: list[BlockFinder], layout: Layout) -> list[Structure]:
 def _inputs(site: Site, calls: list[Call], g: Tensor) -> Tensor:
     """`[a 1]` with the layer's bias.  # [G, B, T, I]"""
     a = site.inputs(calls)
-    columns = ([] if a is None else [a.to(g.dtype)]) + ([] if site.bias is None else [g.new_ones(*g.shape[1:4], 1)])
+    columns = ([] if a is None else [cast_like(a, g)]) + ([] if site.bias is None else [g.new_ones(*g.shape[1:4], 1)])
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)

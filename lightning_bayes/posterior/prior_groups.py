@@ -63,11 +63,11 @@ class PriorGroups:
         """Sums over the layers of each group.  # [layers] -> [groups], or a number"""
         if self.index is None:
             return values.sum()
-        return values.new_zeros(int(self.index.max()) + 1).index_add(0, self.index, values)
+        return values.new_zeros(int(self.index.max()) + 1).index_add(0, self.index.to(values.device), values)
 
     def spread(self, values: Tensor) -> Tensor:
         """Each layer's value.  # [groups] -> [layers]; a number stays one"""
-        return values if self.index is None else values[self.index]
+        return values if self.index is None else values[self.index.to(values.device)]
 
 
 def check_groups(per_layer: Any, prior_groups: Any) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
+from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.subset import layer_of
 
 
@@ -33,7 +34,7 @@ def _check_values(precision: Tensor) -> None:
 def as_precision(prior: float | Tensor | Sequence[float], subset: Subset, like: Tensor) -> Tensor:
     """A checked tensor: a scalar, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
     vector("prior_precision", prior, PriorError)
-    precision = torch.as_tensor(prior, dtype=like.dtype, device=like.device)
+    precision = number_like(prior, like)
     _check_values(precision)
     precision = precision.reshape(()) if precision.numel() == 1 else precision
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):

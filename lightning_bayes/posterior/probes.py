@@ -24,7 +24,7 @@ _WORTH_A_WARNING = 1e-2
 
 def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
     """# [count, n]"""
-    drawn = torch.randint(0, 2, (count, n), generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(0, 2, (count, n), generator=torch.Generator().manual_seed(seed), device="cpu")
     return (2 * drawn - 1).to(like)
 
 

@@ -32,6 +32,7 @@ from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.curvature_sum import RootAt
 from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.gaussian import PosteriorError
@@ -71,7 +72,7 @@ def refine(
     _check(posterior, method)
     if posterior.shift is not None:  # one that was refined before
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
-    with preserved_rng():
+    with preserved_rng(posterior.device):
         batches = [inputs.split_targets(posterior.network, batch) for batch in loader]
     if not batches:
         raise DataError("the loader is empty: refinement needs the training data")
@@ -197,8 +198,8 @@ class _Variational:
     def _divergence(self, q: LaplacePosterior) -> float:
         """`KL(q ‖ N(m, Λ⁻¹))`."""
         d = q.prior.distance(q.mean)
-        squares = (d * self._Λ.matmul(d)).double().sum() + q.prior_shares().double().sum()
-        return 0.5 * float(squares - len(d) + q.precision.logdet().double() - self._Λ.logdet().double())
+        squares = in_float64(d * self._Λ.matmul(d)).sum() + in_float64(q.prior_shares()).sum()
+        return 0.5 * float(squares - len(d) + in_float64(q.precision.logdet()) - in_float64(self._Λ.logdet()))
 
     def _moved(self, at: _Iterate, ρ: float, step: Tensor) -> _Iterate:
         W = at.W + ρ * (at.fisher - at.W)
@@ -213,13 +214,13 @@ class _Variational:
     def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
         """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example, and `E[Λ]` of the points that the posterior keeps.
         # [], [N, ...], [N + M, C, C]"""
-        likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64)
+        likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64, device="cpu")
         residuals, fishers = [], []
         for x, y in self._batches:
             draws = self._draws(q, x)
             S = len(draws)
             f, labels = draws.flatten(0, 1), y.to(q.device).repeat(S, *[1] * (y.ndim - 1))
-            total += likelihood.log_likelihood_per_example(f, labels).double().sum().cpu() / S
+            total += in_float64(likelihood.log_likelihood_per_example(f, labels)).sum().cpu() / S
             residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
             fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
         if q.points is not None:

@@ -216,9 +216,13 @@ class ShardedPosterior(LaplacePosterior):
 
     @staticmethod
     def load(
-        path: str | PathLike[str], network: nn.Module, likelihood: str | Likelihood | None = None
+        path: str | PathLike[str],
+        network: nn.Module,
+        likelihood: str | Likelihood | None = None,
+        name: str | None = None,
     ) -> ShardedPosterior:
-        """The posterior in that folder, for a network that is sharded in whatever way; on all processes."""
+        """The posterior in that folder, which holds one of any `name`, for a network sharded in whatever way; on all
+        processes."""
         state = _read(path, network)
         if likelihood is None and "likelihood" not in state:
             raise PosteriorError(f"{path} is of an older version, which did not save the likelihood: pass likelihood=")

@@ -121,7 +121,7 @@ class Subnetwork:
             return weights
         if self.by == "random":
             generator = torch.Generator().manual_seed(self.seed)
-            return torch.rand(len(weights), generator=generator, dtype=torch.float64).to(weights.device)
+            return torch.rand(len(weights), generator=generator, dtype=torch.float64, device="cpu").to(weights)
         raise SubsetError(
             f"by={self.by!r} means the callback of a Trainer, for LaplaceCallback(subset=…): pass its posterior here, "
             f"Subnetwork({self.n}, by=callback.posterior)"

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, LikelihoodError
+from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.prior_precision import per_parameter
@@ -117,9 +117,7 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
         prior_precision=_bounds(δ),
         effective_parameters=None if laplace is None else float(laplace.effective_parameters),
         log_evidence=evidence,
-        noise_std=None
-        if noise is None
-        else tuple(torch.as_tensor(noise, dtype=torch.float64).detach().flatten().tolist()),
+        noise_std=None if noise is None else tuple(vector("noise_std", noise, LikelihoodError).flatten().tolist()),
         calibrations=posterior.calibrations,
     )
 

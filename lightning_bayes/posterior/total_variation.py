@@ -58,7 +58,7 @@ class ExpectedVariation:
     def __call__(self, φ: Tensor) -> Tensor:
         """`κ_d`.  # [n_parameters] -> [blocks]"""
         w = self.prior.weights(φ)
-        block_of_term = torch.tensor([d for d, _ in self.prior.terms])
+        block_of_term = torch.tensor([d for d, _ in self.prior.terms], device="cpu")
         v = φ.new_zeros(self.μ.shape).index_add(0, block_of_term, w.unsqueeze(1) * self.parts)
         v = v.clamp_min(1e-300)
         folded = (2 * v / math.pi).sqrt() * (-self.μ.square() / (2 * v)).exp()
@@ -91,7 +91,7 @@ def total_variation(image: Tensor) -> Tensor:
 
 def _pairs(shape: torch.Size) -> Tensor:
     """Places of neighbours in the flat image.  # [edges, 2]"""
-    place = torch.arange(shape.numel()).reshape(shape)
+    place = torch.arange(shape.numel(), device="cpu").reshape(shape)
     pairs = []
     for dim in range(2, len(shape)):
         n = shape[dim]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, plain_values, word
 from lightning_bayes.likelihoods import Likelihood
@@ -26,6 +25,7 @@ from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.progress import ShownLoader
 from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import PosteriorError
 
@@ -121,20 +121,19 @@ class PointSelection:
         if self._options.points == 0:
             return posterior
         if self._options.selection == "leverage":
-            with preserved_rng():
-                bar = tqdm(loader, desc="leverage", disable=not progress, unit="batch")
-                for batch in bar:
+            with preserved_rng(posterior.device):
+                for batch in ShownLoader(loader, "Laplace: leverage of training points", progress):
                     self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
             if not self._seen and self._processes.size == 1:
                 raise DataError("the loader was empty when it was read again: leverage needs a second pass")
         x, y, index = self._best.gathered(self._processes)
         roots = []
-        for part in torch.arange(len(index)).split(256):
+        for part in torch.arange(len(index), device="cpu").split(256):
             rows = part.tolist()
             f = _outputs(self._network, inputs.take(self._network, x, rows))
             roots.append(_root(posterior.likelihood, f, y[rows].to(f.device)).cpu())
         ignored = posterior.likelihood.ignore_index
-        has_target = torch.ones(len(y)) if ignored is None else (y.reshape(len(y), -1) != ignored).any(1)
+        has_target = torch.ones(len(y), device="cpu") if ignored is None else (y.reshape(len(y), -1) != ignored).any(1)
         words = (self._options.weighting, self._options.outputs)
         points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), *words)
         return replace(posterior, points=points)
@@ -148,7 +147,7 @@ class PointSelection:
         f, covariance = posterior.functional(x)
         S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
         leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
-        self._best.add(-leverage.double().cpu(), index, x, y)
+        self._best.add(-leverage.cpu().double(), index, x, y)
 
     def _next(self, x: Any, y: Tensor) -> Tensor:
         """The places of a batch's examples in the data."""
@@ -196,7 +195,7 @@ class _Smallest:
     def add(self, keys: Tensor, index: Tensor, x: Any, y: Tensor) -> None:
         part = _Examples(keys, index, _plain(x), y)
         if self._number is None:
-            self._parts.append(part.take(self._network, torch.arange(len(keys))))
+            self._parts.append(part.take(self._network, torch.arange(len(keys), device="cpu")))
             return
         self._parts.append(part.take(self._network, part.smallest(self._number)))
         if sum(len(part.keys) for part in self._parts) > 2 * self._number:

@@ -7,7 +7,7 @@
 
   where `N·C ≤ γ`, or hardly more, a Newton step in log β instead of the last. At a temperature `T` it is `Tγ` that
   counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
-- `linear`: maximise the evidence at the linear model's optimum (see `linear_evidence`; `iterate`: `iterated_evidence`).
+- `linear`: maximise the evidence at the linear model's optimum (see `evidence`; `iterate`: `iterated_evidence`).
 - `grid`: the best of many priors on validation data (see `grid`).
 - `auto`: what measures best (see `lightning_bayes.predictive.auto`).
 """
@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, keywords, positive, word
+from lightning_bayes.network.accumulation import in_float64, number_like
+from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior_groups import PriorGroups, with_normalised
-from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior_precision import per_layer_sums, per_parameter
 from lightning_bayes.structures import LowRank
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ logger = logging.getLogger("lightning_bayes")
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
 DETERMINED = 0.95  # the share of a low rank above which γ says that it is too low
-LARGEST = 1e8  # prior precisions stay within [1/this, this]
+COUNTS = 0.1  # the part of a prior precision that an eigenvalue must be to count
+LARGEST = 1e8  # prior precisions stay within [1/this, this], and so does a factor on the noise
+SAME = 0.01  # nats by which evidences do not differ
 
 
 @torch.inference_mode(False)
@@ -104,14 +108,41 @@ def linear(
     prior_groups: str | None = None,
 ) -> LaplacePosterior:
     """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
-    maximum is sought from the best of many priors."""
+    maximum is sought from the best of many priors, and of a regression's noises."""
     flag("noise", noise)
     count("steps", steps)
-    with torch.no_grad():
-        scan = torch.logspace(-4, 6, 21, dtype=torch.float64)
-        evidence = torch.stack([posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan])
-    best = posterior.with_prior(float(scan[evidence.argmax()]))
+    best = _best_of_scan(posterior, noise and posterior.likelihood.tunable_noise is not None)
     return marglik(best, per_layer, noise, steps, "optimum", prior_groups)
+
+
+@torch.no_grad()
+def _best_of_scan(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
+    """At the linear model's optimum. Of priors that the evidence cannot tell apart, as where the training loss rounds
+    to zero, the strongest: it changes the network least."""
+    evidence = Evidence(posterior, "optimum")
+    like = in_float64(posterior.mean[:1])
+    priors = torch.logspace(-4, 6, 21, dtype=like.dtype, device=like.device)
+    ratios = torch.logspace(-4, 4, 17, dtype=like.dtype, device=like.device) if noise else torch.ones_like(like)
+    values = torch.stack([torch.stack([evidence(δ / ρ**2, ρ) for δ in priors]) for ρ in ratios])  # [ratios, priors]
+    if not values.isfinite().any():
+        raise PosteriorError(
+            "the evidence is not finite for any prior: check the scale of the data, or tune on validation data"
+        )
+    values = values.nan_to_num(-torch.inf)
+    row = int(values.amax(1).argmax())
+    best = int((values[row] >= values[row].max() - SAME).nonzero()[-1])
+    if values[row].max() - values[row].min() < SAME:
+        logger.warning(
+            "the evidence is the same for all prior precisions from %g to %g, as where the network fits its training "
+            "data perfectly: the largest is taken, which leaves the network as it is; choose on validation data with "
+            "tune_prior('auto', loader)",
+            priors[0],
+            priors[-1],
+        )
+    ρ = ratios[row]
+    σ = posterior.likelihood.tunable_noise
+    moved = posterior if σ is None or not noise else posterior.with_noise(number_like(σ, ρ) * ρ)
+    return moved.with_prior(float(priors[best] / ρ**2))
 
 
 def marglik(
@@ -128,8 +159,10 @@ def marglik(
     groups = PriorGroups.of(posterior, per_layer, prior_groups)
     σ = _noise_std(posterior) if noise else None
     log_δ = _start(posterior, groups).log().requires_grad_()
-    log_ρ = torch.zeros_like(posterior.mean[0]).requires_grad_()
+    log_ρ = torch.zeros_like(log_δ.detach().flatten()[0]).requires_grad_()
     variables = [log_δ] if σ is None else [log_δ, log_ρ]
+    evidence = Evidence(posterior, at, groups.spread(log_δ.detach()).shape)
+    bound = math.log(LARGEST)
     optimizer = torch.optim.LBFGS(
         variables,
         max_iter=steps,
@@ -139,23 +172,21 @@ def marglik(
         tolerance_change=1e-14,
     )
 
-    def values() -> tuple[Tensor, Tensor | None]:
-        bound = math.log(LARGEST)
-        return groups.spread(log_δ.clamp(-bound, bound).exp()), None if σ is None else σ * log_ρ.clamp(
-            -bound, bound
-        ).exp()
+    def values() -> tuple[Tensor, Tensor]:
+        return groups.spread(log_δ.clamp(-bound, bound).exp()), log_ρ.clamp(-bound, bound).exp()
 
     def loss() -> Tensor:
-        value = -posterior.log_marginal_likelihood(*values(), at=at) / posterior.n_data
+        value = -evidence(*values()) / posterior.n_data
         for v, g in zip(variables, torch.autograd.grad(value, variables), strict=True):
             v.grad = g
         return value
 
     with torch.enable_grad():
         optimizer.step(loss)
-    δ, noise_std = values()
-    say_bound(posterior, δ.detach())
-    return (posterior if noise_std is None else posterior.with_noise(noise_std)).with_prior(δ)
+    δ, ρ = (value.detach() for value in values())
+    tuned = (posterior if σ is None else posterior.with_noise(σ * ρ)).with_prior(δ)
+    say_bound(tuned, ρ)
+    return tuned
 
 
 def mackay(
@@ -175,7 +206,7 @@ def mackay(
     posterior, moved = fixed_point(posterior, groups, noise, steps, tolerance)
     if moved >= tolerance:
         logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", moved, steps)
-    say_bound(posterior, posterior.prior_precision)
+    say_bound(posterior)
     return posterior
 
 
@@ -220,14 +251,14 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
     """`‖θ_l − m_l‖²` of each group, or `(θ − m)ᵀP₀(θ − m)`."""
     d = posterior.prior.distance(posterior.mean)
     if posterior.prior.precision is not None:
-        return (d * posterior.prior.precision.matmul(d)).sum()
-    return groups.pool(per_layer_sums(d.square(), posterior.subset))
+        return in_float64(d * posterior.prior.precision.matmul(d)).sum()
+    return groups.pool(per_layer_sums(in_float64(d).square(), posterior.subset))
 
 
 def say_rank(posterior: LaplacePosterior) -> None:
     """A warning where the data determine all eigenpairs of a low rank: there may be more of them."""
     H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or H.rank >= min(H.size, posterior.curvature.n_outputs):
+    if not isinstance(H, LowRank) or not _may_have_more(posterior, H) or say_rounding(posterior):
         return
     γ = float(posterior.effective_parameters)
     if γ > DETERMINED * H.rank:
@@ -239,37 +270,65 @@ def say_rank(posterior: LaplacePosterior) -> None:
         )
 
 
-def say_bound(posterior: LaplacePosterior, δ: Tensor) -> None:
-    """A warning for prior precisions at their bounds, where the evidence has no maximum in them."""
+def say_rounding(posterior: LaplacePosterior) -> bool:
+    """A warning where eigenvalues that count beside the prior were lost to rounding."""
+    H = posterior.curvature.structure
+    if not isinstance(H, LowRank) or not _may_have_more(posterior, H):
+        return False
+    lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
+    if lost <= COUNTS * δ:
+        return False
+    logger.warning(
+        "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s, which is much beside the prior "
+        "precision of %.2g, and makes variances too large: fit a float64 copy of the network, or use structure='full'",
+        lost,
+        str(H.dtype).removeprefix("torch."),
+        δ,
+    )
+    return True
+
+
+def _may_have_more(posterior: LaplacePosterior, H: LowRank) -> bool:
+    return H.rank < min(H.size, posterior.curvature.n_outputs)
+
+
+def say_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None:
+    """A warning for prior precisions, and for a change `ρ` of the noise, at their bounds: the evidence has no maximum
+    in them."""
+    δ = posterior.prior_precision
     names = posterior.subset.layers if δ.ndim else ("all layers",)
+    remedy = "choose it yourself with with_prior, or on validation data with tune_prior('grid')"
     for bound, meaning in (
-        (
-            LARGEST,
-            "the evidence grows with it: the data say nothing but that these weights are at the prior's mean",
-        ),
+        (LARGEST, "the evidence grows with it: the data say nothing but that these weights are at the prior's mean"),
         (1 / LARGEST, "the evidence falls with it, so that the data want no prior at all"),
     ):
-        at = torch.isclose(δ, δ.new_tensor(bound), rtol=1e-3, atol=0).flatten().tolist()
+        at = _is_at(δ, bound).flatten().tolist()
         if any(at):
             layers = ", ".join(name for name, reached in zip(names, at, strict=True) if reached)
+            what = f"the prior precision of {layers}"
+            logger.warning("tuning stopped at the bound of %g for %s: %s; %s", bound, what, meaning, remedy)
+        if ρ is not None and _is_at(ρ, bound):
             logger.warning(
-                "tuning stopped at the bound of %g for the prior precision of %s: %s; choose it yourself with "
-                "with_prior, or on validation data with tune_prior('grid')",
+                "tuning stopped at the bound of %g times the noise_std it began with, at %.2g: the evidence has no "
+                "maximum in the noise; choose it yourself with with_noise, or tune with noise=False",
                 bound,
-                layers,
-                meaning,
+                torch.as_tensor(posterior.likelihood.tunable_noise).min(),
             )
+
+
+def _is_at(value: Tensor, bound: float) -> Tensor:
+    return torch.isclose(value, value.new_tensor(bound), rtol=1e-3, atol=0)
 
 
 def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
     """`σ` of a Gaussian likelihood."""
     σ = posterior.likelihood.tunable_noise
-    return None if σ is None else torch.as_tensor(σ, dtype=posterior.mean.dtype, device=posterior.device)
+    return None if σ is None else number_like(σ, in_float64(posterior.mean[:1]))
 
 
 def _start(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
-    """The posterior's own prior as one per group, by the geometric mean where it is finer."""
-    log_δ = per_parameter(as_precision(posterior.prior_precision, posterior.subset, posterior.mean), posterior.subset)
+    """The posterior's own prior as one per group, by the geometric mean where it is finer; in float64."""
+    log_δ = per_parameter(in_float64(posterior.prior_precision), posterior.subset)
     log_δ = log_δ.log().expand(posterior.subset.size)
     sizes = groups.pool(per_layer_sums(torch.ones_like(log_δ), posterior.subset))
     return (groups.pool(per_layer_sums(log_δ, posterior.subset)) / sizes).exp()

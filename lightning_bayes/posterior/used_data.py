@@ -39,7 +39,7 @@ class UsedData:
         stage = "train" if as_ == "fit" else "val"
         self.watched = Watched(network, check_loader(loader), self._look, stage)
         self._as, self._processes = as_, processes or Processes()
-        self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long)]
+        self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long, device="cpu")]
 
     def noted(self, posterior: Posterior) -> Posterior:
         kept = _smallest([*self._parts, posterior.used_data.get(self._as, self._parts[0][:0])])

@@ -35,6 +35,7 @@ from lightning_bayes.arguments import flag, word
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.posterior.calibration import PLACES, Calibration
+from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.tuning import linear, marglik
 from lightning_bayes.posterior.used_data import UsedData
@@ -50,7 +51,7 @@ from lightning_bayes.predictive.output_law import MANY
 
 logger = logging.getLogger("lightning_bayes")
 
-PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64))
+PRIORS = tuple(float(δ) for δ in torch.logspace(-4, 4, 25, dtype=torch.float64, device="cpu"))
 AS_IT_IS = LOG_TEMPERATURES.index(0.0)
 NEGLIGIBLE = 1e8  # a precision beside which every covariance is zero: the plain network
 DOUBT = 10.0  # the precision of log T
@@ -116,7 +117,7 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
         return PriorChoice(used.noted(posterior), scoring, link, tune, calibrate, priors, nll)
     errors = squared_errors(posterior, [*candidates, None], used.watched, scoring)
     unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
-    nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64)).exp())
+    nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64, device="cpu")).exp())
     return PriorChoice(used.noted(posterior), scoring, errors.link, tune, calibrate, priors, nll, unit)
 
 
@@ -176,14 +177,14 @@ class PriorChoice(Choice):
 
     def _doubted(self, nll: Tensor) -> Tensor:
         """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
-        t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype)
+        t = torch.tensor(LOG_TEMPERATURES, dtype=nll.dtype, device="cpu")
         return nll.mean(-1) + 0.5 * DOUBT * t.square() / nll.shape[-1]
 
     def _widest(self, nll: Tensor) -> int:
         """The first row that is near the best, each at its own temperature."""
         mean = self._doubted(nll).nan_to_num(torch.inf)
-        at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS)
-        rows = torch.arange(len(nll))
+        at = mean.argmin(1) if self.calibrate else torch.full((len(mean),), AS_IT_IS, device="cpu")
+        rows = torch.arange(len(nll), device="cpu")
         best = int(mean[rows, at].argmin())
         difference = nll[rows, at] - nll[best, at[best]]  # [priors + 1, N]
         error = (difference.std(1) / difference.shape[1] ** 0.5).nan_to_num(0.0, posinf=0.0)
@@ -210,7 +211,7 @@ class NoiseChoice(Choice):
         row = int(nll.nan_to_num(torch.inf).argmin())
         chosen, factor = self.candidates[row], float(s[row])
         if self.tune:  # H/(sσ²) + δ/s = (H/σ² + δ)/s: noise and prior that make the variance s times as large
-            σ = torch.as_tensor(chosen.likelihood.tunable_noise)
+            σ = torch.as_tensor(chosen.likelihood.tunable_noise).to(chosen.mean)
             return chosen.with_noise(σ * factor**0.5).with_prior(chosen.prior_precision / factor)
         if not self.calibrate:
             return chosen
@@ -249,5 +250,6 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
         return PRIORS[::6] if sampled else PRIORS
     if sampled and not posterior.curvature.structure.is_truncated:
         return (float(by_evidence(posterior).prior_precision),)
-    evidence = torch.stack([posterior.log_marginal_likelihood(δ) for δ in PRIORS])
+    evidence_at = Evidence(posterior)
+    evidence = torch.stack([evidence_at(torch.tensor(δ, dtype=torch.float64, device="cpu")) for δ in PRIORS])
     return PRIORS[int(evidence.argmax()) :: 6 if sampled else 1]

@@ -13,7 +13,7 @@ from lightning_bayes.arguments import shown
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.checks import submodule
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.files import describe, read_any
+from lightning_bayes.posterior.files import describe, posterior_in, read_any
 
 
 def read_checkpoint(
@@ -26,7 +26,7 @@ def read_checkpoint(
 ) -> GaussianPosterior:
     """The posterior in a checkpoint; the arguments are those of `DeepEnsemble.from_checkpoints`."""
     checkpoint = _read(path)
-    state = _stored_posterior(checkpoint, name)
+    state = posterior_in(checkpoint, name)
     restored = _placed(_restore(module, path, checkpoint), device)
     own_network = restored if network is None else submodule(restored, network, PosteriorError)
     posterior = GaussianPosterior.from_state_dict(own_network, state, likelihood)
@@ -54,24 +54,6 @@ def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:150]
         raise PosteriorError(f"the network cannot be put on the device {shown(device)}: {reason}") from error
-
-
-def _stored_posterior(checkpoint: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Callbacks keep theirs under "Class[name]"."""
-    callbacks = checkpoint.get("callbacks") or {}
-    kept = {key: state.get("posterior") for key, state in callbacks.items() if isinstance(state, dict)}
-    states = {key: posterior for key, posterior in kept.items() if isinstance(posterior, dict)}
-    if not states:
-        raise PosteriorError(
-            "this checkpoint holds no posterior: it is from the middle of training, or has weights only; use the last "
-            "checkpoint, or DeepEnsemble.load with the posteriors' own files"
-        )
-    named = [state for key, state in states.items() if name is None or key.endswith(f"[{name}]")]
-    if len(named) != 1:
-        wanted = "several posteriors, but no name= to choose by" if name is None else f"no posterior named {name!r}"
-        names = ", ".join(repr(key.partition("[")[2].removesuffix("]")) for key in states)
-        raise PosteriorError(f"this checkpoint holds {wanted}; it has {names}")
-    return named[0]
 
 
 def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:

@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_bayes.arguments import between, flag, instance, integer
 from lightning_bayes.metrics.functional.inputs import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
@@ -196,7 +196,7 @@ def conformalize(
     members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
     scores, hashes = TargetScores(score, predictor.likelihood.ignore_index), []
     unknown = ""  # the type of inputs that have no hashes
-    with preserved_rng():  # a shuffling loader draws from the global generator
+    with preserved_rng(predictor.device):  # a shuffling loader draws from the global generator
         for batch in loader:
             x, y = inputs.split_targets(members[0].network, batch, "calib")
             prediction = _predict(predictor, x, how)
@@ -235,7 +235,7 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
 
 
 def _predict(predictor: Predictor, x: Any, how: dict[str, Any]) -> Prediction:
-    generator = torch.Generator().manual_seed(how["seed"])
+    generator = generator_on(predictor.device).manual_seed(how["seed"])
     return predictor.predict(x, how["predictive"], how["link"], how["samples"], generator)
 
 

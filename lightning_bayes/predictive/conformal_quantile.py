@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_bayes.arguments import instance
 from lightning_bayes.network import DataError
 from lightning_bayes.predictive.conformal_scores import ClassScore, by_output, class_probs, n_outputs
-from lightning_bayes.predictive.prediction import Prediction
+from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 POSITIONS = 4096  # of a dense example that are scored, drawn at random
 
@@ -39,14 +39,15 @@ class TargetScores:
         if self._scores and of != self._of:
             raise DataError(f"batches differ: {self._of[1]} outputs of {self._of[0]}, then {of[1]} of {of[0]}")
         self._of = of
-        scores, known = (self._of_real if self.kind == "regression" else self._of_classes)(prediction, y)  # [B, K, R]
+        scored = (self._of_real if self.kind == "regression" else self._of_classes)(prediction, y)
+        scores, known = (t.cpu() for t in scored)  # [B, K, R]
         if not scores[known].isfinite().all():
             raise DataError("held-out predictions or targets hold NaN or infinity: leave these examples out")
         positions = known.sum(2, keepdim=True)  # [B, K, 1]
         weights = known.double() / positions.clamp_min(1)
         for parts, t in ((self._scores, scores), (self._weights, weights)):
-            parts.append(t.double().movedim(1, 2).flatten(0, 1).cpu())
-        self._examples.append((positions > 0).sum((0, 2)).cpu())
+            parts.append(t.double().movedim(1, 2).flatten(0, 1))
+        self._examples.append((positions > 0).sum((0, 2)))
 
     def quantile(self, level: float) -> Tensor:
         """The smallest `q` of each output with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`; infinity without one.  # [K]"""
@@ -61,9 +62,9 @@ class TargetScores:
         """Scores, and whether there is a target.  # [B, K, R] each"""
         mean, std = prediction.mean, prediction.std
         assert mean is not None
-        if y.numel() != mean.numel() or len(y) != len(mean) or not y.is_floating_point():
-            raise DataError(_no_fit("real targets", mean, y, mean.shape))
-        scores = by_output((y.reshape(mean.shape).to(mean) - mean).abs() / std)
+        if not y.is_floating_point():
+            raise unfit_targets(mean, y, "real targets", mean.shape)
+        scores = by_output((real_targets(mean, y).to(mean) - mean).abs() / std)
         scores = scores[:, :, self._positions(scores)]
         return scores, torch.ones_like(scores, dtype=torch.bool)
 
@@ -72,8 +73,9 @@ class TargetScores:
         assert whole is not None
         shape = whole.shape if is_binary else whole.shape[:1] + whole.shape[2:]
         if y.shape != shape or y.is_complex():
-            raise DataError(_no_fit("class labels", whole, y, shape))
+            raise unfit_targets(whole, y, "class labels", shape)
         positions, C = self._positions(probs), probs.shape[-1]
+        y = y.to(whole.device)
         labels = (by_output(y) if is_binary else y.reshape(len(y), 1, -1 if y.numel() else 1))[:, :, positions]
         ignored = None if is_binary else self._ignore_index
         known = torch.ones_like(labels, dtype=torch.bool) if ignored is None else labels != ignored
@@ -86,11 +88,6 @@ class TargetScores:
     def _positions(self, t: Tensor) -> Tensor | slice:
         """Those that are scored.  # of [B, K, R, …]"""
         R = t.shape[2]
-        return slice(None) if R <= POSITIONS else torch.randperm(R, generator=self._generator)[:POSITIONS].to(t.device)
-
-
-def _no_fit(what: str, main: Tensor, y: Tensor, shape: torch.Size) -> str:
-    return (
-        f"predictions of shape {list(main.shape)} need {what} of shape {list(shape)}, got {y.dtype} of shape "
-        f"{list(y.shape)}"
-    )
+        if R <= POSITIONS:
+            return slice(None)
+        return torch.randperm(R, generator=self._generator, device="cpu")[:POSITIONS].to(t.device)

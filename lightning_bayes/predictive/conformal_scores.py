@@ -30,6 +30,7 @@ from lightning_bayes.arguments import count, flag, not_negative, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods.predictive import log_probability
 from lightning_bayes.metrics.functional.inputs import accumulation_dtype
+from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.predictive.prediction import Prediction
 
@@ -60,7 +61,7 @@ class ClassScore:
             return 1 - probs
         p, order = probs.sort(dim=-1, descending=True, stable=True)
         u = self._uniform(probs).unsqueeze(-1) if self.randomised else 1.0
-        before = p.cumsum(-1) - p
+        before = running_sum(p, -1) - p
         rank = torch.arange(1, p.shape[-1] + 1, dtype=p.dtype, device=p.device)
         scores = before + u * p + CERTAIN * rank * (before > 1 - CERTAIN)
         if self.method == "raps":

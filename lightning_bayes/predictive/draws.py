@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
+from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import each_function, sample_functions
 
@@ -69,7 +70,7 @@ def draw_functions(
             "examples at a time, or lower samples"
         )
     if generator is None:  # the global generator's numbers, more than once
-        generator = torch.Generator().set_state(torch.get_rng_state())
+        generator = copied_generator(posterior.device)
     return FunctionDraws(posterior, x, n, generator, generator.get_state(), linearised, lambda f: f)
 
 

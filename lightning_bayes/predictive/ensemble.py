@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
+from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.network.output import unviewed
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.fingerprint import same_weights
@@ -156,7 +157,7 @@ class DeepEnsemble:
     ) -> list[Prediction]:
         """Every member's own prediction at `x`, on one device."""
         # A member gives the global generator back as it was: all would draw the same numbers from it.
-        generator = torch.Generator().set_state(torch.get_rng_state()) if generator is None else generator
+        generator = copied_generator(self.device) if generator is None else generator
         predictions = []
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
@@ -232,7 +233,7 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     if weights is None:
         return (1 / members,) * members
     try:
-        w = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+        w = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         raise PosteriorError(f"weights must be a number for each member, got {shown(weights)}") from None
     if w.shape != (members,):

@@ -12,7 +12,7 @@ from lightning_bayes.arguments import instance, listed
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.errors import DataError
 from lightning_bayes.posterior import GaussianPosterior
@@ -50,7 +50,7 @@ def evaluate(
     network = (predictor.posteriors[0] if isinstance(predictor, DeepEnsemble) else predictor).network
 
     def predict(x: Any) -> Prediction:
-        return predictor.predict(x, predictive, link, samples, torch.Generator().manual_seed(seed))
+        return predictor.predict(x, predictive, link, samples, generator_on(predictor.device).manual_seed(seed))
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:
@@ -76,7 +76,7 @@ def score_loaders(
     `ood_loaders` are their names in a message.
     """
     table, targets = ScoreTable(likelihood, device, len(ood_loaders)), 0
-    with preserved_rng():  # a shuffling loader draws from the global generator
+    with preserved_rng(device):  # a shuffling loader draws from the global generator
         for number, (words, batches) in enumerate([("the loader", loader), *ood_loaders.items()]):
             is_empty, is_ood = True, number > 0
             for batch in batches:

@@ -65,6 +65,6 @@ def draw_function(
         raise PosteriorError(f"sample_function {NEEDS_WHOLE}: use gather(network) for an ordinary posterior")
     posterior.check_weights()
     exact = torch.autocast(posterior.device.type, enabled=False)
-    with preserved_rng(), torch.inference_mode(False), torch.no_grad(), exact:
+    with preserved_rng(posterior.device), torch.inference_mode(False), torch.no_grad(), exact:
         moves = [draw_moves(posterior, generator) for _ in range(n or 1)]
     return FunctionDraw(posterior, tuple(moves), predictive == "glm", n is None)

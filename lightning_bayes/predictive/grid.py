@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, positive, shown
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
@@ -64,13 +65,16 @@ def _priors(
     posterior: LaplacePosterior, predictive: str, low: float | None, high: float | None, size: int | None
 ) -> list[Any]:
     if predictive == "gp" and low is high is size is None:
-        return [posterior.prior_precision * float(factor) for factor in torch.logspace(-1, 3, 13, dtype=torch.float64)]
+        return [
+            posterior.prior_precision * float(factor)
+            for factor in torch.logspace(-1, 3, 13, dtype=torch.float64, device="cpu")
+        ]
     low = positive("low", 1e-4 if low is None else low)
     high = positive("high", 1e4 if high is None else high)
     if not low < high:
         raise ValueError(f"low must be less than high={high}, got {low}")
     size = count("size", 33 if size is None else size, 2)
-    return torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64).exp().tolist()
+    return torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64, device="cpu").exp().tolist()
 
 
 def _check_metric(metric: Any) -> None:
@@ -83,10 +87,10 @@ def _check_metric(metric: Any) -> None:
 
 class _NLL:
     def __init__(self, likelihood: Likelihood) -> None:
-        self._likelihood, self._total = likelihood, torch.zeros((), dtype=torch.float64)
+        self._likelihood, self._total = likelihood, torch.zeros((), dtype=torch.float64, device="cpu")
 
     def update(self, predictive: Predictive, y: Tensor) -> None:
-        self._total += -self._likelihood.predictive_log_likelihood(predictive, y).double().sum().cpu()
+        self._total += -in_float64(self._likelihood.predictive_log_likelihood(predictive, y)).sum().cpu()
 
     def compute(self) -> Tensor:
         return self._total
@@ -109,4 +113,4 @@ class _Metric:
         self._metric.update(*(t.to(getattr(self._metric, "device", t.device)) for t in arguments))
 
     def compute(self) -> Tensor:
-        return torch.as_tensor(self._metric.compute()).detach().double().cpu()
+        return torch.as_tensor(self._metric.compute()).detach().cpu().double()

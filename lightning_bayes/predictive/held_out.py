@@ -15,7 +15,8 @@ from lightning_bayes.arguments import count, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.accumulation import float64_device, in_float64
+from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.used_data import UsedData
@@ -60,7 +61,7 @@ class Scoring:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
         link = self.link_of(likelihood, law)
         samples = self.samples if link == "mc" else 0
-        return law.integrate(Integral(likelihood, link, samples, torch.Generator().manual_seed(self.seed)))
+        return law.integrate(Integral(likelihood, link, samples, generator_on(law.mean.device).manual_seed(self.seed)))
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
         """At every one of `LOG_TEMPERATURES`."""
@@ -97,7 +98,7 @@ def temperature_table(
     likelihood, columns, link = posterior.likelihood, [], ""
     for laws, y in held_out_laws(posterior, candidates, loader, scoring):
         link = scoring.link_of(likelihood, laws[0])
-        columns.append(torch.stack([_at_temperatures(law, y, likelihood, scoring) for law in laws]).double().cpu())
+        columns.append(torch.stack([_at_temperatures(law, y, likelihood, scoring) for law in laws]).cpu().double())
     return torch.cat(columns, dim=-1), link
 
 
@@ -168,7 +169,7 @@ def held_out_laws(
     scoring.check(posterior.likelihood)
     present = [candidate for candidate in candidates if candidate is not None]
     targets = _Targets(posterior.likelihood)
-    with preserved_rng():
+    with preserved_rng(posterior.device):
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
             laws = output_laws(present, x, scoring.predictive, scoring.samples, scoring.seed) if present else []
@@ -179,7 +180,7 @@ def held_out_laws(
             targets.add(y)
             remaining = iter(laws)  # in float64 probabilities round to zero or one much later
             laws = [OutputLaw(mean) if candidate is None else next(remaining) for candidate in candidates]
-            yield [law.to(torch.float64) for law in laws], y
+            yield [law.map(in_float64) for law in laws], y.to(float64_device(y.device))
     targets.check()
 
 
@@ -200,7 +201,7 @@ class _Targets:
     """What is to be known of the held-out targets, of which an image has one for each pixel."""
 
     def __init__(self, likelihood: Likelihood) -> None:
-        self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0)
+        self._likelihood, self._n, self._labels = likelihood, 0, torch.empty(0, device="cpu")
 
     def add(self, y: Tensor) -> None:
         self._n += len(y)

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_bayes.likelihoods import Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian, widen
 from lightning_bayes.network import inputs
+from lightning_bayes.network.borrowed import generator_on
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.predictive.draws import Draws, FunctionDraws, changed, draw_functions, mixture
@@ -115,7 +116,7 @@ def output_laws(
         mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
     else:
         return [
-            output_law(posterior, x, predictive, samples, torch.Generator().manual_seed(seed))
+            output_law(posterior, x, predictive, samples, generator_on(posterior.device).manual_seed(seed))
             for posterior in posteriors
         ]
     return [OutputLaw(mean, covariance) for covariance in covariances]
@@ -165,7 +166,7 @@ class Integral:
         covariance = moments.mean()
         closed = closed_form._by_position(mean, covariance) if pairs else closed_form._integrate(mean, covariance)
         # Where the closed form is one of the probabilities alone, the draws have the shares of variance and entropy.
-        return sampled.with_mean(closed.mean) if closed.epistemic.isnan().any() else closed
+        return sampled.with_mean(closed.mean) if closed.epistemic.isnan().all() else closed
 
     def _by_position(self, mean: Tensor, covariance: Tensor) -> Predictive:
         """Every position of a dense output as an example of its own.  # [B, C, ...], [B·R, C, C]"""
@@ -173,7 +174,7 @@ class Integral:
             return self._integrate(mean, covariance)
         B, C, *positions = mean.shape
         flat = mean.flatten(2).mT.flatten(0, 1)  # [B·R, C]
-        few = len(flat) if self.samples else max(1, BLOCKS // C**2)  # what is drawn is drawn at once
+        few = max(1, BLOCKS // C**2)
         parts = [self._integrate(*part) for part in zip(flat.split(few), covariance.split(few), strict=True)]
 
         def back(name: str) -> Tensor:

@@ -42,11 +42,11 @@ def predict(
     likelihood.choose_link(link)  # an unknown link is an error with every predictive
     calibration = posterior.calibration_of(predictive, link) if calibrated else None
     x = inputs.contained(posterior.network, x)
-    with preserved_rng():
+    with preserved_rng(posterior.device):
         law = output_law(posterior, x, predictive, samples, generator, differentiable)
         default = None if calibration is None else calibration.link
         chosen = law.choose_link(likelihood, (link or default) if predictive in LINEARISED else None)
-        drawn = samples if split or chosen == "mc" else 0  # beside a closed form the split alone is drawn
+        drawn = samples if split or chosen == "mc" else 0  # beside a closed form only the split needs samples
         integral = Integral(likelihood, chosen, drawn, generator)
         prediction = Prediction.from_predictive(_corrected(law, integral, calibration))
         return prediction if differentiable else prediction.map(Tensor.detach)

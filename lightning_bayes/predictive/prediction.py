@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import between, listed, shown
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
+from lightning_bayes.network import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +102,7 @@ class Prediction(TensorFields):
         between("level", level, 0, 1, borders=False)
         way = "use sets of classes instead: posterior.conformalize(loader, level).sets(prediction)"
         mean, variance = self._of_real_targets("interval", way)
-        z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
+        z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")))
         return mean - z * variance.sqrt(), mean + z * variance.sqrt()
 
     @property
@@ -167,15 +168,39 @@ class Prediction(TensorFields):
         return self.mean, self.variance
 
 
+torch.serialization.add_safe_globals([Prediction])  # so that torch.load(weights_only=True) reads saved ones
+
+
+def real_targets(mean: Tensor, y: Tensor) -> Tensor:
+    """`y` in the shape of its predicted mean: dimensions of size one may be missing, as in `[B]` for `[B, 1]`."""
+    given, expected = ([*t.shape[:1], *(n for n in t.shape[1:] if n != 1)] for t in (y, mean))
+    if given != expected:
+        raise unfit_targets(mean, y, "real targets", mean.shape)
+    return y.reshape(mean.shape)
+
+
+def unfit_targets(main: Tensor, y: Tensor, what: str, shape: torch.Size) -> DataError:
+    """An error for targets that do not belong to these probabilities or means."""
+    return DataError(
+        f"predictions of shape {list(main.shape)} need {what} of shape {list(shape)}, got {y.dtype} of shape "
+        f"{list(y.shape)}"
+    )
+
+
 def _rows(examples: Any, size: int) -> slice | Tensor:
     """Rows of a tensor that keep its batch dimension."""
     if isinstance(examples, slice):  # torch has none that go back
-        return examples if (examples.step or 1) > 0 else torch.tensor(range(size)[examples], dtype=torch.long)
+        return (
+            examples
+            if (examples.step or 1) > 0
+            else torch.tensor(range(size)[examples], dtype=torch.long, device="cpu")
+        )
     try:
         none = isinstance(examples, list) and not examples  # which torch takes for floats
-        index = torch.as_tensor(examples, dtype=torch.long if none else None)
+        index = examples if isinstance(examples, Tensor) else torch.as_tensor(examples, device="cpu")
+        index = index.long() if none else index
     except (TypeError, ValueError, RuntimeError):
-        index = torch.tensor(math.nan)
+        index = torch.tensor(math.nan, device="cpu")
     is_mask = index.dtype == torch.bool
     if isinstance(examples, tuple) or index.is_floating_point() or index.is_complex() or index.ndim > 1:
         raise IndexError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MeanSquaredError, Metric
+from torchmetrics.metric import CompositionalMetric
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.metrics import (
@@ -19,8 +21,8 @@ from lightning_bayes.metrics import (
     OODDetection,
     RegressionCalibrationError,
 )
-from lightning_bayes.network import DataError
-from lightning_bayes.predictive import Prediction
+from lightning_bayes.network.accumulation import float64_device, in_float64
+from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 ROWS = 2**16  # examples, or positions of a dense output, that are scored at a time
 
@@ -29,8 +31,8 @@ class ScoreTable:
     """Predictors scored side by side, on several dataloaders.
 
     Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are not looked at. Keys are
-    `<metric>_<predictor>`, just `<metric>` for a predictor that is called "", and end in `/dataloader_idx_<number>` for
-    scores of dataloaders after the first and where there are several out-of-distribution ones.
+    `<metric>_<predictor>`, or `<metric>` for a predictor that is called "". Those of `compute` end in
+    `/dataloader_idx_<number>` where there are several out-of-distribution dataloaders.
     """
 
     def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
@@ -58,13 +60,22 @@ class ScoreTable:
             ignored = self._likelihood.ignore_index
             self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
 
-    def compute(self) -> dict[str, Tensor]:
-        numbers: dict[str, Tensor] = {}
+    def metrics(self, dataloader: int) -> dict[str, Metric]:
+        """Those that the last batch of a dataloader completes; their keys do not hold its number."""
+        metrics: dict[str, Metric] = {}
         for (predictor, number), scores in self._scores.items():
-            numbers.update(_named(scores.compute(), predictor, number))
-        for (predictor, number, kind), metric in self._ood_scores.items():
-            auroc = {f"ood_auroc_{kind}": metric.compute()["auroc"]}
-            numbers.update(_named(auroc, predictor, number if self._n_ood > 1 else 0))
+            if number == dataloader:
+                metrics.update({f"{name}_{predictor}": metric for name, metric in scores.metrics.items()})
+        for (predictor, number, kind), detection in self._ood_scores.items():
+            if number == dataloader:
+                metrics[f"ood_auroc_{kind}_{predictor}"] = CompositionalMetric(itemgetter("auroc"), detection, None)
+        return {key.removesuffix("_"): metric for key, metric in metrics.items()}
+
+    def compute(self) -> dict[str, Tensor]:
+        numbers = {key: metric.compute() for key, metric in self.metrics(0).items()}
+        for number in range(1, self._n_ood + 1):
+            suffix = f"/dataloader_idx_{number}" if self._n_ood > 1 else ""
+            numbers.update({f"{key}{suffix}": metric.compute() for key, metric in self.metrics(number).items()})
         return numbers
 
     def pictures(self) -> Iterator[tuple[str, Metric]]:
@@ -75,17 +86,12 @@ class ScoreTable:
                 yield f"{kind}_{predictor}" + (f"_{number}" if number else ""), metric
 
 
-def _named(numbers: dict[str, Tensor], predictor: str, dataloader: int) -> dict[str, Tensor]:
-    suffix = (f"_{predictor}" if predictor else "") + (f"/dataloader_idx_{dataloader}" if dataloader else "")
-    return {f"{metric}{suffix}": value for metric, value in numbers.items()}
-
-
 class Scores:
     """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of a mean and variance."""
 
     def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
-        self._device, self._ignore_index = device, ignore_index
-        self._metrics: dict[str, Any] = {}
+        self._device, self._ignore_index = float64_device(device), ignore_index
+        self.metrics: dict[str, Any] = {}  # by name, once there has been a prediction
         self._curve: RegressionCalibrationError | None = None  # drawn, but not among the numbers
 
     def update(self, prediction: Prediction, y: Tensor) -> None:
@@ -95,22 +101,19 @@ class Scores:
             self._regression(prediction, y)
 
     def compute(self) -> dict[str, Tensor]:
-        return {name: metric.compute() for name, metric in self._metrics.items()}
+        return {name: metric.compute() for name, metric in self.metrics.items()}
 
     @property
     def picture(self) -> tuple[str, Metric] | None:
         """The kind of picture that shows these predictions, and the metric that draws it."""
-        if "ece" in self._metrics:
-            return "reliability", self._metrics["ece"]
+        if "ece" in self.metrics:
+            return "reliability", self.metrics["ece"]
         return None if self._curve is None else ("calibration", self._curve)
 
     def _classification(self, probs: Tensor, y: Tensor) -> None:
         expected = probs.shape if probs.ndim == y.ndim else probs.shape[:1] + probs.shape[2:]
         if y.shape != expected:
-            raise DataError(
-                f"predictions of shape {list(probs.shape)} need targets of shape {list(expected)}, got shape "
-                f"{list(y.shape)}"
-            )
+            raise unfit_targets(probs, y, "targets", expected)
         if probs.ndim == y.ndim:  # one probability per label
             probs, y = probs.flatten(), y.flatten().long()
             probs = torch.stack((1 - probs, probs), dim=1)
@@ -123,7 +126,7 @@ class Scores:
         for p, label in zip(probs.split(ROWS), y.split(ROWS), strict=True):
             if len(label) == 0:
                 return
-            p = p.double()
+            p, label = in_float64(p), label.to(float64_device(label.device))
             p = p / p.sum(1, keepdim=True)
             for name in ("nll", "ece", "brier"):
                 metrics[name].update(p, label)
@@ -136,16 +139,17 @@ class Scores:
         self._curve = self._curve or RegressionCalibrationError().to(self._device)
         if len(y) == 0:
             return
+        y = real_targets(prediction.mean, y)
         flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
         for part in zip(*flat, strict=True):
-            mean, variance, target = (t.double() for t in part)
+            mean, variance, target = map(in_float64, part)
             metrics["nll"].update(mean, variance, target)
             metrics["coverage"].update(mean, variance, target)
             metrics["rmse"].update(mean, target)
             self._curve.update(mean, variance, target)
 
     def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
-        if not self._metrics:
+        if not self.metrics:
             # In float64 whatever the default, which a Trainer in half precision changes.
-            self._metrics = {name: kind().set_dtype(torch.float64).to(self._device) for name, kind in kinds.items()}
-        return self._metrics
+            self.metrics = {name: kind().to(self._device).set_dtype(torch.float64) for name, kind in kinds.items()}
+        return self.metrics

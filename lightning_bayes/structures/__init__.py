@@ -1,6 +1,6 @@
 """Symmetric positive semi-definite matrices over a network's parameters, each with the algebra its form allows."""
 
-from lightning_bayes.structures.base import InverseTerms, Structure, StructureError
+from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure, StructureError
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
@@ -20,6 +20,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "EKFACBlockDiagonal",
+    "Eigenbasis",
     "Factor",
     "Gram",
     "InverseTerms",

@@ -9,6 +9,7 @@ any matrix; a `layer_blocks` and `output_covariances` of its own make prediction
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import register
+from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
 from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
+
+logger = logging.getLogger("lightning_bayes")
 
 Self = TypeVar("Self", bound="Structure")
 _WIDE, _WIDER = 700, 1200  # columns from which on a decomposition in float64 costs time, and much
@@ -40,26 +44,91 @@ def positive(eigenvalues: Tensor) -> Tensor:
     return eigenvalues
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric PSD matrices `[..., d, d]`, in their dtype.
+def eigh(matrix: Tensor, name: str = "a matrix", wide: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric PSD matrices `[..., d, d]`: the values in float64 and never negative,
+    the vectors in the matrix's dtype. `name` is for a warning.
 
     In float32 an eigenvalue is wrong by about `eps · λ_max`: of a layer with one raw-scaled input, all that belongs to
     the other inputs is lost, although the matrix itself still holds it. So float64 decomposes it. On one thread that
     takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and 296 ms), and 3.0 times for 2,305
-    (2.9 s); a wide matrix is therefore left to float32 if little is lost, and LAPACK finds an answer, which in float32
-    it does not always.
+    (2.9 s); a `wide` matrix is therefore left to float32 if little is lost.
+
+    LAPACK and cuSOLVER do not always converge. A fit does not end there: the host tries next, then the singular values,
+    then a matrix with a slightly larger diagonal, and at last the diagonal stands for the matrix, with a warning.
     """
-    if matrix.dtype == torch.float64:
-        return torch.linalg.eigh(matrix)
-    if matrix.shape[-1] > _WIDE and not _is_graded(matrix) and (matrix.shape[-1] > _WIDER or not _is_ruled(matrix)):
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    attempts = [_decompose_in_float64, _decompose_by_svd, _decompose_with_jitter]
+    if matrix.device.type != "cpu":
+        attempts.insert(1, _decompose_on_host)
+    if wide and matrix.dtype != torch.float64 and _loses_little(matrix):
+        attempts.insert(0, torch.linalg.eigh)
+    for attempt in attempts:
         try:
-            values, vectors = torch.linalg.eigh(matrix)
-            if values.isfinite().all():
-                return values, vectors
-        except torch.linalg.LinAlgError:
-            pass
-    values, vectors = torch.linalg.eigh(matrix.double())
-    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+            values, vectors = attempt(matrix)
+        except RuntimeError:  # LinAlgError, and what cuSOLVER raises instead
+            continue
+        if values.isfinite().all() and vectors.isfinite().all():
+            break
+    else:
+        logger.warning(
+            "no eigendecomposition of %s with %d columns converged: its diagonal is used instead, which leaves out all "
+            "correlations of this block",
+            name,
+            matrix.shape[-1],
+        )
+        values, vectors = diagonal, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix)
+    error = torch.finfo(values.dtype).eps / torch.finfo(matrix.dtype).eps
+    vectors = cast_like(vectors, matrix)
+    values = in_float64(values).to(float64_device(matrix.device))
+    return without_rounding(values, vectors, diagonal, error), vectors
+
+
+def without_rounding(values: Tensor, vectors: Tensor, diagonal: Tensor, error: float = 0.0) -> Tensor:
+    """The eigenvalues of a PSD matrix `M` with zero for those that are only rounding.
+
+    An entry is rounded by about `eps √(M_ii M_jj)`, so that an eigenvalue with the vector `q` is wrong by a small
+    multiple of `eps · qᵀ diag(M) q`, and by what the decomposition itself adds, `error · eps · λ_max`. Relative to
+    that, errors in a null space are of one size, whatever the scales of the parameters, and half of them are negative,
+    which shows how large they are. Kept, the other half would count as data as soon as `1/σ²` lifts it over the prior.
+    # [..., d]
+    """
+    if not values.numel():
+        return values
+    scale = in_float64((vectors.square().mT @ diagonal.unsqueeze(-1)).squeeze(-1))  # qᵀ diag(M) q [..., d]
+    scale = scale + error * values.amax(-1, keepdim=True)
+    relative = values / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+    noise = 2 * (-relative).amax(-1, keepdim=True).clamp(min=2 * torch.finfo(diagonal.dtype).eps)
+    return values.masked_fill(relative <= noise, 0.0)
+
+
+def _decompose_in_float64(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(in_float64(matrix))
+
+
+def _decompose_on_host(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(matrix.cpu().double())
+
+
+def _decompose_by_svd(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`M = U diag(s) Vᵀ`, with `U = V` but for signs in a null space; in rising order, as `eigh` has it."""
+    U, s, _ = torch.linalg.svd(matrix.cpu().double())
+    return s.flip(-1), U.flip(-1)
+
+
+def _decompose_with_jitter(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers that differ from one entry of the diagonal to the next part equal eigenvalues."""
+    matrix = matrix.cpu().double()
+    d = matrix.shape[-1]
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)  # [..., 1]
+    jitter = 1e-10 * mean * torch.arange(1, d + 1, dtype=torch.float64, device="cpu") / d
+    values, vectors = torch.linalg.eigh(matrix + torch.diag_embed(jitter))
+    return values - 1e-10 * mean, vectors
+
+
+def _loses_little(matrix: Tensor) -> bool:
+    """By a decomposition in float32."""
+    d = matrix.shape[-1]
+    return d > _WIDE and not _is_graded(matrix) and (d > _WIDER or not _is_ruled(matrix))
 
 
 def _is_graded(matrix: Tensor) -> bool:
@@ -94,6 +163,16 @@ class InverseTerms:
     scale: Tensor | float
     columns: Tensor  # V [P, k]
     mix: Tensor  # [k, k]
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """`M = E diag(values) Eᵀ` with `EEᵀ = I`, in float64. `E` may have more columns than rows (see `factor`)."""
+
+    values: Tensor  # [n]
+    counts: Tensor  # how many dimensions each column stands for: one in a basis [] or [n]
+    groups: Tensor | None  # the group of parameters that a column belongs to [n]
+    vectors: Tensor | None = None  # Eᵀv for each row [k, n]
 
 
 class Structure(ABC):
@@ -181,6 +260,11 @@ class Structure(ABC):
     def logdet(self) -> Tensor:
         """`log det M`, a scalar; `-inf` for a singular matrix."""
 
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        """The eigenbasis, in which also each `M + diag(δ)` is diagonal whose `δ` is one number for each of `groups` of
+        parameters; None where there is none, or none that is known.  # [k, P], [P]"""
+        return None
+
     def trace_terms(self, other: Structure) -> Tensor:
         """Of `tr(M⁻¹M')`: numbers whose sum over a block of both matrices is that block's own trace.  # [P]"""
         return self.solve(other.to_dense()).diagonal()
@@ -228,7 +312,7 @@ class Structure(ABC):
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """The blocks that it is made of; by default it is one itself."""
-        return [ParameterBlock(subset.names, self, torch.arange(self.size))]
+        return [ParameterBlock(subset.names, self, torch.arange(self.size, device="cpu"))]
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         """What finds the block of a layer by its layout in the concatenation of the subset's parameters; the answer is
@@ -281,6 +365,10 @@ class Structure(ABC):
     @classmethod
     def from_parts(cls: type[Self], parts: dict[str, Any]) -> Self:
         return cls(**parts)
+
+    @staticmethod
+    def _one_group(groups: Tensor | None) -> bool:
+        return groups is None or bool((groups == groups[0]).all())
 
     def _check_same_form(self, other: Structure) -> None:
         same = isinstance(other, type(self)) or isinstance(self, type(other))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.subset import Subset
-from lightning_bayes.structures.base import ParameterBlock, Structure, StructureError
+from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, StructureError
 from lightning_bayes.structures.layout import Layout, Piece
 
 T = TypeVar("T")
@@ -94,6 +94,21 @@ class BlockDiagonal(Structure):
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()
 
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        bases = []
+        for block, layout in zip(self.blocks, self.layouts, strict=True):
+            own = (None if t is None else layout.gather(t) for t in (vectors, groups))
+            basis = block.eigenbasis(*own)
+            if basis is None:
+                return None
+            bases.append(basis)
+        return Eigenbasis(
+            torch.cat([basis.values for basis in bases]),
+            torch.cat([basis.counts.expand_as(basis.values) for basis in bases]),
+            None if groups is None else torch.cat([basis.groups for basis in bases if basis.groups is not None]),
+            None if vectors is None else torch.cat([basis.vectors for basis in bases if basis.vectors is not None], -1),
+        )
+
     def trace_terms(self, other: Structure) -> Tensor:
         others = iter(self._blocks_of(other))
         return self._assemble(self._each(lambda block, _: block.trace_terms(next(others))))
@@ -103,7 +118,7 @@ class BlockDiagonal(Structure):
         return tuple(zip(self.names, self.blocks, strict=True))
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
-        starts, places = list(subset.starts.values()), torch.arange(self.size)
+        starts, places = list(subset.starts.values()), torch.arange(self.size, device="cpu")
         blocks = []
         for block, layout in zip(self.blocks, self.layouts, strict=True):
             names = [subset.names[bisect(starts, piece.start) - 1] for piece in layout.pieces]

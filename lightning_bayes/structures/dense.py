@@ -1,10 +1,10 @@
 """A full matrix, for networks or subsets of a few thousand parameters: `M = factor · H + diag(shift)` with `H` PSD.
 
-Rounding leaves some of the zero eigenvalues of a float32 `H` below zero. With a small prior, `M` would then be nearly
-singular or indefinite, and its log-determinant anything down to `−∞`. So `H` is decomposed in float64, once for all
-factors and priors, and its negative eigenvalues are taken for the zeros they are:
+Rounding leaves the zero eigenvalues of a float32 `H` above or below zero. With a small prior, `M` would then be nearly
+singular or indefinite, and the evidence would count the others as data. So `H` is decomposed in float64, once for all
+factors and priors, and eigenvalues within its rounding are set to zero (see `eigh`):
 
-    H = Q diag(λ) Qᵀ,    M⁻¹ = Q diag(1/(factor · max(λ, 0) + shift)) Qᵀ.
+    H = Q diag(λ) Qᵀ,    M⁻¹ = Q diag(1/(factor · λ + shift)) Qᵀ.
 
 A prior that differs between parameters has no such form: `M` has a Cholesky factor in float64 then. So has one whose
 `H` is part of a graph, because equal eigenvalues have no derivatives. Draws are made by `M = LLᵀ`, which takes a
@@ -20,7 +20,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, StructureError, positive
+from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, eigh, positive
 
 T = TypeVar("T")
 SLIGHT = 1e-3  # the part of a prior precision that rounding of the curvature may change
@@ -70,9 +71,9 @@ class Dense(Structure):
 
     def inverse_diagonal(self) -> Tensor:
         if self._has_cholesky:
-            return torch.cholesky_inverse(self._cholesky).diagonal().to(self.dtype)
+            return cast_like(torch.cholesky_inverse(self._cholesky).diagonal(), self.matrix)
         values, Q = self._eigen
-        return Q.square() @ positive(values).reciprocal().to(Q)
+        return Q.square() @ cast_like(positive(values).reciprocal(), Q)
 
     def __add__(self, other: Dense) -> Dense:
         self._check_same_form(other)
@@ -89,10 +90,17 @@ class Dense(Structure):
     def floor(self) -> float | Tensor:
         return self.shift.min() if isinstance(self.shift, Tensor) else self.shift
 
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        if self._has_cholesky or not self._one_group(groups):
+            return None
+        values, Q = self._eigen
+        rotated = None if vectors is None else in_float64(vectors) @ in_float64(Q)
+        return Eigenbasis(values, values.new_ones(()), groups, rotated)
+
     def trace_terms(self, other: Structure) -> Tensor:
         """In float64, with the same clamped matrices as all else."""
-        M = other._matrix() if isinstance(other, Dense) else other.to_dense().double()
-        return torch.cholesky_solve(M, torch.linalg.cholesky(self._matrix())).diagonal().to(self.dtype)
+        M = other._matrix() if isinstance(other, Dense) else in_float64(other.to_dense())
+        return cast_like(torch.cholesky_solve(M, torch.linalg.cholesky(self._matrix())).diagonal(), self.matrix)
 
     def scale(self, factor: float | Tensor) -> Dense:
         return Dense(self.matrix, self.factor * factor, self.shift * factor, self._eigen_of_matrix)
@@ -105,33 +113,33 @@ class Dense(Structure):
 
     def solve(self, vectors: Tensor) -> Tensor:
         if self._has_cholesky:
-            columns = vectors.reshape(-1, self.size).mT.double()
-            return torch.cholesky_solve(columns, self._cholesky).mT.reshape(vectors.shape).to(vectors.dtype)
+            columns = in_float64(vectors.reshape(-1, self.size).mT)
+            return cast_like(torch.cholesky_solve(columns, self._cholesky).mT.reshape(vectors.shape), vectors)
         values, Q = self._eigen
-        return (vectors @ Q * positive(values).reciprocal().to(Q)) @ Q.mT
+        return (vectors @ Q * cast_like(positive(values).reciprocal(), Q)) @ Q.mT
 
     def root_solve(self, vectors: Tensor) -> Tensor:
         """`v L⁻¹` of `M = LLᵀ`; `v M^(-1/2)` where `H` had to be clamped and has a form with its eigenvalues."""
         if self._needs_clamping and not self._has_cholesky:
             values, Q = self._eigen
-            return (vectors @ Q * positive(values).rsqrt().to(Q)) @ Q.mT
+            return (vectors @ Q * cast_like(positive(values).rsqrt(), Q)) @ Q.mT
         if not self._has_prior:
             positive(self._eigen[0])  # which a Cholesky factor may not notice
-        rows = vectors.reshape(-1, self.size).double()
+        rows = in_float64(vectors.reshape(-1, self.size))
         solved = torch.linalg.solve_triangular(self._cholesky, rows, upper=False, left=False)
-        return solved.reshape(vectors.shape).to(vectors.dtype)
+        return cast_like(solved.reshape(vectors.shape), vectors)
 
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         if self._has_cholesky:
             return super().inverse_quadratic(J)
         values, Q = self._eigen
-        rotated = J @ Q * positive(values).rsqrt().to(Q)  # [..., K, P]
+        rotated = J @ Q * cast_like(positive(values).rsqrt(), Q)  # [..., K, P]
         return rotated @ rotated.mT
 
     def logdet(self) -> Tensor:
         if self._has_cholesky:
-            return 2 * self._cholesky.diagonal().log().sum().to(self.dtype)
-        return self._eigen[0].log().sum().to(self.dtype)
+            return cast_like(2 * self._cholesky.diagonal().log().sum(), self.matrix)
+        return cast_like(self._eigen[0].log().sum(), self.matrix)
 
     def parts(self) -> dict[str, Any]:
         return {"matrix": self.matrix, "factor": self.factor, "shift": self.shift}
@@ -145,7 +153,7 @@ class Dense(Structure):
         return self._has_many_shifts or self.matrix.requires_grad
 
     def _shifts(self, like: Tensor) -> Tensor:
-        return torch.as_tensor(self.shift).to(like).expand(self.size)  # [P]
+        return torch.as_tensor(_beside(like, self.shift), dtype=like.dtype, device=like.device).expand(self.size)  # [P]
 
     @property
     def _is_in_graph(self) -> bool:
@@ -155,11 +163,7 @@ class Dense(Structure):
     def _eigen(self) -> Eigen:
         """Of `M`, with one shift, or without any.  # [P], [P, P]"""
         λ, Q = self._of_matrix()
-        values = λ.clamp(min=0) * self.factor + self.shift
-        if not self._has_prior:
-            # Without a prior, an eigenvalue within the rounding of zero is zero.
-            values = values.masked_fill(values <= self.size * torch.finfo(λ.dtype).eps * values.amax(), 0)
-        return values, Q
+        return λ * _beside(λ, self.factor) + _beside(λ, self.shift), Q
 
     @property
     def _cholesky(self) -> Tensor:
@@ -176,13 +180,12 @@ class Dense(Structure):
 
     def _matrix(self) -> Tensor:
         """`M` in float64, of an `H` that is clamped if need be.  # [P, P]"""
-        H = self.matrix.double()
+        H = in_float64(self.matrix)
         if self._needs_clamping:
-            λ, Q = torch.linalg.eigh(H.detach())
-            negative = int((λ < 0).sum())  # the first, as eigenvalues rise
-            Q = Q[:, :negative]
-            H = H - (Q * λ[:negative]) @ Q.mT
-        M = H * self.factor
+            λ, Q = self._of_matrix()
+            Q = in_float64(Q[:, λ.to(Q.device) == 0])
+            H = H - Q @ (Q.mT @ H.detach() @ Q) @ Q.mT
+        M = H * _beside(H, self.factor)
         M.diagonal().add_(self._shifts(M))
         return M
 
@@ -199,21 +202,23 @@ class Dense(Structure):
         """Whether negative eigenvalues of `factor · H` may be more than a slight part of the prior. They are rounding:
         independent errors of the entries, `eps |H_ij|`, have a norm of about `2 eps` times that of the largest row.
         Where that does not say no, a positive definite `factor · H + SLIGHT · shift` may."""
-        H, smallest = self.matrix.detach(), torch.as_tensor(self.floor).detach().double()
-        factor = torch.as_tensor(self.factor).detach().double()
-        rounding = 4 * torch.finfo(self.dtype).eps * torch.linalg.vector_norm(H, dim=-1).amax().double()
+        largest = in_float64(torch.linalg.vector_norm(self.matrix.detach(), dim=-1).amax())
+        smallest, factor = (_beside(largest, number) for number in (self.floor, self.factor))
+        rounding = 4 * torch.finfo(self.dtype).eps * largest
         if factor * rounding <= SLIGHT * smallest:
             return False
-        nearly = H.double() * factor
+        nearly = in_float64(self.matrix.detach()) * factor
         nearly.diagonal().add_(SLIGHT * smallest)
         return bool(torch.linalg.cholesky_ex(nearly).info)
 
     def _of_matrix(self) -> Eigen:
-        return self._eigen_of_matrix.get(lambda: self._decompose(self.matrix), self.matrix.requires_grad)
+        """Of `H` without its graph: equal eigenvalues have no derivatives."""
+        return self._eigen_of_matrix.get(lambda: eigh(self.matrix.detach(), "the full matrix", wide=False), False)
 
-    def _decompose(self, matrix: Tensor) -> Eigen:
-        λ, Q = torch.linalg.eigh(matrix.double())
-        return λ, Q.to(self.dtype)  # rotations are as exact as the vectors; what cancels is in the eigenvalues
+
+def _beside(like: Tensor, number: Tensor | float) -> Tensor | float:
+    """A number that `like` can be multiplied with."""
+    return cast_like(number, like) if isinstance(number, Tensor) else number
 
 
 class Kept(Generic[T]):

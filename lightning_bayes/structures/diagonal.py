@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.subset import Subset, layer_of
-from lightning_bayes.structures.base import ParameterBlock, Structure, positive
+from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, positive
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
@@ -77,6 +78,10 @@ class Diagonal(Structure):
     @property
     def floor(self) -> Tensor:
         return self.values.min()
+
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        values = in_float64(self.values)
+        return Eigenbasis(values, values.new_ones(()), groups, None if vectors is None else in_float64(vectors))
 
     def trace_terms(self, other: Structure) -> Tensor:
         return other.diagonal() / positive(self.values)

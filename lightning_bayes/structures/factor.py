@@ -11,6 +11,7 @@ tight frame, `EEᵀ = I`, in which `M` and all functions of it are diagonal: `f(
 The pairs come from
 
 - fewer rows than columns: the eigenpairs of `XXᵀ`, which are exact;
+- columns that are zero, as those of padding and of dead units: the eigenpairs of all others, which are exact, too;
 - `rank`: a block Krylov space `[MΩ, M²Ω, …]` with random `Ω`, the same on every process, fully orthogonalised
   (Musco and Musco 2015), until it holds enough of the trace or is twice as large as the rank;
 - else `eigh`.
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.structures.base import eigh
 
 Rank = int | str | None  # eigenpairs that a factor keeps: at most so many, "auto", or all
@@ -42,6 +44,11 @@ class Gram:
 
     array: Tensor  # [g, d, d], or X [g, r, d]
     is_rows: bool = False
+    name: str = "a factor"  # for a warning
+
+    @property
+    def size(self) -> int:
+        return self.array.shape[-1]
 
     @property
     def matrix(self) -> Tensor:
@@ -75,27 +82,33 @@ class Factor:
         return Factor.of(Gram(matrix), keep, rank)
 
     @staticmethod
-    def of(gram: Gram, keep: bool = False, rank: Rank = None) -> Factor:
-        """Decompose. Rounding may leave eigenvalues of a PSD matrix below zero: they are zero. Those of a matrix in a
-        graph have its derivatives, the vectors have none: equal eigenvalues would make them infinite."""
+    def of(gram: Gram, keep: bool = False, rank: Rank = None, whole: bool = False) -> Factor:
+        """Decompose; `whole` asks for all `d` eigenvectors. Eigenvalues of a matrix in a graph have its derivatives,
+        the vectors have none: equal eigenvalues would make them infinite."""
         detached = replace(gram, array=gram.array.detach())
-        n = min(gram.array.shape[-2:])  # at most so many eigenvalues are not zero
+        live = (gram.diagonal != 0).any(0).nonzero().flatten()  # columns that are not zero
+        strips = not gram.is_rows and 0 < len(live) < gram.size
+        if strips:
+            detached = replace(detached, array=detached.array[:, live][:, :, live])
+        n = min(detached.array.shape[-2:])  # at most so many eigenvalues are not zero
         most = n if rank is None or (rank == "auto" and n <= WIDE) else rank
         if isinstance(most, int) and 2 * most >= n // MOST:
-            values, vectors = _of_rows(detached.array) if gram.is_rows else eigh(detached.array)
+            values, vectors = _of_rows(detached) if gram.is_rows else eigh(detached.array, gram.name)
         else:
             values, vectors = _krylov(detached, most)
         if isinstance(most, int):
             values, vectors = _largest(values, vectors, most)
+        if strips:
+            values, vectors = _with_zeros(values, vectors, live, gram.size, whole)
+        values = cast_like(values, gram.array)
         if gram.array.requires_grad:
-            values = (vectors * gram.matmul(vectors)).sum(-2)
-        values = values.clamp(min=0)
+            values = torch.where(values > 0, (vectors * gram.matmul(vectors)).sum(-2), 0.0)
         d, k = vectors.shape[-2:]
         remainder = None
         if k < d:
-            rest = gram.diagonal.double().sum(-1, keepdim=True) - values.double().sum(-1, keepdim=True)
-            remainder = torch.zeros_like(rest) if k == n else (rest / (d - k)).clamp(min=0)
-            remainder = remainder.to(values.dtype)
+            rest = in_float64(gram.diagonal).sum(-1, keepdim=True) - in_float64(values).sum(-1, keepdim=True)
+            remainder = torch.zeros_like(rest) if k >= n else (rest / (d - k)).clamp(min=0)
+            remainder = cast_like(remainder, values)
         return Factor(vectors, values, gram.matrix if keep else None, remainder, rank)
 
     @property
@@ -129,9 +142,9 @@ class Factor:
         squares = self.vectors.square()
         if self.remainder is None:
             return squares
-        rest = 1 - squares.sum(-1, keepdim=True, dtype=torch.float64)
+        rest = 1 - in_float64(squares).sum(-1, keepdim=True)
         rest = torch.where(rest <= ROUNDING * torch.finfo(squares.dtype).eps, 0, rest)
-        return torch.cat([squares, rest.to(squares.dtype)], -1)
+        return torch.cat([squares, cast_like(rest, squares)], -1)
 
     @property
     def matrix(self) -> Tensor:
@@ -179,6 +192,13 @@ class Factor:
         inside, rest = numbers.split([self.values.shape[-1], 1], dim)
         return torch.cat([inside, (self.size - self.values.shape[-1]) * rest], dim)
 
+    @property
+    def column_counts(self) -> Tensor:
+        """How many dimensions a column of `E` stands for: `d` columns are those of `d − k` others.  # [k + d]"""
+        k, d = self.values.shape[-1], self.size
+        ones = torch.ones(k, dtype=torch.float64, device="cpu")
+        return ones if self.remainder is None else torch.cat([ones, ones.new_full((d,), (d - k) / d)])
+
     def scale(self, factor: float | Tensor) -> Factor:
         """By a number, or one for each group `[g, 1]`."""
         of_matrix = factor.unsqueeze(-1) if isinstance(factor, Tensor) and factor.ndim else factor
@@ -203,9 +223,9 @@ class Factor:
         assert self.vectors is not None
         assert other.vectors is not None
         both, remainder = torch.cat([self.vectors, other.vectors], -1), self.remainder + other.remainder
-        above = [f.values.double() - f.remainder.double() for f in (self, other) if f.remainder is not None]
+        above = [in_float64(f.values) - in_float64(f.remainder) for f in (self, other) if f.remainder is not None]
         values, vectors = _of_products(both, torch.cat(above, -1))
-        values = (values + remainder.double()).clamp(min=0).to(remainder.dtype)
+        values = cast_like((values + in_float64(remainder)).clamp(min=0), remainder)
         return Factor(vectors, values, None, remainder, rank)
 
     def decomposed(self) -> Factor:
@@ -242,22 +262,35 @@ class Factor:
         return Factor(vectors, values, kept, remainder, self.rank)
 
 
-def _of_rows(X: Tensor) -> tuple[Tensor, Tensor]:
+def _of_rows(gram: Gram) -> tuple[Tensor, Tensor]:
     """The eigenpairs of `XᵀX` from those of `XXᵀ`, in falling order and in float64, because `XXᵀ` has the squares of
     `X`'s singular values; QR makes those vectors orthonormal that rounding has spoiled.  # [g, r], [g, d, r]"""
-    X64 = X.double()
-    values, turn = torch.linalg.eigh(X64 @ X64.mT)
-    vectors = torch.linalg.qr(X64.mT @ turn.flip(-1)).Q
-    return values.flip(-1).to(X.dtype), vectors.to(X.dtype)
+    X = in_float64(gram.array)
+    values, turn = eigh(X @ X.mT, gram.name)
+    vectors = torch.linalg.qr(X.mT @ turn.flip(-1)).Q
+    return values.flip(-1), cast_like(vectors, gram.array)
+
+
+def _with_zeros(values: Tensor, vectors: Tensor, live: Tensor, d: int, whole: bool) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of the live columns as those of all `d`. Where most columns are zero, their unit vectors are left to a
+    remainder of zero, unless the basis is to be `whole`.  # [g, k], [g, d, k]"""
+    g, n, k = vectors.shape
+    dead = torch.ones(d, dtype=torch.bool, device=vectors.device).index_fill_(0, live, False).nonzero().flatten()
+    if k < n or (2 * n <= d and not whole):
+        return values, vectors.new_zeros(g, d, k).index_copy_(1, live, vectors)
+    padded = vectors.new_zeros(g, d, d)  # rising, as `eigh` has them
+    padded[:, dead, torch.arange(d - k, device=vectors.device)] = 1
+    padded[:, live, d - k :] = vectors
+    return torch.cat([values.new_zeros(g, d - k), values], -1), padded
 
 
 def _of_products(V: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """The eigenpairs of `V diag(s) Vᵀ`, of numbers `s` in float64 that may be below zero: a Krylov space finds
     eigenvalues below the remainder, too. Only the eigenvalues have derivatives.  # [g, k], [g, d, k]"""
-    Q, R = torch.linalg.qr(V.double())
+    Q, R = torch.linalg.qr(in_float64(V))
     turn = torch.linalg.eigh(R * s.detach().unsqueeze(-2) @ R.mT).eigenvectors
     values = ((R.mT @ turn).square() * s.unsqueeze(-1)).sum(-2)
-    return values, (Q @ turn).to(V.dtype)
+    return values, cast_like(Q @ turn, V)
 
 
 def _largest(values: Tensor, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -266,7 +299,7 @@ def _largest(values: Tensor, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values, vectors
     places = values.argsort(-1, descending=True)[:, :k].sort(-1).values
     of_vectors = places.unsqueeze(-2).expand(-1, vectors.shape[-2], -1)
-    return values.gather(-1, places), vectors.gather(-1, of_vectors)
+    return values.gather(-1, places), vectors.gather(-1, of_vectors.to(vectors.device))
 
 
 def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
@@ -276,17 +309,17 @@ def _krylov(gram: Gram, rank: int | str) -> tuple[Tensor, Tensor]:
     most, share = (n // MOST, SHARE) if isinstance(rank, str) else (2 * rank, all_of_it)
     Q, MQ = (gram.array.new_empty(g, d, BLOCK * -(-most // BLOCK)) for _ in range(2))
     product = gram.matmul(_noise(Q[..., :BLOCK], seed=0))
-    trace = gram.diagonal.double().sum(-1)
+    trace = in_float64(gram.diagonal).sum(-1)
     captured, m = torch.zeros_like(trace), 0
     while m == 0 or (m < most and (captured < share * trace).any()):
         block = _orthonormal(product, Q[..., :m])
         product = gram.matmul(block)
-        captured += (block * product).double().sum((-2, -1))
+        captured += in_float64(block * product).sum((-2, -1))
         part, m = slice(m, m + block.shape[-1]), m + block.shape[-1]
         Q[..., part], MQ[..., part] = block, product
-    T = (Q[..., :m].mT @ MQ[..., :m]).double()
+    T = in_float64(Q[..., :m].mT @ MQ[..., :m])
     values, turn = torch.linalg.eigh((T + T.mT) / 2)
-    return values.flip(-1).to(Q.dtype), Q[..., :m] @ turn.flip(-1).to(Q.dtype)
+    return cast_like(values.flip(-1), Q), Q[..., :m] @ cast_like(turn.flip(-1), Q)
 
 
 def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
@@ -307,5 +340,6 @@ def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
 
 def _noise(like: Tensor, seed: int) -> Tensor:
     """Drawn on the CPU: the same on every device and process.  # [g, d, b]"""
-    noise = torch.randn(like.shape[-2:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(like.shape[-2:], generator=generator, dtype=torch.float64, device="cpu")
     return noise.to(like).expand_as(like)

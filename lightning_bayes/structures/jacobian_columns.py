@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import layer_jacobian
@@ -32,12 +33,12 @@ class JacobianColumns:
 
     def add_rows(self, layout: Layout, J: Tensor) -> None:
         """# [K, B, p]"""
-        self.total = self.total + J @ layout.gather(self._rows).to(J.dtype).mT
+        self.total = self.total + J @ cast_like(layout.gather(self._rows), J).mT
 
     def add(self, layout: Layout, a: Tensor, g: Tensor) -> None:
         """# a [G, B, T, I], g [K, G, B, T, O]"""
         (G, B, T, I), K, O, k = a.shape, len(g), g.shape[4], len(self._rows)
-        V = layout.gather(self._rows).to(a.dtype)  # [k, p]
+        V = cast_like(layout.gather(self._rows), a)  # [k, p]
         by_position = T <= K
         size = G * (T * O * k if by_position else K * O * I) * a.element_size()  # of one example
         few = max(1, MEMORY // max(size, 1))

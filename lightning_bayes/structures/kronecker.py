@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import Structure, StructureError, positive
+from lightning_bayes.network.accumulation import cast_like, in_float64
+from lightning_bayes.structures.base import Eigenbasis, Structure, StructureError, positive
 from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.output_covariance import CovarianceForm, inputs_first, rotated_covariances
 
@@ -160,6 +161,15 @@ class Kronecker(Structure):
     @property
     def floor(self) -> float | Tensor:
         return self.shift.min() if isinstance(self.shift, Tensor) else self.shift
+
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        if not self._one_group(groups):
+            return None
+        values = in_float64(self._spread(self.values).flatten())
+        counts = self.left.column_counts.unsqueeze(-1) * self.right.column_counts  # [O, I]
+        rotated = None if vectors is None else in_float64(self.rotate(cast_like(vectors, self.left.values)).flatten(-3))
+        groups = None if groups is None else groups[:1].expand(len(values))
+        return Eigenbasis(values, counts.to(values).repeat(self.shape[0], 1, 1).flatten(), groups, rotated)
 
     def trace_terms(self, other: Structure) -> Tensor:
         """The diagonal of `QᵀM'Q`, over the eigenvalues."""

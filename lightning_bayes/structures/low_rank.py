@@ -14,13 +14,14 @@ the matrix determinant lemma):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.structures.base import InverseTerms, Structure, positive
+from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
+from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure, positive
 from lightning_bayes.structures.diagonal import Diagonal
 
 
@@ -36,6 +37,7 @@ class LowRank(Structure):
     vectors: Tensor  # U [P, k]
     values: Tensor  # λ [k], not negative
     shift: Tensor | float = 0.0  # a scalar, or [P]
+    rounding: float = 0.0  # below which eigenvalues were lost to the rounding of a fit
 
     @staticmethod
     def from_root(root: Tensor, shift: Tensor | float = 0.0) -> LowRank:
@@ -67,7 +69,7 @@ class LowRank(Structure):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LowRank:
         vectors, values = (t.to(device=device, dtype=dtype) for t in (self.vectors, self.values))
         shift = self.shift.to(device=device, dtype=dtype) if isinstance(self.shift, Tensor) else self.shift
-        return LowRank(vectors, values, shift)
+        return replace(self, vectors=vectors, values=values, shift=shift)
 
     def to_dense(self) -> Tensor:
         return (self.vectors * self.values) @ self.vectors.mT + torch.diag(self._shifts.expand(self.size))
@@ -79,7 +81,7 @@ class LowRank(Structure):
         D = positive(self._shifts)
         if D.ndim:
             taken = (self._scaled_root() @ self._inverse_root()).square().sum(-1)
-            return (D.double().reciprocal() - taken).to(self.dtype)
+            return cast_like(in_float64(D).reciprocal() - taken, self.vectors)
         inside = self.vectors.square()
         return inside @ (self.values + D).reciprocal() + (1 - inside.sum(-1)).clamp(min=0) / D
 
@@ -92,11 +94,26 @@ class LowRank(Structure):
     def floor(self) -> Tensor:
         return self._shifts.min()
 
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
+        """The columns of `U`, and of `I − UUᵀ`, which stand for the other `P − k` dimensions."""
+        if self._shifts.ndim or not self._one_group(groups):
+            return None
+        P, k, shift = self.size, self.rank, in_float64(self._shifts)
+        values = torch.cat([in_float64(self.values) + shift, shift.expand(P)])
+        counts = torch.cat([torch.ones_like(values[:k]), torch.full_like(values[k:], (P - k) / P)])
+        rotated = (
+            None
+            if vectors is None
+            else torch.cat([in_float64(part) for part in self._split(vectors.to(self.values))], -1)
+        )
+        return Eigenbasis(values, counts, None if groups is None else groups[:1].expand(k + P), rotated)
+
     def scale(self, factor: float | Tensor) -> LowRank:
-        return LowRank(self.vectors, self.values * factor, self.shift * factor)
+        rounding = self.rounding * float(torch.as_tensor(factor).detach())
+        return replace(self, values=self.values * factor, shift=self.shift * factor, rounding=rounding)
 
     def add_prior(self, precision: float | Tensor) -> LowRank:
-        return LowRank(self.vectors, self.values, self.shift + self._check_prior(precision))
+        return replace(self, shift=self.shift + self._check_prior(precision))
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return (vectors @ self.vectors * self.values) @ self.vectors.mT + vectors * self.shift
@@ -105,8 +122,8 @@ class LowRank(Structure):
         D = positive(self._shifts)
         if D.ndim:
             root = self._scaled_root() @ self._inverse_root()  # [P, k]
-            wide = vectors.double()
-            return (wide / D - (wide @ root) @ root.mT).to(vectors.dtype)
+            wide = in_float64(vectors)
+            return cast_like(wide / in_float64(D) - (wide @ root) @ root.mT, vectors)
         inside, rest = self._split(vectors)
         return (inside / (self.values + D)) @ self.vectors.mT + rest / D
 
@@ -117,12 +134,12 @@ class LowRank(Structure):
         if not D.ndim:
             inside, rest = self._split(vectors)
             return (inside * (self.values + D).rsqrt()) @ self.vectors.mT + rest * D.rsqrt()
-        W = self._root().double() * D.double().rsqrt().unsqueeze(-1)  # WWᵀ = D^(-1/2) H D^(-1/2)
+        W = in_float64(self._root()) * in_float64(D).rsqrt().unsqueeze(-1)  # WWᵀ = D^(-1/2) H D^(-1/2)
         Q, triangle = torch.linalg.qr(W)
         turn, s, _ = torch.linalg.svd(triangle)
-        Q, wide = Q @ turn, vectors.double()
+        Q, wide = Q @ turn, in_float64(vectors)
         inside = (wide @ Q) * ((1 + s.square()).rsqrt() - 1)
-        return ((wide + inside @ Q.mT) * D.double().rsqrt()).to(vectors.dtype)
+        return cast_like((wide + inside @ Q.mT) * in_float64(D).rsqrt(), vectors)
 
     def inverse_quadratic(self, J: Tensor) -> Tensor:
         D = positive(self._shifts)
@@ -136,16 +153,16 @@ class LowRank(Structure):
         """By Woodbury's formula in float64, exact for the `U` that is stored: rounded to float32, it is not quite
         orthonormal, which matters where the variance is a small difference."""
         first = matrices[0]
-        ones = Diagonal(torch.ones(first.size, dtype=torch.float64, device=first.device))
+        ones = Diagonal(torch.ones(first.size, dtype=torch.float64, device=float64_device(first.device)))
         grams: dict[int, Tensor] = {}
         terms = []
         for M in matrices:
-            D, U, root = positive(M._shifts).double(), M.vectors, M.values.double().sqrt()
+            D, U, root = in_float64(positive(M._shifts)), M.vectors, in_float64(M.values).sqrt()
             if D.ndim:
                 terms.append(InverseTerms(Diagonal(D), 1.0, M._scaled_root(), M._inverse_root()))
                 continue
             if id(U) not in grams:
-                grams[id(U)] = U.double().mT @ U.double()
+                grams[id(U)] = in_float64(U).mT @ in_float64(U)
             mix = root.unsqueeze(1) * _inverse_root(root.unsqueeze(1) * grams[id(U)] * root / D) / D
             terms.append(InverseTerms(ones, 1 / D, U, mix))
         return terms
@@ -156,7 +173,7 @@ class LowRank(Structure):
             outside = self.size - self.rank
             return (self.values + D).log().sum() + (outside * D.log() if outside else 0)
         K = self._capacitance()
-        return (D.double().log().sum() + torch.linalg.slogdet(K + _identity(K)).logabsdet).to(self.dtype)
+        return cast_like(in_float64(D).log().sum() + torch.linalg.slogdet(K + _identity(K)).logabsdet, self.vectors)
 
     @property
     def _shifts(self) -> Tensor:
@@ -174,11 +191,11 @@ class LowRank(Structure):
 
     def _scaled_root(self) -> Tensor:
         """`D⁻¹U√λ`, in float64.  # [P, k]"""
-        return self._root().double() / self._shifts.double().unsqueeze(-1)
+        return in_float64(self._root()) / in_float64(self._shifts).unsqueeze(-1)
 
     def _capacitance(self) -> Tensor:
         """`K`, in float64.  # [k, k]"""
-        return self._root().double().mT @ self._scaled_root()
+        return in_float64(self._root()).mT @ self._scaled_root()
 
     def _inverse_root(self) -> Tensor:
         return _inverse_root(self._capacitance())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.shards import distributed
@@ -40,14 +41,18 @@ class ShardedDiagonal(Diagonal):
         return replace(self, values=values)
 
     def layer_index(self, subset: Subset) -> Tensor:
-        layers = torch.tensor([subset.layers.index(layer_of(name)) for name in subset.names])
-        return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards]))
+        layers = torch.tensor([subset.layers.index(layer_of(name)) for name in subset.names], device="cpu")
+        return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards], device="cpu"))
+
+    def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> None:
+        """A process has its own entries alone."""
+        return
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()
 
     def quadratic(self, J: Tensor) -> Tensor:
-        parts = zip(self.split(J.double()), self.split(self.values), self.shards, strict=True)
+        parts = zip(self.split(in_float64(J)), self.split(self.values), self.shards, strict=True)
         return _over_processes(torch.stack([(j * m) @ j.mT / shard.copies for j, m, shard in parts]).sum(0))
 
     def inverse_quadratic(self, J: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ class ParameterShard:
 
     def places(self) -> Tensor:
         """In the whole network's flat vector.  # [own, own, …]"""
-        place = torch.tensor(self.start)
+        place = torch.tensor(self.start, device="cpu")
         for dim, own in enumerate(self.indices):
             place = place.unsqueeze(-1) + own * self.shape[dim + 1 :].numel()
         return place
@@ -117,7 +122,7 @@ def own_indices(
     shape: torch.Size, placements: Sequence[Any] = (), mesh: DeviceMesh | None = None
 ) -> tuple[Tensor, ...]:
     """The indices of a process's shard along each dimension of a tensor of this shape."""
-    indices = [torch.arange(length) for length in shape]
+    indices = [torch.arange(length, device="cpu") for length in shape]
     for mesh_dim, placement in enumerate(placements):
         if mesh is None or not hasattr(placement, "dim"):
             continue

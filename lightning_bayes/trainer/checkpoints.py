@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_bayes.network import Processes
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
@@ -118,7 +119,9 @@ def put_posterior(
 ) -> None:
     """Make `posterior` part of the callback's `state` in a checkpoint; on all processes. Where the callback has changed
     the module's `weights` since, the checkpoint gets them, and all of the callback's state."""
-    if trainer.is_global_zero:
+    with Processes.current().raising_together():
+        if not trainer.is_global_zero:
+            return
         checkpoint = _read(trainer, path)
         if weights is not None:
             own = checkpoint["state_dict"]
@@ -131,23 +134,24 @@ def put_posterior(
             save_posterior(posterior, beside(path, name))
         if "callbacks" in checkpoint or weights is not None:
             replace_file(path, checkpoint)
-    trainer.strategy.barrier("posterior in checkpoint")
 
 
 def put_calibrations(trainer: Trainer, path: str, key: str, posterior: GaussianPosterior) -> None:
     """Add those of `posterior` to the same one in a checkpoint's state; on all processes."""
-    if trainer.is_global_zero:
+    with Processes.current().raising_together():
+        if not trainer.is_global_zero:
+            return
         checkpoint = _read(trainer, path)
         state = checkpoint.get("callbacks", {}).get(key)
         if state is not None:
             state["posterior"]["calibrations"] = posterior.state_dict()["calibrations"]
             replace_file(path, checkpoint)
-    trainer.strategy.barrier("calibrations in checkpoint")
 
 
 def callback_state(trainer: Trainer, path: str, key: str, part: str) -> Any:
     """A part of a callback's state in a checkpoint, as rank zero reads it; None without one. On all processes."""
-    states = (_read(trainer, path).get("callbacks") or {}) if trainer.is_global_zero else {}
+    with Processes.current().raising_together():
+        states = (_read(trainer, path).get("callbacks") or {}) if trainer.is_global_zero else {}
     return trainer.strategy.broadcast((states.get(key) or {}).get(part))
 
 
@@ -165,16 +169,12 @@ def is_of_weights(posterior: GaussianPosterior) -> bool:
     return True
 
 
-def warn_of_unaveraged_weights(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """If the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
+def is_unaveraged(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
+    """Whether the module has the weights that `WeightAveraging` keeps in a checkpoint beside their average."""
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
-        return
-    if _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"]):
-        rank_zero_warn(
-            "the Trainer's weight averaging has loaded the checkpoint's weights from before the average, which its "
-            "posterior is of: test the checkpoint with a new Trainer, or without averaging among the callbacks"
-        )
+        return False
+    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
 
 
 @contextmanager

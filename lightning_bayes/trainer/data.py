@@ -88,8 +88,8 @@ def exact_pass(
     processes: Processes | None = None,
     max_batches: int | None = None,
 ) -> ExactPass:
-    """`loader`'s dataset, once and in order, shared over `processes`; `limit` is `limit_train_batches`, and with
-    `max_batches` there are no more than so many."""
+    """`loader`'s dataset, once and in order, shared over `processes`; it ends after `limit` batches, or that share of
+    them, or after `max_batches`."""
     loader = single(loader)
     processes = processes or Processes()
     if not _is_indexed(loader):
@@ -128,17 +128,17 @@ def owner_among(owners: list[Any], name: str) -> Any:
 def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:
     """All of the first validation dataloader, on every process, so that all choose the same prior; the Trainer's, if
     no other `loaders` are given."""
-    loaders = trainer.val_dataloaders if loaders is None and trainer is not None else loaders
-    if loaders is None:
+    loader = first_loader(trainer.val_dataloaders if loaders is None and trainer is not None else loaders)
+    if loader is None:
         raise RuntimeError(_NO_VALIDATION)
-    first = as_list(loaders)[0]
     limit = None if trainer is None else trainer.limit_val_batches
-    return replace(exact_pass(as_list(first)[0], module, trainer, limit), stage="val")
+    return replace(exact_pass(loader, module, trainer, limit), stage="val")
 
 
 def check_validation(trainer: Trainer) -> None:
     """Before training: will there be validation data to tune on?"""
-    if not trainer.enable_validation:
+    loaders = trainer.val_dataloaders  # None before they are loaded
+    if not trainer.enable_validation or (loaders is not None and first_loader(loaders) is None):
         raise RuntimeError(_NO_VALIDATION)
 
 
@@ -155,17 +155,10 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
     return _count(loader, _indices(loader)[: None if batches is None else size * batches])
 
 
-def count_passed(trainer: Trainer) -> int:
-    """How many examples one pass over the training data takes; `limit_train_batches` cuts it also where training
-    shuffles."""
-    loader = single(trainer.train_dataloader)
-    indices = _indices(loader)
-    return _count(loader, indices[: _limit(trainer.limit_train_batches, len(indices), batch_size(loader) or 1)])
-
-
-def drawn_batches(trainer: Trainer) -> int | None:
-    """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out."""
-    loader = single(trainer.train_dataloader)
+def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
+    """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out. `loader` is
+    the Trainer's, if no other is given."""
+    loader = single(trainer.train_dataloader if loader is None else loader)
     # In a run of one batch, that batch would be all the data.
     limit = None if is_dev_run(trainer) else trainer.limit_train_batches
     sampler = sampler_of(loader)
@@ -173,6 +166,14 @@ def drawn_batches(trainer: Trainer) -> int | None:
     if limit is None or (limit == 1.0 and isinstance(limit, float)) or not in_order:
         return None
     return replicas(trainer) * (limit if isinstance(limit, int) else int(limit * len(loader)))
+
+
+def passed_batches(trainer: Trainer, loader: Any) -> int | float | None:
+    """The first so many batches of the training data are those of a posterior: of data that can be shuffled, those
+    that training draws from; of a stream, and in a run of one batch, those of an epoch."""
+    if is_dev_run(trainer) or not _is_indexed(single(loader)):
+        return trainer.limit_train_batches
+    return drawn_batches(trainer, loader)
 
 
 def replicas(trainer: Trainer) -> int:
@@ -225,6 +226,13 @@ def as_list(loaders: Any) -> list[Any]:
     if isinstance(loaders, dict):
         return list(loaders.values())
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+
+
+def first_loader(loaders: Any) -> Any:
+    """The first of a Trainer's dataloaders; None without one, as where a hook returns an empty list."""
+    while isinstance(loaders, (list, tuple, dict)):
+        loaders = next(iter(as_list(loaders)), None)
+    return loaders
 
 
 def batch_size(loader: Any) -> int | None:
@@ -285,7 +293,7 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
 
 
 def _limit(limit: int | float | None, n: int, size: int) -> int | None:
-    """How many examples `limit_train_batches` allows: an integer is that many batches at any number of processes."""
+    """How many examples a limit allows: an integer is that many batches, a fraction a share of them."""
     if limit is None or (limit == 1.0 and isinstance(limit, float)):
         return None
     return size * (limit if isinstance(limit, int) else int(limit * math.ceil(n / size)))

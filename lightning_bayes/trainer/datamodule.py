@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.trainer.data import first_loader
 from lightning_bayes.trainer.module import ReplacedMethod
 from lightning_bayes.trainer.private import TRANSFER_HOOKS, attached, is_default_data_hook
 
@@ -49,21 +50,21 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
             "pass a data module or a DataLoader"
         )
     with ExitStack() as stack:
-        stack.enter_context(preserved_rng())
+        stack.enter_context(preserved_rng(module.device))
         own = _copy(owner)
         for thing in (module, own):
             stack.enter_context(attached(thing, trainer))
         if not _is_set_up(owner):
             # Under several processes one of them prepares the data, before the others read them.
-            if Processes.current().rank == 0:
-                own.prepare_data()
-            if trainer is not None:
-                trainer.strategy.barrier()
+            with Processes.current().raising_together():
+                if Processes.current().rank == 0:
+                    own.prepare_data()
             stack.callback(own.teardown, "fit")
-            own.setup("fit")
+            with Processes.current().raising_together():
+                own.setup("fit")
         stack.enter_context(_transfer_hooks_of(own, module))
         validation = None if is_default_data_hook(own, "val_dataloader") else own.val_dataloader()
-        yield Loaders(own, own.train_dataloader(), validation if _holds_any(validation) else None)
+        yield Loaders(own, own.train_dataloader(), None if first_loader(validation) is None else validation)
 
 
 def _is_set_up(owner: Any) -> bool:
@@ -93,11 +94,6 @@ def _copy(owner: Any) -> Any:
     if isinstance(own, nn.Module):
         vars(own).update({name: dict(vars(own)[name]) for name in ("_modules", "_parameters", "_buffers")})
     return own
-
-
-def _holds_any(loaders: Any) -> bool:
-    """Whether there is a dataloader: a data module may return an empty list for none."""
-    return loaders is not None and not (isinstance(loaders, (list, tuple, dict)) and not loaders)
 
 
 @contextmanager

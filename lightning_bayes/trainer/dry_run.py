@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.network import CurvatureError, DataError, inputs
-from lightning_bayes.network.borrowed import borrowed, eager, kept_buffers, preserved_rng
+from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError
 from lightning_bayes.network.output import Output, output_of, unviewed
 from lightning_bayes.network.shards import is_sharded
@@ -47,7 +47,7 @@ class DryRun:
         self.f: Tensor | None = None  # outputs before the step, in eval mode; None for a sharded network
         self._x: Any = None
         self._y: Any = None
-        self._rng = torch.empty(0)  # state at the start of the batch
+        self._rng: RandomState | None = None  # at the start of the batch
 
     def begin(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Before the first batch's step: raise for what cannot work, and look on while the step runs."""
@@ -68,7 +68,7 @@ class DryRun:
         if not isinstance(y, Tensor):
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         if not is_sharded(network):  # whose first forward pass must be the step's own
-            with preserved_rng(), forward_context(trainer), kept_buffers(network):
+            with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
                 self.f, modules = _run(network, callback.network, x, size)
                 callback.read_by_targets(module, x, y)
                 before, network = output_of(network), callback.network_in(module)
@@ -80,7 +80,7 @@ class DryRun:
                 callback.try_fit(network, inputs.take(network, x, some), y[some])
         if module.automatic_optimization and not is_compiled(module):
             self._watch = Watch(modules, size, None if self.f is None else self.f.shape, Reading(network, x))
-        self._x, self._y, self._rng = x, y, torch.get_rng_state()
+        self._x, self._y, self._rng = x, y, RandomState.now(module.device)
 
     def compare(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> LossFit | None:
         """With the loss before its backward pass: how it relates to the likelihood; None if that cannot be known."""
@@ -95,7 +95,7 @@ class DryRun:
                 outputs = watch.reading(seen[0].detach())
                 likelihood.check(outputs, y)
             fit = compare_gradients(likelihood, loss, seen, y, scale, watch.reading) if watch and seen else None
-        if fit is None and f is not None and self._callback.trains_at_its_weights:
+        if fit is None and f is not None and self._rng is not None and self._callback.trains_at_its_weights:
             network = self._callback.network_in(module)
             now = _in_own_mode(network, self._x, self._rng, trainer)
             if isinstance(now, Tensor) and now.shape == f.shape:
@@ -114,7 +114,7 @@ def split_training_batch(trainer: Trainer, module: LightningModule, batch: Any, 
     loaders = trainer.train_dataloader
     if isinstance(loaders, (dict, list, tuple)) and len(loaders) == 1:
         (batch,) = as_list(batch)
-    with preserved_rng(), torch.no_grad():
+    with preserved_rng(module.device), torch.no_grad():
         try:
             return split_batch(module, batch)
         except ModuleError:
@@ -182,14 +182,14 @@ def _is_same(t: Tensor | None, f: Tensor) -> bool:
     return t is not None and t.data_ptr() == f.data_ptr() and t.numel() == f.numel()
 
 
-def _in_own_mode(network: nn.Module, x: Any, rng: Tensor, trainer: Trainer) -> Any:
+def _in_own_mode(network: nn.Module, x: Any, rng: RandomState, trainer: Trainer) -> Any:
     """The outputs in training, at the random numbers that the step began with; None where they cannot be had."""
     if any(isinstance(module, nn.SyncBatchNorm) and module.training for module in network.modules()):
         return None  # it would wait for all processes
     # On copies: the graph of the step still needs the buffers as they are.
     buffers = {name: b.detach().clone() for name, b in network.named_buffers()}
-    with preserved_rng(), torch.no_grad(), eager(), forward_context(trainer), _silence():
-        torch.set_rng_state(rng)
+    with preserved_rng(rng.device), torch.no_grad(), eager(), forward_context(trainer), _silence():
+        rng.restore()
         try:
             return inputs.run(network, x, buffers)
         except Exception as error:  # anything, for the step itself may never call the network so
@@ -207,8 +207,11 @@ def _silence() -> Iterator[None]:
 
 
 def _memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    """What is free; on the host, and on a device that shares its memory, all there is."""
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "mem_get_info"):
+        free, _ = module.mem_get_info(device)
+        return float(free + module.memory_reserved(device) - module.memory_allocated(device))  # torch holds some back
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # unknown on this system

@@ -13,6 +13,7 @@ import torch
 from fsspec.core import url_to_fs
 from lightning.pytorch import Trainer
 
+from lightning_bayes.network import Processes
 from lightning_bayes.posterior import GaussianPosterior
 
 File = Path | str  # a URL stays a string: `Path` would drop one of its slashes
@@ -43,22 +44,19 @@ class PosteriorFile:
     def check(self, trainer: Trainer) -> None:
         """Before training: refuse a folder on this machine that cannot be written to."""
         path = self._choose(trainer, ".pt")
-        if not isinstance(path, Path) or not trainer.is_global_zero:
-            return
-        folder = path.parent
-        existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            why = "cannot be written to" if existing.is_dir() else "is a file"
-            raise RuntimeError(
-                f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
-                "default_root_dir= or logger="
-            )
+        with Processes.current().raising_together():
+            if isinstance(path, Path) and trainer.is_global_zero:
+                _check_folder(path.parent)
 
     def write(self, trainer: Trainer, posterior: GaussianPosterior) -> None:
         """On all processes: rank zero writes the file, and every one its part of a sharded posterior."""
         self.path = self._choose(trainer, "" if posterior.is_sharded else ".pt")
-        if self.path is not None and (posterior.is_sharded or trainer.is_global_zero):
+        if self.path is not None and posterior.is_sharded:
             save_posterior(posterior, self.path)
+        elif self.path is not None:
+            with Processes.current().raising_together():
+                if trainer.is_global_zero:
+                    save_posterior(posterior, self.path)
 
     def _choose(self, trainer: Trainer, suffix: str) -> File | None:
         """On all processes the answer of rank zero; None for nowhere."""
@@ -121,3 +119,13 @@ def replace_file(path: File, content: dict[str, Any]) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.remove(partial)
+
+
+def _check_folder(folder: Path) -> None:
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("."))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "cannot be written to" if existing.is_dir() else "is a file"
+        raise RuntimeError(
+            f"the posterior is to be stored in {folder}, but {existing} {why}: give the Trainer another "
+            "default_root_dir= or logger="
+        )

@@ -20,19 +20,22 @@ from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
+from lightning_bayes.network.borrowed import generator_on
+from lightning_bayes.network.progress import ShownLoader
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.prior_groups import check_groups
 from lightning_bayes.posterior.tuning import METHODS
 from lightning_bayes.predictive import Prediction
-from lightning_bayes.predictive.auto import Choice, survey, without_held_out_data
+from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.predictive.scores import Scores
-from lightning_bayes.trainer.data import ExactPass, validation_pass
+from lightning_bayes.trainer.data import ExactPass, first_loader, validation_pass
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
-from lightning_bayes.trainer.report import log
+from lightning_bayes.trainer.report import log, shows_bars
 
+TUNING, CALIBRATING, SCORING = "Laplace: tuning the prior", "Calibration", "Held-out scores"  # what bars say
 CALIBRATIONS = ("auto", "outputs", "probs", None)
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example that are worth a warning
@@ -53,19 +56,23 @@ class HeldOutScores:
         parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
         return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
 
-    def say(self, name: str, of: str = "") -> None:
+    def say(self, name: str, of: str = "", plain: str = "") -> None:
+        """`plain` is what was chosen, if that is the plain network."""
+
         def words(part: dict[str, float]) -> str:
             return ", ".join(f"{metric} {value:.4g}" for metric, value in part.items())
 
         text = f"MAP {words(self.plain)}; MAP + temperature {words(self.tempered)}; {name} {words(self.posterior)}"
-        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}")
+        chosen = f"{plain} was chosen, without epistemic uncertainty" if plain else "the posterior was kept"
+        rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}")
         rival, best = min((("MAP", self.plain["nll"]), ("MAP + temperature", self.tempered["nll"])), key=lambda r: r[1])
         error = 0.0 if math.isnan(self.error) else self.error
         if self.posterior["nll"] > best + max(WORSE, 2 * error):
+            other = "tune='marglik'" if plain else "predictive='map'"
             rank_zero_warn(
-                f"{name}{of}: the posterior does not improve the predictions of this network (held-out NLL "
-                f"{self.posterior['nll']:.4g}, {rival} {best:.4g}): hold out more data, or use predictive='map', to "
-                "which calibrate='auto' gives a temperature"
+                f"{name}{of}: the posterior does not improve the predictions of this network beyond {rival} (held-out "
+                f"NLL {self.posterior['nll']:.4g}, MAP {self.plain['nll']:.4g}, MAP + temperature "
+                f"{self.tempered['nll']:.4g}), and {chosen}: hold out more data, or use {other}"
             )
 
 
@@ -128,42 +135,49 @@ def choose_on_validation(
     calibrate: str | None,
     of: str = "",
     validation: Any = None,
-) -> LaplacePosterior:
+    progress: bool = True,
+) -> tuple[LaplacePosterior, bool]:
     """Tuned, if by "auto" or "grid", and calibrated, if at all, for the predictions that `use` makes, on `validation`
-    or else the Trainer's own validation data. The scores are said and, unless they are `of` other weights than those
-    in memory, logged."""
+    or else the Trainer's own validation data; and whether the evidence has chosen the prior. The scores are said and,
+    unless they are `of` other weights than those in memory, logged."""
+    by_evidence, shown = tune not in (None, "auto", "grid"), progress and shows_bars(trainer)
     if tune == "grid":
         link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
-        data, samples, seed = validation_pass(trainer, module, validation), use.samples, use.seed
+        data = ShownLoader(validation_pass(trainer, module, validation), TUNING, shown)
+        samples, seed = use.samples, use.seed
         posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
     if tune != "auto" and calibrate is None:
-        return posterior
+        return posterior, by_evidence
     place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
     scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
     by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
     try:
         held_out = validation_data(trainer, module, validation)
         if held_out is not None:
-            choice = survey(posterior, held_out, scoring, by_auto, calibrate is not None)
-            scores = two_fold(choice, held_out)
+            data = ShownLoader(held_out, TUNING if by_auto else CALIBRATING, shown)
+            choice = survey(posterior, data, scoring, by_auto, calibrate is not None)
+            scores, chosen = two_fold(choice, ShownLoader(held_out, SCORING, shown)), choice.on()
             if scores is not None:
-                scores.say(use.name, of)
+                tempered = "the plain network" + ("" if calibrate is None else " with its temperature")
+                is_plain = by_auto and bool((chosen.prior_precision >= NEGLIGIBLE).all())
+                scores.say(use.name, of, tempered if is_plain else "")
                 log(None if of else trainer, scores.numbers(use.name))
-            return choice.on()
+            return chosen, by_evidence
         if by_auto:
             rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
     except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
         rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
-    return without_held_out_data(posterior) if by_auto else posterior
+    if not by_auto:
+        return posterior, by_evidence
+    return without_held_out_data(posterior), posterior.prior.precision is None
 
 
 def validation_data(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass | None:
     """All of the first validation dataloader, on every process, so that all choose the same; None without one."""
     if trainer is not None and is_dev_run(trainer):
         return None
-    if loaders is None and (trainer is None or trainer.val_dataloaders is None):
-        return None
-    return validation_pass(trainer, module, loaders)
+    loaders = trainer.val_dataloaders if loaders is None and trainer is not None else loaders
+    return None if first_loader(loaders) is None else validation_pass(trainer, module, loaders)
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
@@ -182,7 +196,7 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             if not rows:
                 continue
             x_half, y_half = inputs.take(chosen.network, x, rows), y[rows].to(chosen.device)
-            generator = torch.Generator().manual_seed(scoring.seed)
+            generator = generator_on(chosen.device).manual_seed(scoring.seed)
             tempered = choice.posterior.with_calibration(plain)
             predictions = (
                 choice.posterior.predict(x_half, "map", calibrated=False),
@@ -205,4 +219,4 @@ def _nll(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> Tensor:
     mean = prediction.mean if prediction.probs is None else prediction.probs
     assert mean is not None
     predictive = likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)
-    return -likelihood.predictive_log_likelihood(predictive, y).double().cpu()
+    return -likelihood.predictive_log_likelihood(predictive, y).cpu().double()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import inputs
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.output import Output, output_of, unviewed
 from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior.l2m import default_loss_scale
@@ -38,7 +39,7 @@ class LossFit:
     """How a loss relates to the mean negative log-likelihood of the same outputs."""
 
     loss: float
-    nll: float
+    nll: float  # a mean over all targets, as torch's losses are
     scale: float | None  # `c`, where the loss is `c` times the NLL but for terms that do not depend on the outputs
     fits: bool  # False where the loss is surely that of another likelihood
 
@@ -69,9 +70,11 @@ def compare_gradients(
         return None
     with torch.no_grad():
         detached = [f.detach() for f, _ in used]
-        g = torch.cat([_before_normalisation(likelihood, f, g).flatten() * scale for f, g in used]).double()
-        r = torch.cat([-likelihood.residual(f, y).flatten() / len(f) for f in detached]).double()
-        nll = float(sum(mean_nll(likelihood, f, y) for f in detached)) / len(used)
+        g = torch.cat([_before_normalisation(likelihood, f, g).flatten() * scale for f, g in used])
+        r = torch.cat([-likelihood.residual(f, y).flatten() / len(f) for f in detached])
+        g, r = in_float64(g), in_float64(r)
+        total = -float(sum(likelihood.log_likelihood(f, y) for f in detached))
+        nll = total / len(used) / max(1, int(likelihood.n_targets(y)))
     if not (g.norm().isfinite() and r.norm().isfinite() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
         return None
     c = float(g @ r / (r @ r)) * len(used)  # of the mean over several calls, at samples of the weights
@@ -104,7 +107,7 @@ def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, s
     apart = [abs(value - expected) / max(abs(expected), 1e-3) for _, expected in candidates]
     least = min(apart)
     c = candidates[apart.index(least)][0] if least <= _TOLERANCE[torch.float32] else None
-    return LossFit(value, total / B, c, least <= FAR_OFF)
+    return LossFit(value, total / max(1, observed), c, least <= FAR_OFF)
 
 
 def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
@@ -119,8 +122,8 @@ def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
             cause = "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
     return (
         f"the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on the network's outputs "
-        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean is {fit.nll:.6g}. The "
-        f"posterior assumes this likelihood; {cause}"
+        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean over all targets is "
+        f"{fit.nll:.6g}. The posterior assumes this likelihood; {cause}"
     )
 
 

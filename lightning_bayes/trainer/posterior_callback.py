@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import unwrap
+from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unviewed, viewed
 from lightning_bayes.network.shards import is_sharded
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
-from lightning_bayes.trainer.checkpoints import Stored, beside, put_posterior, survey, warn_of_unaveraged_weights
+from lightning_bayes.trainer.checkpoints import Stored, beside, is_unaveraged, put_posterior, survey
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
 from lightning_bayes.trainer.launched import Mailbox, module_of
@@ -31,9 +31,21 @@ from lightning_bayes.trainer.loss_check import LossFit, explain
 from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.predict_step import PredictStep
-from lightning_bayes.trainer.private import callbacks_of, forward_context, is_dev_run, is_launched, load_validation
+from lightning_bayes.trainer.private import (
+    callbacks_of,
+    forward_context,
+    is_default_predict_step,
+    is_dev_run,
+    is_launched,
+    load_validation,
+)
 from lightning_bayes.trainer.scoring import TrainerScores, score_module
 from lightning_bayes.trainer.strategy import run_last
+
+_UNAVERAGED = (
+    "the Trainer's weight averaging has loaded the weights from before the average, and the checkpoint's posterior "
+    "belongs to the average: use a new Trainer"
+)
 
 
 def _option(field: str) -> Any:
@@ -74,6 +86,7 @@ class PosteriorCallback(Callback):
         self._scores: TrainerScores | None = None  # of the running `validate` or `test`
         self._predict_step: PredictStep | None = None  # while `predict` runs
         self._said_replaced = False
+        self._is_unaveraged = False  # whether the module has other weights than a checkpoint's posterior belongs to
         self._checkpoint: Any = None  # that the weights of the running `validate`, `test` or `predict` came from
 
     @property
@@ -98,7 +111,7 @@ class PosteriorCallback(Callback):
 
     def predict(self, x: Any) -> Prediction:
         """The posterior's prediction in this callback's words; the same weight samples for every batch."""
-        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        generator = generator_on(self.posterior.device).manual_seed(self.seed)
         # Mixed precision is for the network, not for integrals over its outputs; and what was computed in Lightning's
         # inference mode could never again be used with gradients.
         with torch.inference_mode(False), torch.autocast(self.posterior.device.type, enabled=False):
@@ -171,7 +184,7 @@ class PosteriorCallback(Callback):
     # -- fit ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._module = pl_module
+        self._module, self._is_unaveraged = pl_module, False
         run_last(trainer, posterior_callbacks(trainer))
         names = [callback.name for callback in posterior_callbacks(trainer)]
         if names.count(self.name) > 1:
@@ -264,9 +277,9 @@ class PosteriorCallback(Callback):
         self._scores = None
         if trainer.state.fn == "fit":
             return
-        self._load_beside(trainer)
-        if self._find_posterior() is None:
-            rank_zero_warn(f"nothing is scored: {self._missing()}")
+        problem = self._why_unused(trainer)
+        if problem:
+            rank_zero_warn(f"nothing is scored: {problem}")
             return
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         stage = "test" if trainer.testing else "val"
@@ -284,12 +297,20 @@ class PosteriorCallback(Callback):
         if self._scores is not None:
             predictors = self._predictors(with_map=posterior_callbacks(trainer)[0] is self)
             with torch.inference_mode(False), forward_context(trainer):
-                self._scores.add(predictors, batch, batch_idx, dataloader_idx)
+                self._scores.add(trainer, predictors, batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._scores is not None:
-            self._scores.log(trainer, self.use.plots)
-            self._scores = None  # it holds the loaders
+        if self._scores is not None and self.use.plots:
+            self._scores.draw(trainer)
+        self._scores = None  # it holds the loaders
+
+    def _why_unused(self, trainer: Trainer) -> str:
+        """Why there is no posterior of the weights that run; empty if there is one. Without it the module's own steps
+        run alone, and a warning says so."""
+        if self._is_unaveraged:
+            return _UNAVERAGED
+        self._load_beside(trainer)
+        return self._missing() if self._find_posterior() is None else ""
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
@@ -298,9 +319,19 @@ class PosteriorCallback(Callback):
     # -- predict -----------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._load_beside(trainer)
         callbacks = [callback for callback in posterior_callbacks(trainer) if callback.use.predict_step != "keep"]
+        if self not in callbacks:
+            self._load_beside(trainer)
         if not callbacks or callbacks[0] is not self:
+            return
+        problems = {callback: callback._why_unused(trainer) for callback in callbacks}
+        callbacks = [callback for callback, problem in problems.items() if not problem]
+        if not callbacks and is_default_predict_step(pl_module.predict_step):  # no step of its own that could run
+            raise RuntimeError(problems[self])
+        for callback, problem in problems.items():
+            if problem:
+                rank_zero_warn(f"predict returns no prediction by {callback.name!r}: {problem}")
+        if not callbacks:
             return
         self._predict_step = PredictStep(pl_module, callbacks)
         if not self._said_replaced:
@@ -333,7 +364,7 @@ class PosteriorCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
-            warn_of_unaveraged_weights(pl_module, checkpoint)
+            self._is_unaveraged = is_unaveraged(pl_module, checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what a checkpoint would hold of the posterior."""

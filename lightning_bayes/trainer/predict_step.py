@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.trainer.module import ReplacedMethod, call_step, split_batch
+from lightning_bayes.network.errors import NetworkError
+from lightning_bayes.trainer.module import ModuleError, ReplacedMethod, call_step, split_batch
 from lightning_bayes.trainer.private import is_default_predict_step
 
 USER = "user"  # key of the module's own output beside the predictions
@@ -45,5 +47,13 @@ class PredictStep(ReplacedMethod):
         answers: dict[str, Any] = {}
         if self._both:
             answers[USER] = call_step(self.original, batch, batch_idx=batch_idx, dataloader_idx=dataloader_idx)
-        answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
+        try:
+            answers.update({callback.name: callback.predict(x) for callback in self._callbacks})
+        except NetworkError as error:
+            if not isinstance(batch, Mapping) or hasattr(self._module, "split_batch"):
+                raise
+            raise ModuleError(
+                f"a batch has {', '.join(map(repr, batch))}, which the network cannot take: give "
+                f"{type(self._module).__name__} a method split_batch(self, batch) that returns (x, None)"
+            ) from error
         return answers if len(answers) > 1 else next(iter(answers.values()))

@@ -40,6 +40,15 @@ def module_of_trainer(trainer: Any) -> Any:
     return trainer.lightning_module
 
 
+def rich_display(trainer: Trainer) -> Any:
+    """A display with the columns and on the console of the Trainer's `RichProgressBar`, which no public name makes."""
+    from lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
+    from rich import get_console
+
+    bar: Any = trainer.progress_bar_callback
+    return CustomProgress(*bar.configure_columns(trainer), console=get_console(), refresh_per_second=bar.refresh_rate)
+
+
 @contextmanager
 def attached(thing: Any, trainer: Trainer | None) -> Iterator[None]:
     """A module or data module as in a run of the Trainer: hooks of the user's own ask `self.trainer`. The public setter

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.arguments import some
+from lightning_bayes.network.progress import bars_made_by
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.structures import Structure
-from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.private import class_name, is_dev_run, rich_display
+
+_LOGGED = ("log_evidence", "prior_precision", "noise_std")  # the other numbers are in the summary
 
 
 def report(trainer: Trainer | None, name: str, what: str, numbers: dict[str, float]) -> None:
-    """Say what was fitted, and log its numbers as those of the posterior `name`."""
+    """Summarise in a line what was fitted, and log the prior, the noise and the evidence of the posterior `name`."""
     rank_zero_info(f"{name}: {what}; " + ", ".join(f"{key} {value:.6g}" for key, value in numbers.items()))
-    log(trainer, {f"{key}_{name}": value for key, value in numbers.items()})
+    log(trainer, {f"{key}_{name}": value for key, value in numbers.items() if key.startswith(_LOGGED)})
 
 
 def log(trainer: Trainer | None, numbers: dict[str, float]) -> None:
@@ -35,10 +41,48 @@ def end_live_display(trainer: Trainer) -> None:
         display.stop()
 
 
-def describe(posterior: LaplacePosterior) -> dict[str, float]:
-    """The numbers that a Laplace posterior is known by."""
+def shows_bars(trainer: Trainer | None) -> bool:
+    """Whether this process shows progress bars, as the Trainer does; without one, it does."""
+    if trainer is None:
+        return True
+    bar: Any = trainer.progress_bar_callback
+    return trainer.is_global_zero and bar is not None and not getattr(bar, "is_disabled", False)
+
+
+def bars_of(trainer: Trainer | None) -> AbstractContextManager[None]:
+    """Within it, progress bars are those of the Trainer: rich ones, or tqdm's."""
+    if trainer is None or class_name(trainer.progress_bar_callback, {"RichProgressBar"}) is None:
+        return bars_made_by(None)
+    return bars_made_by(partial(RichBar, trainer))
+
+
+class RichBar:
+    """A task in Lightning's display while that runs, or else in one of its own, of the same columns."""
+
+    def __init__(self, trainer: Trainer, what: str, total: int | None) -> None:
+        bar: Any = trainer.progress_bar_callback
+        self._is_own = bar.progress is None or not bar.progress.live.is_started
+        self._display = rich_display(trainer) if self._is_own else bar.progress
+        if self._is_own:
+            self._display.start()
+        self._task = self._display.add_task(what, total=math.inf if total is None else total)
+
+    def update(self) -> None:
+        self._display.update(self._task, advance=1)
+        self._display.soft_refresh()
+
+    def close(self) -> None:
+        if self._is_own:
+            self._display.stop()
+        else:  # not removed, because Lightning finds its own tasks by their number
+            self._display.update(self._task, visible=False)
+
+
+def describe(posterior: LaplacePosterior, by_evidence: bool) -> dict[str, float]:
+    """The numbers that a Laplace posterior is known by; the evidence only if it has chosen the prior, because that of
+    another prior, such as the best one on held-out data, is no measure of the model."""
     numbers = {}
-    if posterior.curvature.knows_likelihood:
+    if by_evidence and posterior.curvature.knows_likelihood:
         numbers["log_evidence"] = float(posterior.log_marginal_likelihood())
     numbers["effective_parameters"] = float(posterior.effective_parameters)
     prior, layers = posterior.prior_precision, posterior.subset.layers

@@ -50,7 +50,11 @@ class TrainerScores:
         self._table = ScoreTable(likelihood, module.device, len(self._loaders) - 1 if ood else 0)
         self._module, self._stage = module, stage  # "val" or "test"
 
-    def add(self, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def add(
+        self, trainer: Trainer, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        """Score a batch, and log as `<stage>_<metric>_<name>`. Lightning computes the metrics of a dataloader when it
+        ends, and adds its number to their names where there are several."""
         x, y = split_batch(self._module, batch, self._table.is_ood(dataloader_idx), self._stage)
         real = _without_padding(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
@@ -58,14 +62,13 @@ class TrainerScores:
             if real is not None:
                 prediction = prediction.map(lambda t: t[:real])
             self._table.update(name, prediction, None if y is None else y[:real], dataloader_idx)
-
-    def log(self, trainer: Trainer, plots: bool) -> None:
-        """As `<stage>_<metric>_<name>`; on all processes, because metrics gather."""
         if not trainer.barebones:
-            for key, value in self._table.compute().items():
-                self._module.log(f"{self._stage}_{key}", value.float(), sync_dist=True, add_dataloader_idx=False)
-        if not plots:
-            return
+            for key, metric in self._table.metrics(dataloader_idx).items():
+                # Any attribute will do: Lightning needs it to restore metrics in the middle of a training epoch.
+                self._module.log(f"{self._stage}_{key}", metric, metric_attribute=key)
+
+    def draw(self, trainer: Trainer) -> None:
+        """Log the pictures; on all processes, because metrics gather."""
         from lightning_bayes.plots import log_figure
 
         # Rank zero's answer, on all processes.

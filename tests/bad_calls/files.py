@@ -35,8 +35,8 @@ def _without(key: str) -> Of:
 _nowhere = Of(lambda t: t.folder / "nowhere.pt", "nowhere")
 load = Table(
     "GaussianPosterior.load",
-    lambda t, path, network=None: GaussianPosterior.load(path, network or t.net()),
-    ["path", "network", "likelihood"],
+    lambda t, path, network=None, name=None: GaussianPosterior.load(path, network or t.net(), name=name),
+    ["path", "network", "likelihood", "name"],
     named=False,
     error=PosteriorError,
 )
@@ -106,6 +106,7 @@ def _one(t: Things) -> Path:
     return path
 
 
+load("name", "l2m", "no posterior named 'l2m'; it has 'laplace'", path=Of(_one, "a checkpoint"))
 checkpoints("paths", [], "an ensemble needs at least one posterior, got none")
 checkpoints("paths", "a.ckpt", "paths must be a list of paths, got 'a.ckpt'")
 checkpoints("paths", Of(lambda t: [t.folder], "a folder"), "this is a folder", "DeepEnsemble.load")

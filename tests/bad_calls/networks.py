@@ -199,7 +199,9 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "too large a class": ((X, Y + 1), "target 3, but the network has 3 outputs"),
     "negative class": ((X, Y - 1), "target -1, but the network has 3 outputs"),
     "real classes": ((X, Y.float()), "integer class indices as targets, got torch.float32"),
-    "one-hot": ((X, torch.eye(4)[:, :3]), "argmax(1) for one-hot"),
+    "one-hot": ((X, torch.eye(4)[:, :3]), "y.argmax(1) for one-hot"),
+    "several labels": ((X, torch.ones(4, 3)), "likelihood='binary' if an example may have several labels"),
+    "several labels as integers": ((X, torch.ones(4, 3).long()), "likelihood='binary' if an example may have several"),
     "boolean classes": ((X, Y > 0), "integer class indices as targets, got torch.bool"),
 }
 for _what, (_batch, _words) in BATCHES.items():

@@ -21,7 +21,7 @@ from lightning_bayes.posterior.prior_precision import PriorError
 from lightning_bayes.trainer import dry_run
 from lightning_bayes.trainer.loss_check import mean_nll
 
-ONE_HOT = "Categorical needs integer class indices as targets, got torch.float32; use y.long\\(\\), or y.argmax\\(1\\)"
+ONE_HOT = r"Categorical needs class numbers, .* \[8\] for .* use likelihood='binary' if .*, or y.argmax\(1\) for"
 
 
 def l2m(**arguments: Any) -> L2MCallback:
@@ -153,7 +153,7 @@ MISTAKES: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "one-hot, L2M": (l2m, {}, Stopped, with_targets(one_hot.float()), ONE_HOT),
     "one-hot, paper": (l2m, {"scaling": "paper"}, Stopped, with_targets(one_hot.float()), ONE_HOT),
     "one-hot, online": (online, {}, Stopped, with_targets(one_hot.float()), ONE_HOT),
-    "one-hot integers": (l2m, {}, Stopped, with_targets(one_hot), r"Categorical needs class numbers, .* \[8\] for"),
+    "one-hot integers": (l2m, {}, Stopped, with_targets(one_hot), ONE_HOT),
     "class number": (laplace, {}, Stopped, with_targets(torch.full((37,), 7)), "Categorical got the target 7, but"),
     "regression": (laplace, {"likelihood": "regression"}, Stopped, None, "Gaussian needs floating-point targets"),
     "regression, L2M": (l2m, {"likelihood": "regression"}, Stopped, None, "Gaussian needs floating-point targets"),
@@ -318,16 +318,25 @@ def test_a_loss_that_is_not_the_likelihoods_is_a_warning(
         run(tmp_path, make(**words), Trained(loss, *network), data, fast_dev_run=1)
 
 
-def test_both_numbers_are_said(tmp_path: Path) -> None:
-    data = DataLoader(labelled(5), 5)
-    x, y = next(iter(data))
+def weighted(f: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(f, y, pos_weight=torch.tensor([2.0, 3.0, 5.0]))
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_both_numbers_are_said(tmp_path: Path, multi_label: bool) -> None:
+    """As means over all targets, which torch's losses are by default."""
+    x, y = labelled(5).tensors
+    loss, plain, likelihood = F.multi_margin_loss, F.cross_entropy, "classification"
+    if multi_label:
+        y, likelihood = (draw(5, 3, seed=1) > 0).float(), "binary"
+        loss, plain = weighted, F.binary_cross_entropy_with_logits
     torch.manual_seed(0)
-    model = Trained(F.multi_margin_loss)
+    model = Trained(loss)
     model.net[2] = nn.Identity()
     f = model(x)
-    said = f"{F.multi_margin_loss(f, y):.6g} for the first batch, .*, whose mean is {F.cross_entropy(f, y):.6g}"
+    said = f"{loss(f, y):.6g} for the first batch, .*, whose mean over all targets is {plain(f, y):.6g}"
     with pytest.warns(UserWarning, match=said):
-        run(tmp_path, laplace(), model, data, fast_dev_run=1)
+        run(tmp_path, laplace(likelihood=likelihood), model, DataLoader(TensorDataset(x, y), 5), fast_dev_run=1)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

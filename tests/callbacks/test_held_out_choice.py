@@ -80,6 +80,27 @@ def test_it_says_and_logs_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptu
         assert name in header
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen_by_evidence"),
+    [({}, False), ({"tune": "grid"}, False), ({"tune": None}, False), ({"tune": "marglik"}, True), ("no data", True)],
+)
+def test_loggers_get_what_a_person_reads_and_the_evidence_of_a_prior_that_it_chose(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: Any, chosen_by_evidence: bool
+) -> None:
+    data = [train_loader()] if words == "no data" else [train_loader(), validation()]
+    callback, logger = LaplaceCallback(**({} if words == "no data" else words)), CSVLogger(tmp_path)
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback, logger=logger).fit(Classifier(), *data)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    scores = {f"held_out_{metric}_{who}" for metric in ("nll", "ece") for who in ("map", "map_tempered", "laplace")}
+    expected = {"prior_precision_laplace"} | (set() if words == "no data" else scores)
+    expected |= {"log_evidence_laplace"} if chosen_by_evidence else set()
+    assert set(header) - {"epoch", "step", "val_loss"} == expected
+    (line,) = [record.message for record in caplog.records if "n_data 37" in record.message]
+    assert "effective_parameters" in line
+    assert ("log_evidence" in line) == chosen_by_evidence
+
+
 def test_the_scores_of_a_checkpoints_weights_are_said_and_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,12 +149,32 @@ def test_halves_choose_for_each_other() -> None:
 
 def test_it_warns_where_the_posterior_does_not_help(recwarn: pytest.WarningsRecorder) -> None:
     worse = choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5}, 0.1)
-    with pytest.warns(UserWarning, match=r"does not improve.*NLL 0.5, MAP . temperature 0.19.*predictive='map'"):
+    compared = r"beyond MAP . temperature \(held-out NLL 0.5, MAP 0.2, MAP . temperature 0.19\)"
+    with pytest.warns(UserWarning, match=rf"does not improve.* {compared}, and the posterior was kept: .*ve='map'"):
         worse.say("laplace")
+    with pytest.warns(UserWarning, match=rf"{compared}, and the plain network was chosen, without .* tune='marglik'"):
+        worse.say("laplace", plain="the plain network")
     recwarn.clear()
     choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.195}, 0.001).say("laplace")
     choices.HeldOutScores({"nll": 0.2}, {"nll": 0.19}, {"nll": 0.5}, 0.2).say("laplace")
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("calibrate", ["auto", None])
+def test_it_says_that_the_plain_network_was_chosen(
+    tmp_path: Path, calibrate: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every width of a network that is sure of far too little makes it less sure."""
+    torch.manual_seed(0)
+    x, new = (labelled(400, seed).tensors[0] for seed in (5, 6))
+    callback, model = LaplaceCallback(calibrate=calibrate), Classifier(lr=0.02)
+    train, val = (DataLoader(TensorDataset(part, part[:, :3].argmax(1)), 16) for part in (x, new))
+    with caplog.at_level(logging.INFO):
+        make_trainer(tmp_path, callback, max_epochs=3).fit(model, train, val)
+    line = next(record.message for record in caplog.records if "two-fold" in record.message)
+    tempered = "" if calibrate is None else " with its temperature"
+    assert line.endswith(f"; the plain network{tempered} was chosen, without epistemic uncertainty")
+    assert callback.predict(x).epistemic.max() < 1e-6
 
 
 def test_without_validation_data_the_evidence_decides_and_it_is_said(
@@ -277,6 +318,30 @@ def test_hardly_any_validation_data_do_not_end_a_fit(tmp_path: Path, n: int) -> 
             make_trainer(tmp_path, callback).fit(module, DataLoader(data(37), 8), val)
         prediction = callback.posterior.predict(torch.randn(2, 4))
         assert prediction.entropy.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")  # Lightning's own
+@pytest.mark.parametrize("nothing", [[], {}, [[]]], ids=["list", "dict", "nested"])
+def test_an_empty_collection_of_validation_loaders_is_none(tmp_path: Path, nothing: Any) -> None:
+    class Unvalidated(Classifier):
+        def val_dataloader(self) -> Any:
+            return nothing
+
+    priors = []
+    for model in (Unvalidated(), Classifier()):
+        torch.manual_seed(0)
+        model.load_state_dict(Classifier().state_dict())
+        torch.manual_seed(0)
+        make_trainer(tmp_path, callback := LaplaceCallback()).fit(model, DataLoader(labelled(37), 8))
+        priors.append(callback.posterior.prior_precision)
+        again = callback.fit_now(None, model, DataLoader(labelled(37), 8), val_dataloader=nothing)
+        priors.append(again.prior_precision)
+    assert len({float(prior) for prior in priors}) == 1
+    callback = LaplaceCallback(tune="grid")
+    with pytest.raises(RuntimeError, match="tune='grid' needs validation data"):
+        make_trainer(tmp_path, callback).fit(Unvalidated(), DataLoader(labelled(37), 8))
+    with pytest.raises(RuntimeError, match="tune='grid' needs validation data"):
+        callback.fit_now(None, Classifier(), DataLoader(labelled(37), 8), val_dataloader=nothing)
 
 
 def test_l2m_keeps_its_weight_decay_where_validation_data_cannot_be_used(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from callback_cases import (
     fitted,
     held_out,
     labelled,
+    plain_loader,
     same_numbers,
     same_posterior,
     train_loader,
@@ -23,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_bayes import GaussianPosterior, fit_laplace
+from lightning_bayes.posterior import PosteriorError
 
 # Lightning's notice that a new Trainer has no ModelCheckpoint.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -77,6 +79,31 @@ def test_load_from_checkpoint_and_the_file_give_the_posterior_back(tmp_path: Pat
     model = Classifier.load_from_checkpoint(checkpoint.best_model_path)
     found = GaussianPosterior.load(callback.posterior_path, model)
     assert torch.equal(found.predict(X).probs, callback.posterior.predict(X).probs)
+
+
+def test_load_reads_the_posterior_of_a_checkpoint(tmp_path: Path) -> None:
+    callbacks = by_evidence(tune=None), by_evidence(tune=None, structure="diag", name="diag")
+    checkpoint = ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")  # of the first epoch
+    fit_with(tmp_path, *callbacks, checkpoint)
+    path = checkpoint.best_model_path
+    best = Classifier.load_from_checkpoint(path)
+    for name, structure in (("laplace", "kron"), ("diag", "diag")):
+        found = GaussianPosterior.load(path, best, name=name)
+        same_posterior(found, fit_laplace(best, plain_loader(), structure=structure), X)
+    with pytest.raises(PosteriorError, match=r"ckpt: .* several posteriors, but no name= .* 'laplace', 'diag'"):
+        GaussianPosterior.load(path, best)
+    with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):
+        GaussianPosterior.load(path, Classifier(), name="diag")
+
+
+def test_the_file_of_the_last_weights_is_refused_for_others_and_the_checkpoint_named(tmp_path: Path) -> None:
+    callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", monitor="step", mode="min")
+    fit_with(tmp_path, callback, checkpoint)
+    best = Classifier.load_from_checkpoint(checkpoint.best_model_path)
+    message = "laplace_posterior.pt: the network's weights are not .* belongs to the last weights; .* a checkpoint"
+    with pytest.raises(PosteriorError, match=message):
+        GaussianPosterior.load(callback.posterior_path, best)
+    assert GaussianPosterior.load(checkpoint.best_model_path, best).predict(X).probs.shape == (5, 3)
 
 
 def test_weights_only_checkpoints_go_without_and_the_file_has_it(tmp_path: Path) -> None:

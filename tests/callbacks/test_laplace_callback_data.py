@@ -1,5 +1,6 @@
 """The exact pass: every training example once and in order, whatever the training loader does with them."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from itertools import cycle
@@ -156,8 +157,35 @@ class Batches:
 
 
 @pytest.mark.parametrize(("limit", "n"), [(3, 24), (0.5, 16), (1.0, 37), (100, 37), (1, 8)])
-def test_limit_train_batches_limits_the_examples(tmp_path: Path, limit: float, n: int) -> None:
-    check(tmp_path, train_loader(), range(n), limit_train_batches=limit)
+def test_a_limit_on_data_in_order_leaves_the_examples_that_training_has_seen(
+    tmp_path: Path, limit: float, n: int
+) -> None:
+    check(tmp_path, train_loader(shuffle=False), range(n), limit_train_batches=limit)
+
+
+@pytest.mark.parametrize("limit", [3, 0.5, 1.0, 100])
+def test_a_limit_on_shuffled_data_leaves_no_example_out_and_says_so(
+    tmp_path: Path, limit: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        check(tmp_path, train_loader(), range(37), limit_train_batches=limit)
+    said = [record.getMessage() for record in caplog.records if "max_batches=" in record.getMessage()]
+    assert len(said) == (1 if limit in (3, 0.5) else 0)
+    assert all(f"all training data, although limit_train_batches={limit}" in sentence for sentence in said)
+
+
+def test_max_batches_limits_the_pass_over_shuffled_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, callback = Classifier(), laplace(tune=None, max_batches=2)
+    with caplog.at_level(logging.INFO):
+        trainer(tmp_path, callback, limit_train_batches=3).fit(model, train_loader())
+    assert callback.posterior.n_data == 16
+    assert "limit_train_batches" not in caplog.text
+
+
+def test_a_run_of_one_batch_passes_over_one_batch(tmp_path: Path) -> None:
+    callback = laplace(tune=None)
+    trainer(tmp_path, callback, fast_dev_run=1).fit(Classifier(), train_loader())
+    assert callback.posterior.n_data == 8
 
 
 def test_overfit_batches_limits_the_examples(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_bayes import LaplaceCallback, Prediction
+from lightning_bayes.callbacks import ModuleError
 
 
 def batches(n: int = 11) -> tuple[Tensor, ...]:
@@ -39,13 +40,15 @@ def test_each_batch_gives_its_prediction(
     assert not found[0].probs.is_inference()
 
 
-def test_a_prediction_is_the_posteriors_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_size", [4, 11])
+def test_a_prediction_is_the_posteriors_own_for_any_batch_size(tmp_path: Path, batch_size: int) -> None:
     callback = laplace(link="mc", samples=6, seed=4)
     model, fit = fitted(tmp_path, callback)
-    (found,) = fit.predict(model, held_out(batch_size=11))
+    found = Prediction.cat(fit.predict(model, held_out(batch_size=batch_size)))
     generator = torch.Generator().manual_seed(4)
     expected = callback.posterior.predict(torch.cat(batches()), link="mc", samples=6, generator=generator)
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.epistemic, expected.epistemic, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -206,11 +209,41 @@ def test_an_exception_in_training_leaves_a_step_set_on_the_instance(tmp_path: Pa
     assert model.predict_step is mine
 
 
-def test_without_posterior_predict_says_how_to_get_one(tmp_path: Path) -> None:
+def test_without_posterior_predict_warns_and_runs_the_modules_own_step(tmp_path: Path) -> None:
     model = Own()
-    with pytest.raises(RuntimeError, match=r"'laplace' has no posterior yet: run trainer\.fit"):
-        trainer(tmp_path, laplace()).predict(model, held_out())
+    with pytest.warns(UserWarning, match="no prediction by 'laplace': LaplaceCallback .* has no posterior yet: run"):
+        found = trainer(tmp_path, laplace()).predict(model, held_out())
+    assert torch.equal(torch.cat(found), torch.cat([model.eval().predict_step(batch) for batch in held_out()]))
     assert own_answer(model)
+
+
+def test_of_two_callbacks_the_one_with_a_posterior_predicts(tmp_path: Path) -> None:
+    callback = laplace(name="fitted")
+    model, _ = fitted(tmp_path, callback)
+    with pytest.warns(UserWarning, match="'missing' has no posterior yet"):
+        found = trainer(tmp_path, callback, laplace(name="missing")).predict(model, held_out())
+    same_predictions(found, callback, batches())
+
+
+def test_a_dict_that_the_network_cannot_take_is_an_error_that_names_split_batch(tmp_path: Path) -> None:
+    model, fit = fitted(tmp_path, laplace())
+    data: Any = [{"image": x, "id": n} for n, (x, _) in enumerate(labelled(11, 5))]
+    with pytest.raises(ModuleError, match=r"'image', 'id', .* give Classifier a method split_batch\(self, batch\)"):
+        fit.predict(model, DataLoader(data, batch_size=4))
+    model.split_batch = lambda batch: (batch["image"], None)
+    assert len(fit.predict(model, DataLoader(data, batch_size=4))) == 3
+
+
+def test_saved_predictions_are_readable_without_running_code(tmp_path: Path) -> None:
+    model, fit = fitted(tmp_path, laplace())
+    saved = fit.predict(model, held_out())
+    torch.save(saved, tmp_path / "predictions.pt")
+    read = torch.load(tmp_path / "predictions.pt", weights_only=True)
+    for found, expected in zip(read, saved, strict=True):
+        assert isinstance(found, Prediction)
+        assert torch.equal(found.probs, expected.probs)
+        assert torch.equal(found.epistemic, expected.epistemic)
+        assert found.mean is None
 
 
 def test_a_writer_receives_the_predictions_that_are_not_returned(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`trainer.validate` and `trainer.test`: MAP and posterior side by side, equal to numbers computed by hand."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bayes import Categorical, fit_laplace
 from lightning_bayes.callbacks import ModuleError
@@ -144,16 +145,40 @@ def test_pixels_with_the_ignored_label_do_not_count(tmp_path: Path) -> None:
     )
 
 
-def test_further_loaders_have_their_index_in_the_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_the_result_of_each_loader_holds_its_own_scores_under_its_number(tmp_path: Path, stage: str) -> None:
     callback = laplace()
     model, fit = fitted(tmp_path, callback)
-    logged = {
-        k: v for part in fit.test(model, [held_out(), held_out(7, seed=6)], verbose=False) for k, v in part.items()
-    }
-    x, y = labelled(7, 6).tensors
-    expected = classification_scores(callback.posterior.predict(x).probs, y)
-    assert logged["test_nll_laplace/dataloader_idx_1"] == pytest.approx(expected["nll"], rel=1e-5)
-    assert logged["test_nll_laplace"] == pytest.approx(callback.evaluate(model, held_out())["nll_laplace"], rel=1e-6)
+    loaders = [held_out(), held_out(7, seed=6), iter_of(9, seed=7)]
+    results = (fit.validate if stage == "val" else fit.test)(model, loaders, verbose=False)
+    assert len(results) == 3
+    for number, (logged, loader) in enumerate(zip(results, loaders, strict=True)):
+        del logged[f"{stage}_loss/dataloader_idx_{number}"]
+        alone = callback.evaluate(model, loader)
+        same_numbers(logged, {f"{stage}_{key}/dataloader_idx_{number}": value for key, value in alone.items()})
+
+
+def test_the_printed_table_has_the_scores_of_each_loader_in_its_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = laplace()
+    model, fit = fitted(tmp_path, callback)
+    capsys.readouterr()
+    fit.test(model, [held_out(), held_out(7, seed=6)])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "test_nll_laplace" in line]
+    printed = [float(number) for number in re.findall(r"\d\.\d+", row)]
+    alone = [callback.evaluate(model, loader)["nll_laplace"] for loader in (held_out(), held_out(7, seed=6))]
+    assert printed == pytest.approx(alone, rel=1e-5)
+
+
+def iter_of(n: int, seed: int) -> DataLoader[Any]:
+    """A loader that does not know how many batches it has."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(labelled(n, seed))
+
+    return DataLoader(Stream(), batch_size=4)
 
 
 def test_a_module_without_test_step_is_refused_by_lightning_and_evaluated_here(tmp_path: Path) -> None:
@@ -220,26 +245,23 @@ def test_the_loaders_after_the_first_are_told_apart_by_entropy_and_epistemic_var
     # The bridge's epistemic variance is in closed form, so that batches cannot change it.
     callback = laplace(ood=True, link="bridge")
     model, fit = fitted(tmp_path, callback, Tolerant())
-    logged = {k: v for part in fit.test(model, [held_out(), far()], verbose=False) for k, v in part.items()}
-    expected = {f"test_{k}": v for k, v in ood_scores(callback, 4 * draw(9, FEATURES, seed=8)).items()}
-    assert expected["test_ood_auroc_entropy_laplace"] not in (0.0, 1.0)  # else any order would do
-    same_numbers({k: v for k, v in logged.items() if "ood" in k}, expected)
-
-
-def test_out_of_distribution_data_are_not_scored_as_labelled_ones(tmp_path: Path) -> None:
-    callback = laplace(ood=True)
-    model, fit = fitted(tmp_path, callback, Tolerant())
-    logged = {k: v for part in fit.test(model, [held_out(), far()], verbose=False) for k, v in part.items()}
+    (near, out) = fit.test(model, [held_out(), far()], verbose=False)
+    expected = ood_scores(callback, 4 * draw(9, FEATURES, seed=8))
+    assert expected["ood_auroc_entropy_laplace"] not in (0.0, 1.0)  # else any order would do
+    same_numbers(out, {f"test_{k}/dataloader_idx_1": v for k, v in expected.items()})
     alone = callback.evaluate(model, held_out())
-    same_numbers({k[5:]: v for k, v in logged.items() if "ood" not in k}, alone)
+    same_numbers(near, {f"test_{k}/dataloader_idx_0": v for k, v in alone.items()})
 
 
 def test_several_out_of_distribution_loaders_are_scored_each_for_itself(tmp_path: Path) -> None:
-    callback = laplace(link="bridge")
-    model, _ = fitted(tmp_path, callback)
+    callback = laplace(ood=True, link="bridge")
+    model, fit = fitted(tmp_path, callback, Tolerant())
     found = callback.evaluate(model, held_out(), ood_dataloaders=[far(9), far(5)])
+    results = fit.test(model, [held_out(), far(9), far(5)], verbose=False)
     for index, n in ((1, 9), (2, 5)):
-        for key, value in ood_scores(callback, (4 * draw(n, FEATURES, seed=8))).items():
+        scores = ood_scores(callback, (4 * draw(n, FEATURES, seed=8)))
+        same_numbers(results[index], {f"test_{key}/dataloader_idx_{index}": value for key, value in scores.items()})
+        for key, value in scores.items():
             assert found[f"{key}/dataloader_idx_{index}"] == pytest.approx(value, rel=1e-6)
 
 

@@ -1,5 +1,6 @@
 """Every kind of Trainer and module that Lightning offers: it works, or one sentence says why not."""
 
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from callback_cases import (
     train_loader,
     trainer,
 )
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import Gaussian, LaplaceCallback, fit_laplace
+from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
 
 X = draw(5, 4, seed=9)
 
@@ -148,13 +149,80 @@ def test_a_barebones_trainer_fits_and_predicts(tmp_path: Path) -> None:
     assert torch.equal(found[0].probs, callback.predict(labelled(11, 5).tensors[0]).probs)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not improve")
 def test_the_progress_bar_of_the_pass_shows_only_beside_lightnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fitted(tmp_path, LaplaceCallback(curvature="fisher_mc"))
-    assert "kron fisher_mc" not in capsys.readouterr().err
-    fitted(tmp_path, LaplaceCallback(curvature="fisher_mc"), enable_progress_bar=True)
-    assert "kron fisher_mc: 100%" in capsys.readouterr().err
+    for bars, shown in (([], False), ([TQDMProgressBar()], True), ([TQDMProgressBar(refresh_rate=0)], False)):
+        fit = trainer(tmp_path, LaplaceCallback(), *bars, enable_progress_bar=bool(bars))
+        fit.fit(Classifier(), train_loader(), held_out(40))
+        said = capsys.readouterr()
+        for bar in BARS:
+            assert (f"{bar}: 100%" in said.err) == shown
+            assert bar not in said.out
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve")
+def test_the_bars_of_a_fit_are_rich_where_lightnings_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rich = RichProgressBar(console_kwargs={"width": 150})
+    fit = trainer(tmp_path, LaplaceCallback(), rich, enable_progress_bar=True)
+    fit.fit(Classifier(), train_loader(), held_out(40))
+    said = capsys.readouterr()
+    for bar, steps in zip(BARS, ("5/5", "4/4", "10/10", "10/10"), strict=True):
+        (line,) = [line for line in said.out.splitlines() if bar in line]
+        assert steps in line
+        assert re.search(r"0:00:\d\d • 0:00:00", line)  # the time that has passed, and that is left
+        assert bar not in said.err
+
+
+@pytest.mark.filterwarnings("ignore:.*does not improve")
+def test_the_tuning_of_another_callback_has_such_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Decayed(Classifier):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 1e-2, weight_decay=0.02)
+
+    rich, seen = RichProgressBar(), []
+
+    class Tasks(L.Callback):
+        def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            seen.extend(task.description for task in rich.progress.tasks)
+
+    fit = trainer(tmp_path, L2MCallback(), rich, Tasks(), enable_progress_bar=True)
+    fit.fit(Decayed(), train_loader(), held_out(40))
+    assert seen[-2:] == ["Laplace: tuning the prior", "Held-out scores"]
+    assert "tuning" not in capsys.readouterr().err
+
+
+def test_the_rich_bar_of_a_stream_has_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(labelled(37))
+
+    fit = trainer(tmp_path, LaplaceCallback(), RichProgressBar(), enable_progress_bar=True)
+    fit.fit(Classifier(), DataLoader(Stream(), batch_size=8))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Laplace: curvature" in line]
+    assert "5/--" in line
+
+
+def test_a_pass_within_training_is_a_task_of_lightnings_own_display(tmp_path: Path) -> None:
+    class Tasks(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.found = [(task.description, task.completed, task.visible) for task in rich.progress.tasks]
+
+    rich, tasks = RichProgressBar(), Tasks()
+    callback = MarginalLikelihoodCallback(calibrate=None)
+    trainer(tmp_path, callback, rich, tasks, enable_progress_bar=True).fit(Plain(), train_loader())
+    assert tasks.found.count(("Laplace: curvature", 5, False)) == 2  # of each epoch one, of five batches
+    assert callback.posterior.n_data == 37
+
+
+BARS = ("Laplace: curvature", "Laplace: decomposing factors", "Laplace: tuning the prior", "Held-out scores")
+
+
+class Plain(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 # -- kinds of module ---------------------------------------------------------------------------------------------------

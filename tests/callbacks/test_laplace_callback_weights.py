@@ -1,5 +1,6 @@
 """Weights in memory, of the best and of the last checkpoint: `trainer.test` finds the posterior of each."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -228,15 +229,29 @@ def test_the_order_of_callbacks_does_not_matter(tmp_path: Path, kind: str) -> No
     assert found[0]["memory"] != pytest.approx(found[0]["best"], rel=1e-3)
 
 
-def test_weights_from_before_the_average_are_refused_and_a_sentence_says_why(tmp_path: Path) -> None:
+def test_weights_from_before_the_average_are_not_used_and_one_sentence_says_why(tmp_path: Path) -> None:
     """Lightning's averaging callback loads those when the Trainer that has trained tests a checkpoint."""
+
+    class Own(Classifier):
+        def predict_step(self, batch: Tensor) -> Tensor:
+            return self(batch)
+
     callback, checkpoint = by_evidence(), ModelCheckpoint(tmp_path / "kept", **FIRST)
-    model, fit = fit_with(tmp_path, callback, Averaging(), checkpoint)
-    with (
-        pytest.warns(UserWarning, match="loaded the checkpoint's weights from before the average, which its posterior"),
-        pytest.raises(RuntimeError, match="not those the posterior was fitted to"),
-    ):
-        fit.test(model, held_out(), ckpt_path="best", verbose=False)
+    model, fit = fit_with(tmp_path, callback, Averaging(), checkpoint, model=Own(lr=0.05))
+    results = {}
+    for run, data in ((fit.validate, held_out()), (fit.test, held_out()), (fit.predict, DataLoader(X, batch_size=3))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results[run.__name__] = run(model, data, ckpt_path="best")
+        (said,) = [str(each.message) for each in caught if "posterior" in str(each.message)]
+        assert "weight averaging has loaded the weights from before the average" in said
+    assert results["validate"][0].keys() == {"val_loss"}
+    assert results["test"][0].keys() == {"test_loss"}
+    torch.testing.assert_close(torch.cat(results["predict"]), model.eval()(X))
+    (logged,) = trainer(tmp_path, callback).test(
+        Classifier(), held_out(), ckpt_path=checkpoint.best_model_path, verbose=False
+    )
+    assert "test_nll_laplace" in logged
 
 
 def test_a_checkpoint_is_otherwise_as_lightning_wrote_it(tmp_path: Path) -> None:

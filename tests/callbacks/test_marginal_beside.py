@@ -173,9 +173,16 @@ def test_training_that_has_diverged_is_one_clear_sentence(tmp_path: Path) -> Non
 
 def test_a_limit_counts_for_the_pass_and_for_the_prior(tmp_path: Path) -> None:
     for limit, n in ((0.5, BATCH), (1, BATCH), (2, 2 * BATCH), (1.0, EXAMPLES)):
+        callback = marginal()
+        trained(tmp_path, Net(), callback, data=DataLoader(classes(), BATCH), limit_train_batches=limit, max_epochs=1)
+        assert callback.posterior.n_data == callback._gradient.n_data == n
+
+
+def test_a_limit_on_shuffled_data_counts_for_neither(tmp_path: Path) -> None:
+    for limit in (0.5, 1):
         callback, data = marginal(), DataLoader(classes(), BATCH, shuffle=True)
         trained(tmp_path, Net(), callback, data=data, limit_train_batches=limit, max_epochs=1)
-        assert callback.posterior.n_data == callback._gradient.n_data == n
+        assert callback.posterior.n_data == callback._gradient.n_data == EXAMPLES
 
 
 @pytest.mark.parametrize("words", [{"n_data": 1000}, {"data": loader(classes(5))}], ids=["n_data", "data"])

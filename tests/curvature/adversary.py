@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.untouched import assert_same, snapshot
 from networks import Case, Doubled, Wired, moved
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -311,6 +313,24 @@ def draw(seed: int) -> Drawn:
             batches.append(Case(network.double().eval(), x, _targets(likelihood, B), likelihood))
     kind = f"{front} → {' → '.join(names)} → {pooling} → {type(likelihood).__name__}"
     return Drawn(kind, network, batches)
+
+
+@contextmanager
+def hooked(network: nn.Module) -> Iterator[None]:
+    """With hooks that spoil the gradients of every parameter and module; on leaving, they must be where they were."""
+    handles = [p.register_hook(lambda g: 2 * g + 1) for p in network.parameters()]
+    for module in network.modules():
+        handles.append(module.register_full_backward_hook(lambda m, g, _: tuple(None if t is None else -t for t in g)))
+        handles.append(
+            module.register_full_backward_pre_hook(lambda m, g: tuple(None if t is None else 3 * t for t in g))
+        )
+    before = snapshot(network)
+    try:
+        yield
+        assert_same(before, snapshot(network))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _targets(likelihood: Likelihood, B: int) -> Tensor:

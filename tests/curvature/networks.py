@@ -232,7 +232,7 @@ def embedding_of_one_token() -> Any:
 
 @case
 def embedding_scaled_by_frequency() -> Any:
-    """`scale_grad_by_freq` changes what autograd calls the gradient; whatever it is, it is autograd's."""
+    """`scale_grad_by_freq` makes autograd's gradient another one than the derivative."""
     parts = {"table": nn.Embedding(5, 2, scale_grad_by_freq=True), "head": nn.Linear(2, OUTPUTS)}
     return Wired(lambda s, x: s.head(s.table(x).tanh().sum(1)), **parts), torch.tensor([[0, 0], [1, 0], [2, 3], [1, 1]])
 

@@ -25,8 +25,12 @@ def example(x: Any, n: int) -> Any:
 
 
 def subset(network: nn.Module, names: list[str] | None = None) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A copy in eval mode in which the named (or all trainable) parameters, and no others, have gradients."""
+    """A copy in eval mode in which the named (or all trainable) parameters, and no others, have gradients, which are
+    derivatives."""
     network = copy.deepcopy(network).eval()
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            module.scale_grad_by_freq = False
     wanted = names or [name for name, p in network.named_parameters() if p.requires_grad]
     for name, p in network.named_parameters():
         p.requires_grad_(name in wanted)
@@ -158,6 +162,10 @@ def kfac(case: Case, sharing: str = "expand", kind: str = "ggn") -> dict[str, tu
                 )
                 for root in roots
             ]  # K of [G, T, O]
+            if getattr(module, "padding_idx", None) is not None:  # positions that reach no weight
+                tokens = torch.cat([x.flatten() for x, _ in seen[name]]) != module.padding_idx
+                each = [g * tokens.unsqueeze(-1) for g in each]
+                a = a if sharing == "reduce" else a[:, tokens]
             if sharing == "reduce":
                 a, each = a.mean(1, keepdim=True), [g.sum(1, keepdim=True) for g in each]
             sums[name][0] += a.mT @ a

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers.networks import made
 from networks import CASES, OUTPUTS, Case, N, Wired, real
 from torch import Tensor, nn
 
@@ -96,6 +99,38 @@ def test_predictions_use_the_posterior_that_was_fitted(name: str, structure: str
     for n in range(N):
         J = oracles.jacobian(network, oracles.example(case.x, n), parameters)[1]
         torch.testing.assert_close(covariance[n], J @ torch.linalg.solve(posterior.precision.to_dense(), J.mT), **TIGHT)
+
+
+def lookup(way: str, by_frequency: bool) -> Any:
+    table = {
+        "module": lambda: nn.Embedding(5, 3, padding_idx=0, scale_grad_by_freq=by_frequency),
+        "bag": lambda: nn.EmbeddingBag(5, 3, mode="mean", scale_grad_by_freq=by_frequency),
+        "function": lambda: nn.Parameter(torch.randn(5, 3)),
+    }[way]
+
+    def rows(s: Any, x: Tensor) -> Tensor:
+        if way == "function":
+            return F.embedding(x, s.table, scale_grad_by_freq=by_frequency)
+        return s.table(x).unsqueeze(1) if way == "bag" else s.table(x)
+
+    return made(lambda: Wired(lambda s, x: s.head(rows(s, x).tanh().sum(1)), table=table(), head=nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("structure", "way"),
+    [*product(["full", "kron", "diag", "ekfac"], ["module", "bag", "function"]), ("lowrank", "module")],
+)
+def test_gradients_scaled_by_frequency_are_not_taken_for_derivatives(structure: str, way: str) -> None:
+    x, y = torch.tensor([[1, 1, 1], [0, 2, 2], [3, 1, 4], [2, 2, 0]]), torch.tensor([0, 1, 1, 0])
+    covariances, probs = [], []
+    for by_frequency in (False, True):
+        network = lookup(way, by_frequency)
+        posterior = fit_laplace(network, [(x[:3], y[:3]), (x[3:], y[3:])], structure=structure)
+        covariances.append(posterior.functional(x, joint=True)[1])
+        probs.append(posterior.predict(x).probs)
+    torch.testing.assert_close(covariances[1], covariances[0], **TIGHT)
+    torch.testing.assert_close(probs[1], probs[0], **TIGHT)
+    assert way == "function" or network.table.scale_grad_by_freq
 
 
 @pytest.mark.parametrize(("size", "kind"), [(4, Dense), (1025, Diagonal)])
@@ -196,11 +231,11 @@ def test_eigenvectors_take_the_place_of_the_sums(monkeypatch: pytest.MonkeyPatch
     x, y = real(3, 64), real(3, 64)
     one, live, decompose = 64 * 64 * 8, [], Factor.of
 
-    def watched(gram: Gram, keep: bool, rank: None) -> Factor:
+    def watched(gram: Gram, *how: Any) -> Factor:
         gc.collect()
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape == (1, 64, 64)]
         live.append(sum(t.untyped_storage().nbytes() for t in tensors))
-        return decompose(gram, keep, rank)
+        return decompose(gram, *how)
 
     monkeypatch.setattr(Factor, "of", staticmethod(watched))
     gc.collect()

@@ -12,6 +12,7 @@ import torch
 from helpers.untouched import assert_same, snapshot
 from networks import CASES, Case, Wired, real
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import fit_laplace
@@ -54,6 +55,9 @@ def make() -> Network:
     network.scale.grad = None
     network.head.register_forward_hook(lambda m, args, z: None)
     network.norm.register_full_backward_hook(lambda m, g_in, g_out: None)
+    for change in (lambda g: g.clamp(max=0.1), lambda g: 2 * g):
+        network.scale.register_hook(change)
+    network.body.weight.register_post_accumulate_grad_hook(lambda p: None)
     return network
 
 
@@ -166,6 +170,49 @@ def test_batch_norm_is_used_in_eval_mode_and_its_statistics_stay(name: str, stru
     found = fit_curvature(case.network, case.loader(), structure=structure)
     assert_same(before, snapshot(case.network))
     assert torch.equal(found.structure.to_dense(), expected.structure.to_dense())
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameter": lambda net: net.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "module": lambda net: net.act.register_full_backward_hook(lambda m, g_in, g_out: (0 * g_in[0],)),
+    "before a module": lambda net: net.head.register_full_backward_pre_hook(lambda m, g_out: (3 * g_out[0],)),
+    "every module": lambda net: register_module_full_backward_hook(
+        lambda m, g_in, g_out: (2 * g_in[0],) if isinstance(m, nn.Tanh) else None
+    ),
+    "before every module": lambda net: register_module_full_backward_pre_hook(
+        lambda m, g_out: (2 * g_out[0],) if isinstance(m, nn.Tanh) else None
+    ),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("structure", [*STRUCTURES, "lowrank"])
+def test_hooks_that_change_gradients_change_nothing(structure: str, hook: str) -> None:
+    """They belong to the training; the curvature is that of the function."""
+    network = Wired(
+        lambda s, x: s.head(s.act(s.body(x)) * s.scale),
+        body=nn.Linear(3, 4),
+        act=nn.Tanh(),
+        scale=nn.Parameter(torch.rand(4)),
+        head=nn.Linear(4, 3),
+    ).double()
+    batches = data()
+    x = batches[0][0]
+
+    def gradients() -> Any:
+        return torch.autograd.grad(network(x.clone().requires_grad_()).sum(), list(network.parameters()))
+
+    plain, covariance = gradients(), fit_laplace(network, batches, structure=structure).functional(x)[1]
+    handle = HOOKS[hook](network)
+    try:
+        before, hooked = snapshot(network), gradients()
+        posterior = fit_laplace(network, batches, structure=structure)
+        torch.testing.assert_close(posterior.functional(x)[1], covariance)
+        assert_same(before, snapshot(network))
+        assert_same(hooked, gradients())
+        assert not all(torch.equal(g, h) for g, h in zip(plain, hooked, strict=True))
+    finally:
+        handle.remove()
 
 
 def test_shuffling_loader_gives_the_same_order_as_without_us() -> None:

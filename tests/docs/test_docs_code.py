@@ -459,7 +459,7 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = next(iter(dm.loader()))[0]
     names = run_page(DOCS / "checkpoints.md", model=Validated(), dm=dm, LitNet=Validated, x=x)
     expected = names["laplace"].posterior.predict(x).probs
-    for posterior in (names["again"].posterior, names["checkpoint"], names["posterior"]):
+    for posterior in (names["again"].posterior, names["at_best"], names["posterior"]):
         torch.testing.assert_close(posterior.predict(x).probs, expected)
     assert Path("posterior.pt").exists()
     assert not [value for value in names["state"].values() if type(value).__module__.startswith("lightning_bayes")]

@@ -33,7 +33,11 @@ def snapshot(network: nn.Module) -> dict[str, Any]:
         "grad": {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()},
         "buffers": {name: b.clone() for name, b in network.named_buffers()},
         "modes": {name: m.training for name, m in network.named_modules()},
-        "hooks": {name: [len(getattr(m, kind)) for kind in _HOOKS] for name, m in network.named_modules()},
+        "hooks": {name: [list(getattr(m, kind).items()) for kind in _HOOKS] for name, m in network.named_modules()},
+        "gradient hooks": {
+            name: [list((hooks or {}).items()) for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+            for name, p in parameters.items()
+        },
         "attributes": {name: sorted(vars(m)) for name, m in network.named_modules()},
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

@@ -11,7 +11,6 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from lightning_bayes import metrics
-from lightning_bayes.metrics import base
 
 every_metric = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -109,21 +108,6 @@ def test_a_gradient_of_the_model_is_not_kept_alive(case: Case) -> None:
     metric(*inputs)
     states = [s for state in metric.metric_state.values() for s in (state if isinstance(state, list) else [state])]
     assert not any(state.requires_grad for state in states)
-
-
-def test_on_a_device_without_float64_the_state_becomes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert base.accumulation_dtype(torch.device("mps")) == torch.float32
-    assert base.accumulation_dtype(torch.device("cuda")) == torch.float64
-    # The meta device plays the part of MPS, which raises on float64.
-    monkeypatch.setattr(base, "accumulation_dtype", lambda device: torch.float32)
-
-    def refuse_float64(x: Tensor) -> Tensor:
-        assert x.dtype != torch.float64
-        return x.to("meta")
-
-    metric = updated(metrics.BrierScore(), DATA["classification"], [61])
-    metric._apply(refuse_float64)
-    assert (metric.sums.device.type, metric.sums.dtype) == ("meta", torch.float32)
 
 
 def test_a_collection_shares_states_only_where_the_updates_agree() -> None:

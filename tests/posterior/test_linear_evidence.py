@@ -1,6 +1,7 @@
 """The evidence at the linear model's optimum, against exact Bayesian linear regression."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.linear_evidence import linear_evidence, step_length
+from lightning_bayes.posterior.evidence import step_length
 
 N, C, D = 14, 2, 3
 
@@ -124,6 +125,62 @@ def test_a_network_that_is_not_at_a_mode_is_not_taken_for_one() -> None:
     assert tuned["marglik"][1] < tuned["marglik"][0] / 100
 
 
+def sure_classifier(margin: float, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
+    """The logits of the right class are so much larger than all others'."""
+    x = real(30, 3)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    network = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    optimizer = torch.optim.Adam(network.parameters(), 2e-2)
+    for _ in range(300):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        top = network(x).topk(2).values
+        for p in network[2].parameters():
+            p *= margin / (top[:, 0] - top[:, 1]).min()
+    return network.to(dtype), x.to(dtype), y
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("margin", [1.0, 6.0, 12.0])
+def test_labels_are_never_more_probable_than_certain_also_in_float32(margin: float, structure: str) -> None:
+    torch.manual_seed(0)
+    network, x, y = sure_classifier(margin, torch.float64)
+    for δ in (1e-6, 1e-2, 1.0, 1e3, 1e6):
+        exact = fit_laplace(network, [(x, y)], structure=structure).log_marginal_likelihood(δ, at="optimum")
+        narrow = fit_laplace(copy.deepcopy(network).float(), [(x.float(), y)], structure=structure)
+        found = narrow.log_marginal_likelihood(δ, at="optimum")
+        assert found < 0
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_of_priors_that_the_evidence_cannot_tell_apart_the_strongest_is_taken(
+    structure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Margins of 200 round the training loss to zero: no prior is to change the predictions."""
+    torch.manual_seed(0)
+    network, x, y = sure_classifier(200.0, torch.float32)
+    tuned = fit_laplace(network, [(x, y)], structure=structure).tune_prior("auto")
+    assert "the evidence is the same for all prior precisions" in caplog.text
+    assert tuned.prior_precision >= 1e6
+    torch.testing.assert_close(tuned.predict(x).probs, tuned.predict(x, "map").probs, rtol=0, atol=1e-3)
+
+
+def test_a_noise_at_its_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Two copies of each example, and a network that fits them: no noise is the best."""
+    torch.manual_seed(0)
+    x = real(4, 3).repeat(2, 1)
+    network = mlp(outputs=2).double()
+    posterior = fit_laplace(network, [(x, network(x).detach())], Gaussian(1.0), "full")
+    for method in ("linear", "marglik"):
+        caplog.clear()
+        tuned = posterior.tune_prior(method)
+        assert float(tuned.likelihood.noise_std) < 1e-6
+        assert "times the noise_std it began with" in caplog.text
+
+
 def test_clear_errors_where_it_cannot_be_had() -> None:
     network, x, y = linear_regression(1.0)
     posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron", damping="glm")
@@ -176,17 +233,19 @@ def test_the_guard_brings_kronecker_factors_to_the_choice_of_the_full_matrix() -
         optimizer.step()
     scan = torch.logspace(-3, 3, 25).double()
 
+    def unguarded(posterior: LaplacePosterior, δ: float) -> Tensor:
+        P, H = posterior.with_prior(δ).precision, posterior.curvature.structure
+        θ, g = posterior.mean, posterior.curvature.gradient
+        d = P.solve(-g - δ * θ)
+        loss = -posterior.curvature.log_likelihood + g @ d + 0.5 * d @ H.matmul(d)
+        return -loss - 0.5 * (δ * (θ + d).square().sum() + P.logdet() - len(θ) * math.log(δ))
+
     def choice(structure: str, guarded: bool = True) -> float:
         posterior = fit_laplace(network, [(x, y)], structure=structure)
         if guarded:
             evidence = [posterior.log_marginal_likelihood(float(δ), at="optimum") for δ in scan]
         else:
-            g, loss = posterior.curvature.gradient, -posterior.curvature.log_likelihood
-            least = torch.tensor(-torch.inf, dtype=torch.float64)
-            evidence = [
-                linear_evidence(prior.precision, prior.prior_matrix(), prior.mean, g, loss, least)
-                for prior in map(posterior.with_prior, scan.tolist())
-            ]
+            evidence = [unguarded(posterior, float(δ)) for δ in scan]
         return float(scan[torch.stack(evidence).argmax()])
 
     assert choice("kron") == pytest.approx(choice("full"))

@@ -39,7 +39,7 @@ def test_data_without_a_single_target_are_no_data(problem: Case, posterior: Lapl
 def test_targets_of_another_kind_are_not_scored(problem: Case, posterior: LaplacePosterior) -> None:
     one_hot = nn.functional.one_hot(problem.y, 3)
     for use in (lambda loader: evaluate(posterior, loader), lambda loader: posterior.tune_prior("grid", loader)):
-        with pytest.raises(LikelihoodError, match=r"targets of shape \[7\] .* use y\.argmax\(1\) for one-hot targets"):
+        with pytest.raises(LikelihoodError, match=r"targets of shape \[7\] .* y\.argmax\(1\) for one-hot targets"):
             use([(problem.x, one_hot)])
         with pytest.raises(LikelihoodError, match="got the target 7, but the network has 3 outputs"):
             use([(problem.x, problem.y + 7 * (problem.y == 0))])

@@ -295,6 +295,11 @@ def test_what_cannot_be_scored_is_one_sentence() -> None:
         (of_probs(probs), y + 0.5, "targets must be classes from 0 to 4, got"),
         (of_probs(probs), torch.full((30,), -100), "no held-out target counts"),
         (real, y, r"need real targets of shape \[30, 5\], got torch.int64"),
+        (
+            of_real(probs.reshape(15, 2, 5), probs.reshape(15, 2, 5)),
+            probs.reshape(15, 5, 2),
+            r"of shape \[15, 2, 5\] need real targets of shape \[15, 2, 5\], got torch.float64 of shape \[15, 5, 2\]",
+        ),
         (real, probs[:, :3], r"got torch.float64 of shape \[30, 3\]"),
         (real, probs + math.nan, "hold NaN or infinity"),
     ]:

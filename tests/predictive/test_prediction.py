@@ -12,9 +12,10 @@ import torch
 from predictive_cases import Shaped, linearised_draws, mlp, network_draws
 from torch import Tensor
 
-from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Prediction, fit_laplace
+from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Prediction, evaluate, fit_laplace
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
+from lightning_bayes.network import DataError
 from lightning_bayes.predictive.draws import RunningMixture
 
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -269,6 +270,79 @@ def test_an_ensemble_has_the_mutual_information_of_its_mixture() -> None:
     expected = entropy((w[:, None, None] * p).sum(0), 1) - (w[:, None] * entropy(p, 2)).sum(0)
     torch.testing.assert_close(ensemble.predict(X, "map").mutual_information, expected)
     assert (ensemble.predict(X).mutual_information > expected).all()
+
+
+# -- one input, one value ----------------------------------------------------------------------------------------------
+
+
+def fields_of(prediction: Prediction) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(values) for name, values in prediction.numpy().items()}
+
+
+def check_one_value(predict: Callable[[Tensor], Prediction], x: Tensor = X, **tolerance: float) -> None:
+    """Every field of an example is the same alone, in any batch, and at any position of it."""
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
+    whole = predict(x)
+    order = torch.tensor([5, 0, 3, 3, 6, 1, 3, 2, 4])
+    for part, rows in [
+        (predict(x[order]), order),
+        (Prediction.cat([predict(x[n : n + 1]) for n in range(7)]), slice(None)),
+        (Prediction.cat([predict(x[:2]), predict(x[2:7])]), slice(None)),
+    ]:
+        for name, values in fields_of(part).items():
+            torch.testing.assert_close(values, fields_of(whole)[name][rows], **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "predictive"),
+    [*product(KINDS, ["glm", "many outputs", "bnn", "map"]), *product(["classes", "labels", "real"], ["gp"])],
+)
+def test_one_input_has_one_value(kind: str, predictive: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if predictive == "many outputs":
+        monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
+        predictive = "glm"
+    fitted = posterior(kind, **({"gp_points": None} if predictive == "gp" else {})).with_prior(0.1)
+    for link in fitted.likelihood.links if predictive in ("glm", "gp") else (None,):
+        check_one_value(lambda x, link=link: fitted.predict(x, predictive, link, 20, seeded()))
+        ensemble = DeepEnsemble([fitted, fitted.with_prior(1.0)])
+        check_one_value(lambda x, link=link, e=ensemble: e.predict(x, predictive, link, 20, seeded()))
+
+
+def test_one_input_has_one_value_in_float32() -> None:
+    fitted = fit_laplace(mlp(3).float(), [(X.float(), CLASSES)], structure="kron")
+    for link in fitted.likelihood.links:
+        predict = lambda x, link=link: fitted.predict(x, link=link, generator=seeded())  # noqa: E731
+        check_one_value(predict, X.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("predictive", "link"), [("glm", "mc"), ("glm", "pairwise"), ("bnn", None)])
+def test_scores_do_not_depend_on_the_batch_size(predictive: str, link: str | None) -> None:
+    fitted = posterior("classes").with_prior(0.1)
+    whole, split = (
+        evaluate(fitted, list(zip(X.split(size), CLASSES.split(size), strict=True)), predictive=predictive, link=link)
+        for size in (7, 3)
+    )
+    assert split == pytest.approx(whole, rel=1e-9)
+
+
+def test_targets_of_another_shape_are_not_scored() -> None:
+    """As many numbers in another order are other targets; a dimension of one may be missing."""
+    fitted, y = posterior("dense real"), REAL[:, :, None, None].expand(7, 2, 2, 2)
+    wrong = y.reshape(7, 4, 2)
+    with pytest.raises(DataError, match=r"of shape \[7, 2, 2, 2\] need real targets .* got .* of shape \[7, 4, 2\]"):
+        evaluate(fitted, [(X, wrong)])
+    one = fit_laplace(Shaped(mlp(1)), [(X, REAL[:, 0])], Gaussian(0.5))
+    assert evaluate(one, [(X, REAL[:, :1])]) == evaluate(one, [(X, REAL[:, 0])])
+
+
+@pytest.mark.parametrize("link", ["probit", "pairwise", "bridge"])
+def test_links_with_a_closed_form_draw_no_random_numbers(link: str) -> None:
+    fitted = posterior("classes")
+    generator = seeded()
+    state = generator.get_state()
+    first, second = fitted.predict(X, link=link, generator=generator), fitted.predict(X, link=link)
+    assert torch.equal(generator.get_state(), state)
+    same(first, second)
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------

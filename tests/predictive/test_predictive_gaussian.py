@@ -142,13 +142,14 @@ def test_labels_add_up_too() -> None:
     torch.testing.assert_close(found.entropy, torch.distributions.Bernoulli(found.probs).entropy(), **TIGHT)
 
 
-def test_the_decomposition_of_probit_comes_from_output_samples() -> None:
+def test_the_decomposition_of_probit_is_that_of_output_samples() -> None:
     posterior = fitted(Categorical(), LABELS)
-    probit = posterior.predict(X_TEST, samples=70, generator=seeded(3))
-    sampled = posterior.predict(X_TEST, link="mc", samples=70, generator=seeded(3))
+    probit = posterior.predict(X_TEST, samples=1000)
+    sampled = posterior.predict(X_TEST, link="mc", samples=100_000, generator=seeded(3))
     variances = [prediction.probs * (1 - prediction.probs) for prediction in (probit, sampled)]
-    torch.testing.assert_close(probit.epistemic / variances[0], sampled.epistemic / variances[1], **TIGHT)
-    torch.testing.assert_close(probit.aleatoric / variances[0], sampled.aleatoric / variances[1], **TIGHT)
+    near = {"rtol": 0.02, "atol": 0}
+    torch.testing.assert_close(probit.epistemic / variances[0], sampled.epistemic / variances[1], **near)
+    torch.testing.assert_close(probit.aleatoric / variances[0], sampled.aleatoric / variances[1], **near)
 
 
 @pytest.mark.parametrize("link", ["probit", "mc"])

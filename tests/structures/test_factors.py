@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from structure_cases import F64, kronecker, random, spd, truncated
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_bayes import fit_laplace
 from lightning_bayes.structures import CovarianceForm, Factor, Gram, Kronecker, factor
 
 TIGHT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -274,3 +275,88 @@ def test_variances_of_weights_that_the_data_determine_are_right(ratio: float, dt
     expected[:, :10] = 1 / (ratio + 1)
     found = M.inverse_diagonal().view(2, 300).double()
     torch.testing.assert_close(found, expected, rtol=10 * torch.finfo(dtype).eps, atol=0)
+
+
+def with_dead_columns(live: int, d: int, seed: int = 90) -> Tensor:
+    """As the inputs of a convolution at one position, most of whose taps see padding.  # [2, d, d]"""
+    rows = random(2, 3 * d, d, seed=seed)
+    rows[..., live:] = 0
+    places = torch.randperm(d, generator=torch.Generator().manual_seed(seed))
+    return (rows.mT @ rows)[:, places][:, :, places]
+
+
+@pytest.mark.parametrize(("live", "whole", "kept"), [(3, False, 3), (3, True, 9), (7, False, 9), (9, False, 9)])
+def test_columns_that_are_zero_are_not_decomposed(
+    live: int, whole: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    M, sizes, original = with_dead_columns(live, 9), [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: sizes.append(matrix.shape[-1]) or original(matrix))
+    factor = Factor.of(Gram(M), whole=whole)
+    assert sizes == [live]
+    assert factor.vectors.shape == (2, 9, kept)
+    assert factor.is_whole
+    torch.testing.assert_close(factor.matrix, M, **TIGHT)
+    assert orthonormal(factor, rtol=0, atol=1e-12)
+    M = Kronecker(Factor.from_matrix(spd(2, 2, seed=91)), factor, torch.tensor(0.3, dtype=F64))
+    v = random(4, M.size, seed=92)
+    torch.testing.assert_close(M.solve(v), v @ torch.linalg.inv(M.to_dense()), **TIGHT)
+    torch.testing.assert_close(M.logdet(), torch.logdet(M.to_dense()), **TIGHT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("kind", ["rank one", "equal eigenvalues", "zero", "dead columns"])
+def test_unusual_spectra(kind: str, dtype: torch.dtype) -> None:
+    row = random(1, 1, 12, seed=93)
+    M = {
+        "rank one": row.mT @ row,
+        "equal eigenvalues": 3 * torch.eye(12, dtype=F64).unsqueeze(0),
+        "zero": torch.zeros(1, 12, 12, dtype=F64),
+        "dead columns": with_dead_columns(2, 12)[:1],
+    }[kind]
+    factor = Factor.from_matrix(M.to(dtype))
+    torch.testing.assert_close(factor.matrix.double(), M, rtol=1e-5, atol=1e-5)
+    assert (
+        int((factor.values > 0).sum()) == {"rank one": 1, "equal eigenvalues": 12, "zero": 0, "dead columns": 2}[kind]
+    )
+
+
+@pytest.mark.parametrize("other", ["svd", "jitter"])
+def test_a_decomposition_that_does_not_converge_is_made_in_another_way(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, original = [], torch.linalg.eigh
+
+    def fails_once(matrix: Tensor) -> Any:
+        calls.append(matrix)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return original(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_once)
+    if other == "jitter":
+        monkeypatch.setattr(torch.linalg, "svd", broken)
+    M = spd(1, 6, seed=94)
+    found = Factor.from_matrix(M)
+    assert len(calls) == (1 if other == "svd" else 2)
+    torch.testing.assert_close(found.matrix, M, rtol=0, atol=1e-8)
+    assert orthonormal(found, rtol=0, atol=1e-12)
+
+
+def broken(*args: Any, **options: Any) -> Any:
+    raise RuntimeError("cusolver error")
+
+
+def test_the_diagonal_is_the_last_resort_and_names_the_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("eigh", "svd"):
+        monkeypatch.setattr(torch.linalg, name, broken)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    posterior = fit_laplace(network, [(random(7, 3, seed=95), torch.arange(7) % 2)])
+    for name in ("output factor of 0.weight", "input factor of 2.weight"):
+        assert name in caplog.text
+    assert "diagonal is used instead" in caplog.text
+    A = torch.cat([random(7, 3, seed=95), torch.ones(7, 1, dtype=F64)], 1)
+    block = posterior.curvature.structure.blocks[0]
+    torch.testing.assert_close(block.right.values[0], A.square().mean(0))
+    assert posterior.functional(random(2, 3, seed=96))[1].isfinite().all()

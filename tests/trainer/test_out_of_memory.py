@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_bayes.network.borrowed import RandomState
+from lightning_bayes.network.slow_path import is_missing_rule, is_out_of_memory
 from lightning_bayes.trainer import checkpoints, dry_run
 from lightning_bayes.trainer.module import ModuleError
 
@@ -37,7 +39,7 @@ def test_a_networks_own_error_names_the_network_and_out_of_memory_stays() -> Non
 
 
 def test_in_its_own_mode_a_network_may_fail_but_for_memory() -> None:
-    x, rng = torch.ones(2, 3), torch.get_rng_state()
+    x, rng = torch.ones(2, 3), RandomState.now(None)
     assert dry_run._in_own_mode(Raising(ValueError("no")), x, rng, quiet_trainer()) is None
     with pytest.raises(torch.OutOfMemoryError):
         dry_run._in_own_mode(Raising(FULL), x, rng, quiet_trainer())
@@ -77,3 +79,18 @@ def raising(error: Exception) -> Any:
         raise error
 
     return read
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "MPS backend out of memory (MPS allocated: 5.05 GB)",
+        "[enforce fail at alloc_cpu.cpp:66] . DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_a_librarys_report_of_full_memory_is_not_a_missing_rule(report: str) -> None:
+    """A slow path would be taken for the rest of the run."""
+    assert is_out_of_memory(RuntimeError(report))
+    assert not is_missing_rule(RuntimeError(report))

@@ -66,9 +66,9 @@ def gathered(op: Op, d: Tensor, x: Tensor) -> Tensor:
     answers, at_zero = (op.run({id(x): t})[0].to(d.dtype).flatten(1) for t in (units, torch.zeros_like(units[:1])))
     A = (answers - at_zero).mT  # [O, R]
     S = d.new_empty(R, B, R)
-    for part in torch.arange(B).split(max(1, MEMORY // (A.numel() * A.element_size()))):
+    for part in torch.arange(B, device="cpu").split(max(1, MEMORY // (A.numel() * A.element_size()))):
         λ, Q = eigh(A.mT * d[part].reshape(len(part), 1, -1) @ A)
-        S[:, part] = (Q * λ.clamp_min(0).sqrt().unsqueeze(1)).permute(2, 0, 1)
+        S[:, part] = (Q * λ.sqrt().to(Q).unsqueeze(1)).permute(2, 0, 1)
     return S.reshape(R, *x.shape)
 
 

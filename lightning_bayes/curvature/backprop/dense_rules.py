@@ -99,7 +99,7 @@ def _matrix(op: Op, mode: str, i: int, size: int, places: int) -> Tensor:
     scale = op.argument("scale_factor", 2)
     if scale is not None:
         scale = (1.0, float(scale if isinstance(scale, (int, float)) else scale[i]))
-    units = torch.eye(size, dtype=torch.float64, device=op.outputs[0].device).view(size, 1, 1, size)
+    units = torch.eye(size, dtype=torch.float64, device="cpu").view(size, 1, 1, size)
     options: dict[str, Any] = {"size": (1, places)} if scale is None else {"scale_factor": scale}
     answers = F.interpolate(
         units,

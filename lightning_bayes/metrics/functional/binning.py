@@ -55,9 +55,20 @@ def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
     sums = sums[sums[:, 0] > 0]  # [G, V]
     if len(sums) == 0:
         return sums.new_zeros(n, sums.shape[-1])
-    running = torch.cat([torch.zeros_like(sums[:1]), sums.cumsum(0)])  # [G + 1, V]
+    running = torch.cat([torch.zeros_like(sums[:1]), running_sum(sums)])  # [G + 1, V]
     mass = running[:, 0].contiguous()  # [G + 1]
     border = torch.arange(n + 1, dtype=mass.dtype, device=mass.device) * mass[-1] / n  # [n + 1]
     group = (torch.searchsorted(mass, border, right=True) - 1).clamp(max=len(sums) - 1)  # [n + 1]
     share = (border - mass[group]) / sums[group, 0]  # [n + 1]
     return (running[group] + share[:, None] * sums[group]).diff(dim=0)
+
+
+def running_sum(t: Tensor) -> Tensor:
+    """Over the first dimension; on the host under `torch.use_deterministic_algorithms`, for which CUDA has no kernel.
+
+    >>> running_sum(torch.tensor([1.0, 2.0, 4.0]))
+    tensor([1., 3., 7.])
+    """
+    if torch.are_deterministic_algorithms_enabled() and t.device.type != "cpu":
+        return t.cpu().cumsum(0).to(t.device)
+    return t.cumsum(0)

@@ -9,6 +9,7 @@ rounding of their dtype; logits are refused. Shapes alone tell the two layouts a
 Everything is upcast to float64 (float32 on devices without it), so that sums do not depend on how the data is split.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ class MetricInputError(ValueError):
     """A metric was given something it cannot use; the message says what, and what to give instead."""
 
 
+@cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The widest float of a device: float64, except on Apple's MPS, which has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """The widest float of a device: float64, or float32 where it has none, as on Apple's MPS."""
+    try:
+        return torch.zeros(1, dtype=torch.float64, device=device).dtype
+    except (TypeError, RuntimeError):
+        return torch.float32
 
 
 def classification_inputs(

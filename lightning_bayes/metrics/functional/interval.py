@@ -46,7 +46,7 @@ def interval_z(level: float) -> float:
     1.96
     """
     between("level", level, 0, 1, MetricInputError, borders=False)
-    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
+    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")))
 
 
 def _interval_coverage_update(mean: Tensor, variance: Tensor, target: Tensor, z: float, validate: bool) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import shown
-from lightning_bayes.metrics.functional.binning import cell_sums, tie_sums
+from lightning_bayes.metrics.functional.binning import cell_sums, running_sum, tie_sums
 from lightning_bayes.metrics.functional.inputs import MetricInputError, check_count, score_inputs
 
 
@@ -86,18 +86,18 @@ def _ood_detection_compute(counts: Tensor) -> dict[str, Tensor]:
     if n_in == 0 or n_out == 0:
         return {name: counts.new_tensor(float("nan")) for name in ("auroc", "aupr_in", "aupr_out", "fpr95")}
     inside, outside = counts.unbind(1)  # [G] each
-    below = inside.cumsum(0) - inside  # [G] in-distribution inputs of strictly smaller score
+    below = running_sum(inside) - inside  # [G] in-distribution inputs of strictly smaller score
     # cumsum / n is correctly rounded, so 19 of 20 counts as 95 %; comparing with 0.95 · n might not.
-    accepts_95 = inside.cumsum(0) / n_in >= 0.95  # [G]
+    accepts_95 = running_sum(inside) / n_in >= 0.95  # [G]
     return {
         "auroc": (outside * (below + 0.5 * inside)).sum() / (n_in * n_out),
         "aupr_in": _average_precision(inside, outside),
         "aupr_out": _average_precision(outside.flip(0), inside.flip(0)),
-        "fpr95": (outside.cumsum(0) / n_out)[accepts_95][0],
+        "fpr95": (running_sum(outside) / n_out)[accepts_95][0],
     }
 
 
 def _average_precision(positive: Tensor, negative: Tensor) -> Tensor:
     """Average precision from counts `[G]` in the order in which a falling threshold accepts them."""
-    precision = positive.cumsum(0) / (positive + negative).cumsum(0)  # [G]
+    precision = running_sum(positive) / running_sum(positive + negative)  # [G]
     return (precision * positive).sum() / positive.sum()

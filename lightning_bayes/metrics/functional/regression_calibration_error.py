@@ -12,7 +12,7 @@ A histogram of u is all that is kept. Kuleshov's own score with equal weights is
 import torch
 from torch import Tensor
 
-from lightning_bayes.metrics.functional.binning import cell_sums
+from lightning_bayes.metrics.functional.binning import cell_sums, running_sum
 from lightning_bayes.metrics.functional.calibration_error import Norm
 from lightning_bayes.metrics.functional.inputs import check_choice, check_count, regression_inputs
 
@@ -61,7 +61,7 @@ def _regression_calibration_update(
 
 def _regression_calibration_curve(counts: Tensor) -> tuple[Tensor, Tensor]:
     expected = torch.arange(1, len(counts), dtype=counts.dtype, device=counts.device) / len(counts)
-    return expected, counts.cumsum(0)[:-1] / counts.sum()
+    return expected, running_sum(counts)[:-1] / counts.sum()
 
 
 def _regression_calibration_compute(counts: Tensor, norm: Norm) -> Tensor:

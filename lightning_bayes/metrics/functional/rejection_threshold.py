@@ -64,7 +64,7 @@ def risk_threshold(confidence: Tensor, error: Tensor, risk: float, delta: float)
     if m == 0:
         return confidence.new_tensor(math.nan)
     confidence, order = confidence.sort(descending=True)
-    errors = error[order].cumsum(0).cpu()  # [N]
+    errors = error[order].cpu().cumsum(0)  # [N]
     kept = _tries(m, risk, delta)
     for j in reversed(kept):
         θ = confidence[j] if j < m else confidence.new_tensor(-math.inf)
@@ -105,7 +105,7 @@ def _tries(m: int, risk: float, delta: float) -> list[int]:
 
 def binomial_cdf(n: int, p: float) -> Tensor:
     """`P(Binomial(n, p) ≤ k)` for k = 0..n, in float64 on the CPU.  # [n + 1]"""
-    k = torch.arange(n + 1, dtype=torch.float64)
+    k = torch.arange(n + 1, dtype=torch.float64, device="cpu")
     if p == 1:
         return (k == n).double()
     log_choose = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)

@@ -12,7 +12,7 @@ all their orders, so the result does not depend on the order of the data.
 import torch
 from torch import Tensor
 
-from lightning_bayes.metrics.functional.binning import tie_sums
+from lightning_bayes.metrics.functional.binning import running_sum, tie_sums
 from lightning_bayes.metrics.functional.inputs import score_inputs
 
 
@@ -45,7 +45,7 @@ def _risk_coverage_curve(rows: Tensor) -> tuple[Tensor, Tensor]:
     count = ties[:, 0]  # [G]
     error = (ties[:, 1] / count).repeat_interleave(count.long())  # [N] expected error at each rank
     rank = torch.arange(1, len(error) + 1, dtype=error.dtype, device=error.device)  # [N]
-    return rank / len(error), error.cumsum(0) / rank
+    return rank / len(error), running_sum(error) / rank
 
 
 def _risk_coverage_compute(rows: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""What one process, or several on the strict group, find of the same data."""
+
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device_cases import LIKELIHOODS, STRUCTURES, X, batches, described, network
+from device_group import BACKEND, register
+from device_training import Lit, SecondAccelerator, loader, on_device
+from helpers.training import trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from second_device import load
+from torch.utils.data import DataLoader
+
+from lightning_bayes import (
+    L2MCallback,
+    LaplaceCallback,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    Subnetwork,
+    SWAGCallback,
+    fit_laplace,
+)
+from lightning_bayes.network import Processes
+
+
+def run(device: torch.device, processes: Processes) -> dict[str, Any]:
+    answers = {}
+    for task in ("classification", "regression"):
+        x, y = (torch.cat(parts) for parts in zip(*batches(task), strict=True))
+        own = slice(processes.rank, None, processes.size)
+        data = list(zip(x[own].split(3), y[own].split(3), strict=True))
+        rows: dict[str, dict[str, Any]] = {
+            **{structure: {"structure": structure} for structure in STRUCTURES},
+            "labels that are drawn": {"curvature": "fisher_mc"},
+            "points": {"gp_points": 5},
+            "points by leverage": {"gp_points": 5, "gp_selection": "leverage"},
+            "subnetwork": {"subset": Subnetwork(7)},
+        }
+        for name, options in rows.items():
+            options = {"prior_precision": 2.0, "processes": processes, **options}
+            posterior = fit_laplace(network(task).to(device), data, LIKELIHOODS[task], **options)
+            answers[f"{name} {task}"] = {**described(posterior), "evidence": posterior.log_marginal_likelihood()}
+            if "points" in name:
+                prediction = posterior.predict(X.to(device), "gp", generator=torch.Generator().manual_seed(0))
+                answers[f"{name} {task}"]["variance"] = prediction.epistemic
+    for method, make in METHODS.items():
+        answers[method] = trained(make, device, processes.size)
+    return {name: {k: v.cpu() for k, v in values.items()} for name, values in answers.items()}
+
+
+METHODS: dict[str, Any] = {
+    "laplace": lambda: LaplaceCallback(progress=False),
+    "marglik": lambda: LaplaceCallback(structure="lowrank", tune="marglik", progress=False),
+    "l2m": lambda: L2MCallback(loss_scale=1.0, n_data=24),
+    "swag": lambda: SWAGCallback(start=0, every_n_steps=1),
+    "online": lambda: OnlineLaplaceCallback("classification", memory_factor=0.1),
+    "marginal likelihood": lambda: MarginalLikelihoodCallback(progress=False),
+}
+
+
+class Distributed(DDPStrategy):
+    def determine_ddp_device_ids(self) -> None:  # a number would mean CUDA
+        return None
+
+
+class Still(Lit):
+    """Its weights stay where they are, so that they are the same on any number of processes."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 0.0)
+
+
+def trained(make: Any, device: torch.device, world: int) -> dict[str, Any]:
+    """After a Trainer's fit and test, on as many processes as there are; all batches together are the same."""
+    torch.manual_seed(0)
+    callback, module = make(), Still("classification")
+    where = on_device(device)
+    if world > 1 and device.type == "cpu":
+        where = {"strategy": "ddp", "devices": world, "accelerator": "cpu"}
+    elif world > 1:
+        group = {"process_group_backend": BACKEND, "cluster_environment": LightningEnvironment()}
+        strategy = Distributed(SecondAccelerator(), parallel_devices=[device] * world, **group)
+        where = {"strategy": strategy, "devices": world, "accelerator": "auto"}
+    data = [DataLoader(loader("classification", seed).dataset, 12 // world) for seed in (1, 3, 5)]
+    with TemporaryDirectory() as folder:
+        fit = trainer(Path(folder), callback, max_epochs=1, **where)
+        fit.fit(module, data[0], data[1])
+        (logged,) = fit.test(module, data[2], verbose=False)
+    logged = {key: torch.tensor(value) for key, value in logged.items() if key != "test_loss"}  # of each process
+    return {"mean": callback.posterior.mean, "precision": callback.posterior.precision.to_dense(), **logged}
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["LOCAL_RANK"])
+    assert not load()
+    register()
+    device = torch.device(sys.argv[3])
+    dist.init_process_group("gloo" if device.type == "cpu" else BACKEND, rank=rank, world_size=int(sys.argv[2]))
+    torch.save(run(device, Processes.current()), Path(sys.argv[1]) / f"rank{rank}.pt")
+    dist.destroy_process_group()

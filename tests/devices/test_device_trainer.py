@@ -1,0 +1,93 @@
+"""Each callback and mixin trains, tests and predicts on the second device with the CPU's numbers."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from device_cases import CPU, LIKELIHOODS, values
+from device_training import Lit, loader, on_device, variational
+from helpers.training import trainer
+
+from lightning_bayes import (
+    L2MCallback,
+    LaplaceCallback,
+    LogSigmaMultiplierMixin,
+    MarginalLikelihoodCallback,
+    OnlineLaplaceCallback,
+    SWAGCallback,
+    VariationalInferenceMixin,
+    VariationalLaplaceMixin,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the posterior does not improve the predictions"),
+    pytest.mark.filterwarnings("ignore:log σ can move"),
+]
+
+
+class VariationalLaplace(LogSigmaMultiplierMixin, VariationalLaplaceMixin, Lit):
+    pass
+
+
+class VariationalInference(VariationalInferenceMixin, Lit):
+    pass
+
+
+# A module, and the callback on its Trainer; a variational module brings its own.
+METHODS: dict[str, Any] = {
+    "laplace": lambda task: (Lit(task), LaplaceCallback(LIKELIHOODS[task], progress=False)),
+    "lowrank": lambda task: (Lit(task), LaplaceCallback(LIKELIHOODS[task], structure="lowrank", progress=False)),
+    "marglik, gp": lambda task: (
+        Lit(task),
+        LaplaceCallback(LIKELIHOODS[task], tune="marglik", predictive="gp", gp_points=6, progress=False),
+    ),
+    "bnn, ood": lambda task: (Lit(task), LaplaceCallback(LIKELIHOODS[task], predictive="bnn", progress=False)),
+    "l2m": lambda task: (Lit(task), L2MCallback(LIKELIHOODS[task], loss_scale=1.0)),
+    "online": lambda task: (Lit(task), OnlineLaplaceCallback(LIKELIHOODS[task], memory_factor=0.1)),
+    "marginal likelihood": lambda task: (Lit(task), MarginalLikelihoodCallback(LIKELIHOODS[task], progress=False)),
+    "swag": lambda task: (Lit(task), SWAGCallback(LIKELIHOODS[task], start=0)),
+    "variational laplace": lambda task: (variational(VariationalLaplace, task), None),
+    "variational laplace by differences": lambda task: (
+        variational(VariationalLaplace, task, method="two_passes"),
+        None,
+    ),
+    "variational inference": lambda task: (variational(VariationalInference, task), None),
+}
+ROWS = [(method, task) for method in METHODS for task in ("classification", "regression")]
+
+
+def run(method: str, task: str, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    module, callback = METHODS[method](task)
+    with TemporaryDirectory() as folder:
+        fit = trainer(Path(folder), *([] if callback is None else [callback]), max_epochs=2, **on_device(device))
+        fit.fit(module, loader(task, 1), loader(task, 3))
+        (logged,) = fit.test(module, loader(task, 5), verbose=False)
+        predictions = fit.predict(module, loader(task, 5))
+    posterior = module.posterior if callback is None else callback.posterior
+    assert posterior.device.type == "cpu" or posterior.mean.device == device
+    return logged, [values(p) for p in predictions], posterior.mean
+
+
+@cache
+def expected(method: str, task: str) -> Any:
+    return run(method, task, CPU)
+
+
+@pytest.mark.parametrize("float64", [True, False], ids=["float64", "no float64"])
+@pytest.mark.parametrize(("method", "task"), ROWS)
+def test_training_testing_and_predicting(
+    second: torch.device, request: pytest.FixtureRequest, method: str, task: str, float64: bool
+) -> None:
+    logged, predictions, mean = expected(method, task)
+    if not float64:
+        request.getfixturevalue("no_float64")
+    logged_there, predictions_there, mean_there = run(method, task, second)
+    torch.testing.assert_close(mean_there.cpu(), mean, rtol=1e-3, atol=1e-4)
+    assert logged_there == pytest.approx(logged, rel=2e-3, abs=1e-3)
+    for one, two in zip(predictions_there, predictions, strict=True):
+        for name, value in two.items():
+            torch.testing.assert_close(one[name].cpu(), value, rtol=5e-3, atol=1e-3, equal_nan=True)

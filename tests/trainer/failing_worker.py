@@ -1,0 +1,148 @@
+"""One of two processes, of which one fails beside something that both do together: what each raises, and when."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from helpers.networks import made, mlp
+from helpers.tensors import real
+from helpers.training import LitNet, dataset, loader, trainer
+from torch.utils.data import DataLoader
+
+from lightning_bayes import LaplaceCallback, fit_laplace
+from lightning_bayes.network import Processes
+from lightning_bayes.trainer.checkpoints import callback_state, put_calibrations, put_posterior
+from lightning_bayes.trainer.datamodule import loaders_of
+
+SENTENCE = "the disk is full"
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, fails_in: str, on: int) -> None:
+        super().__init__()
+        self.fails_in, self.on = fails_in, on
+
+    def _fail(self, where: str) -> None:
+        if where == self.fails_in and dist.get_rank() == self.on:
+            raise OSError(SENTENCE)
+
+    def prepare_data(self) -> None:
+        self._fail("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self._fail("setup")
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+class Failing:
+    """Batches of which the second fails, in pass number `in_pass`, on the second process."""
+
+    def __init__(self, in_pass: int = 1) -> None:
+        self._passes, self._in_pass = 0, in_pass
+
+    def __iter__(self) -> Iterator[Any]:
+        self._passes += 1
+        yield real(4, 3), torch.arange(4) % 3
+        if self._passes == self._in_pass and dist.get_rank() == 1:
+            raise OSError(SENTENCE)
+        yield real(3, 3, seed=1), torch.arange(3) % 3
+
+
+def fit(data: Any, structure: str = "kron", network: Any = None) -> Any:
+    return fit_laplace(network or made(mlp), data, structure=structure, processes=Processes.current())
+
+
+def wrong_label(folder: Path) -> None:
+    y = torch.tensor([0, 1, 2, 0 if dist.get_rank() == 0 else 7])
+    fit([(real(4, 3), torch.arange(4) % 3), (real(4, 3, seed=1), y)])
+
+
+def hook(folder: Path) -> None:
+    network = made(mlp)
+
+    def fail(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(SENTENCE)
+
+    network.register_forward_hook(fail)
+    fit(Failing(0), network=network)
+
+
+def data_module(fails_in: str, on: int) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        with loaders_of(Data(fails_in, on), LitNet(), None):
+            pass
+
+    return run
+
+
+class Vanished(L.Callback):
+    """The folder of the posterior's file is gone when training ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            self.folder.rmdir()
+            self.folder.write_text("")
+
+
+def file(folder: Path) -> None:
+    target = folder / "posteriors"
+    target.mkdir(exist_ok=True)
+    callback = LaplaceCallback(save=str(target / "laplace.pt"), tune=None, calibrate=None, progress=False)
+    fit = trainer(folder, Vanished(target), callback, devices=2, strategy="ddp", precision="64-true", max_epochs=1)
+    fit.fit(LitNet(), DataLoader(dataset(), 4))
+
+
+def checkpoint(call: Callable[..., Any]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        fit = trainer(folder, devices=2, strategy="ddp", precision="64-true", max_epochs=1)
+        fit.fit(LitNet(), DataLoader(dataset(), 4))
+        call(fit, str(folder / "missing.ckpt"))
+
+    return run
+
+
+POSTERIOR: Any = None  # never reached: the file is read first
+CASES: dict[str, Callable[[Path], Any]] = {
+    "a loader": lambda folder: fit(Failing()),
+    "the second pass of ekfac": lambda folder: fit(Failing(2), "ekfac"),
+    "the second pass of lowrank": lambda folder: fit(Failing(2), "lowrank"),
+    "the log-likelihood": lambda folder: fit(Failing(0)).with_log_likelihood(Failing(), Processes.current()),
+    "a label": wrong_label,
+    "a hook": hook,
+    "prepare_data": data_module("prepare_data", 0),
+    "setup": data_module("setup", 1),
+    "put_posterior": checkpoint(lambda fit, path: put_posterior(fit, path, "key", "name", {}, POSTERIOR)),
+    "put_calibrations": checkpoint(lambda fit, path: put_calibrations(fit, path, "key", POSTERIOR)),
+    "callback_state": checkpoint(lambda fit, path: callback_state(fit, path, "key", "posterior")),
+    "the posterior's file": file,  # the last: a Trainer whose process failed is not used again
+}
+
+
+def main(folder: Path, world: int, rank: int) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    said = {}
+    for name, run in CASES.items():
+        start, message = time.monotonic(), ""
+        try:
+            run(folder)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        said[name] = {"message": message, "seconds": time.monotonic() - start}
+    torch.save(said, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["LOCAL_RANK"]))
