@@ -8,13 +8,12 @@ network computes what it always does. Where it overwrites a tensor in place, the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.curvature.backprop.op import Op, RuleError, swapped
@@ -145,18 +144,20 @@ class Tape(TorchFunctionMode):
 @contextmanager
 def running_modules(network: nn.Module) -> Iterator[list[str]]:
     """Those whose `forward` has begun and not ended, the innermost last, as " in <name> (<class>)"."""
-    kinds = {module: type(module).__name__ for module in network.modules()}
-    places = {m: f" in {name} ({kinds[m]})" if name else f" in {kinds[m]}" for name, m in network.named_modules()}
     running: list[str] = []
 
-    def begin(module: nn.Module, args: Any) -> None:
-        running.append(places.get(module, running[-1] if running else ""))
+    def begin(place: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: running.append(place)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         running.pop()
 
-    # Hooks of all modules there are: nothing is written onto the user's.
-    with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
+    with ExitStack() as stack:
+        for name, module in network.named_modules():
+            kind = type(module).__name__
+            place = f" in {name} ({kind})" if name else f" in {kind}"
+            stack.enter_context(module.register_forward_pre_hook(begin(place)))
+            stack.enter_context(module.register_forward_hook(end, always_call=True))
         yield running
 
 
