@@ -71,7 +71,7 @@ def _diagonal(contender: str) -> Callable[[nn.Module, Tensor], Tensor]:
 
     from lightning_bayes import Gaussian
     from lightning_bayes.curvature import choose_subset
-    from lightning_bayes.curvature.backprop import BatchDiagonal
+    from lightning_bayes.curvature.diagonal import BatchDiagonal
 
     def ours(net: nn.Module, x: Tensor) -> Tensor:
         subset = choose_subset(net, x[:2], "all")

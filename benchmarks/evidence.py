@@ -32,9 +32,8 @@ def jobs(quick: bool) -> list[Job]:
 def measure(network: str, way: str, quick: bool) -> Result:
     """The steps, beside the fit."""
     from lightning_bayes import fit_laplace
-    from lightning_bayes.posterior.evidence_ascent import ascend
-    from lightning_bayes.posterior.prior_groups import PriorGroups
-    from lightning_bayes.posterior.tuning import fixed_point
+    from lightning_bayes.evidence.prior_groups import PriorGroups
+    from lightning_bayes.evidence.tuning import ascend, fixed_point
 
     case = NETWORKS[network]
     net, data = case.fresh(), case.data(case.quick_examples if quick else case.examples)

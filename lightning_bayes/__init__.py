@@ -9,7 +9,8 @@ from lightning_bayes.callbacks import (
     OnlineLaplaceCallback,
     SWAGCallback,
 )
-from lightning_bayes.callbacks.trained_module import fit
+from lightning_bayes.callbacks.fit import fit
+from lightning_bayes.inverse.measurement_posterior import MeasurementPosterior, fit_measurements
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LinearMeasurement
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
@@ -17,15 +18,7 @@ from lightning_bayes.mixins import (
     VariationalLaplaceMixin,
     replace_activations,
 )
-from lightning_bayes.posterior import (
-    GaussianPosterior,
-    LaplacePosterior,
-    MeasurementPosterior,
-    Subnetwork,
-    fit_l2m,
-    fit_laplace,
-    fit_measurements,
-)
+from lightning_bayes.posterior import GaussianPosterior, LaplacePosterior, Subnetwork, fit_l2m, fit_laplace
 from lightning_bayes.predictive import Conformal, DeepEnsemble, Prediction, Reconstruction
 from lightning_bayes.predictive.evaluate import evaluate
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.curvature.accumulate import Accumulator, BlockAccumulator, JacobianAccumulator
-from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import diagonal_root
 from lightning_bayes.network import Processes, SubsetError

@@ -1,8 +1,9 @@
 """The layers of the package, enforced by reading every import.
 
     arguments ── all others
-    network ── likelihoods ─┐
-               structures ──┴─ curvature ── posterior ── predictive ── trainer ── callbacks · mixins
+    network─likelihoods ─┐
+               structures ──┴─ jacobian─curvature─posterior─evidence─predictive─trainer─callbacks, mixins
+                                                                 └── inverse
     metrics ── plots
 
 Module-level imports point left. A function-level (or type-checking) import may point right in two places only: a
@@ -34,15 +35,18 @@ ALLOWED: dict[str, set[str]] = {
     "plots": {"metrics"},
 }
 for _layer, _further in (
-    ("curvature", {"network", "likelihoods", "structures"}),
+    ("jacobian", {"network", "likelihoods", "structures"}),
+    ("curvature", {"jacobian"}),
     ("posterior", {"curvature", "metrics"}),
-    ("predictive", {"posterior"}),
+    ("evidence", {"posterior"}),
+    ("inverse", {"posterior"}),
+    ("predictive", {"evidence"}),
     ("trainer", {"predictive", "plots"}),
     ("callbacks", {"trainer"}),
     ("mixins", {"trainer"}),
 ):
     ALLOWED[_layer] = _further.union(*(ALLOWED[other] for other in _further))
-LAZILY = {("posterior", "predictive"), ("metrics", "plots")}
+LAZILY = {("posterior", "predictive"), ("posterior", "evidence"), ("evidence", "predictive"), ("metrics", "plots")}
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 KNOWS_LIGHTNING = {"trainer", "callbacks", "mixins"}
 OPTIONAL = {"jsonargparse", "matplotlib", "scipy", "sklearn", "torchvision"}

@@ -22,8 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, plain_values, word
-from lightning_bayes.callbacks.fit_data import Epoch, FitData
-from lightning_bayes.callbacks.given_prior import GivenPrior
+from lightning_bayes.callbacks.fit_data import Epoch, FitData, GivenPrior
 from lightning_bayes.callbacks.sharded_fit import (
     FirstStep,
     InStep,
@@ -44,7 +43,7 @@ from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.gathered_layer import gathered
-from lightning_bayes.network.shards import is_sharded, reshard
+from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.fit import check_laplace
 from lightning_bayes.posterior.prior import Prior
@@ -58,8 +57,14 @@ from lightning_bayes.trainer.checkpoints import (
     needing_a_pass,
     weights_of,
 )
-from lightning_bayes.trainer.data import ExactPass, check_validation, first_loader, validation_pass
-from lightning_bayes.trainer.datamodule import is_datamodule, loaders_of
+from lightning_bayes.trainer.data import (
+    ExactPass,
+    check_validation,
+    first_loader,
+    is_datamodule,
+    loaders_of,
+    validation_pass,
+)
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import check_iteration, check_tuning, choose_on_validation
 from lightning_bayes.trainer.module import check_module, refuse_variational

@@ -10,6 +10,9 @@ of burn-in one exact pass gives the curvature at the weights of the moment, and 
 
 is climbed in log δ and log σ by Adam, or by MacKay's fixed point. The weights and priors of the largest evidence are
 kept, and are those of the posterior.
+
+What learning by the marginal likelihood asks of a Trainer, before training: callbacks that it can work beside,
+monitors that see its numbers, and time enough to learn a prior.
 """
 
 from __future__ import annotations
@@ -24,21 +27,18 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, positive, shown, word
-from lightning_bayes.callbacks.best_evidence import BestEvidence, Hyperparameters
+from lightning_bayes.callbacks.hyperparameters import BestEvidence, Hyperparameters, LossScale, PriorGradient
 from lightning_bayes.callbacks.laplace import LaplaceCallback
-from lightning_bayes.callbacks.marginal_checks import check_companions, check_length, check_monitors, is_monitored
-from lightning_bayes.callbacks.prior_gradient import LossScale, PriorGradient
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
+from lightning_bayes.evidence.prior_groups import PriorGroups
+from lightning_bayes.evidence.tuning import ascend, fixed_point
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
-from lightning_bayes.posterior.evidence_ascent import ascend
-from lightning_bayes.posterior.prior_groups import PriorGroups
-from lightning_bayes.posterior.tuning import fixed_point
 from lightning_bayes.trainer.checkpoints import callback_state
 from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.loss_check import LossFit
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
-from lightning_bayes.trainer.private import is_dev_run
+from lightning_bayes.trainer.private import acts_at_validation, callbacks_of, class_name, is_dev_run
 from lightning_bayes.trainer.report import describe
 
 EVIDENCES = {"marglik": "weights", "linear": "optimum"}  # where each is taken
@@ -359,3 +359,58 @@ def _noise_of(posterior: LaplacePosterior) -> float:
     """One number that is proportional to `σ`; 1 where there is none to learn."""
     σ = posterior.likelihood.tunable_noise
     return 1.0 if σ is None else float(torch.as_tensor(σ).reshape(-1)[0])
+
+
+_OF_LAST_WEIGHTS = {  # what a callback does in training with the weights that training ends with
+    "WeightAveraging": "averaged",
+    "StochasticWeightAveraging": "averaged",
+    "SWAGCallback": "averaged",
+    "L2MCallback": "followed",
+    "OnlineLaplaceCallback": "followed",
+}
+_LOGGED = ("log_evidence", "linear_evidence", "effective_parameters", "prior_precision", "noise_")
+
+
+def check_companions(trainer: Trainer, keep: str) -> None:
+    """One prior, and with `keep="best"` no callback whose own weights would be replaced."""
+    callbacks = callbacks_of(trainer)
+    if sum(class_name(callback, {"MarginalLikelihoodCallback"}) is not None for callback in callbacks) > 1:
+        raise ValueError("a network has one prior: give the Trainer one MarginalLikelihoodCallback")
+    names = [name for callback in callbacks if (name := class_name(callback, set(_OF_LAST_WEIGHTS)))]
+    if names and keep == "best":
+        raise ValueError(
+            f"keep='best' would replace the weights that {names[0]} has {_OF_LAST_WEIGHTS[names[0]]} when training "
+            "ends: use keep='last'"
+        )
+
+
+def check_monitors(trainer: Trainer, name: str) -> None:
+    """Refuse a monitor that is read at validation, when the numbers are still those of an epoch before."""
+    for callback in callbacks_of(trainer):
+        if _monitors(callback, name) and acts_at_validation(trainer, callback):
+            argument = "check" if class_name(callback, {"EarlyStopping"}) else "save"
+            raise ValueError(
+                f"{type(callback).__name__} reads {callback.monitor!r} at validation, but an epoch's evidence is known "
+                f"at its end: use {argument}_on_train_epoch_end=True"
+            )
+
+
+def is_monitored(trainer: Trainer, name: str) -> bool:
+    """Whether a callback, as Lightning's for checkpoints and early stopping, asks for a number at every epoch."""
+    return any(_monitors(callback, name) for callback in callbacks_of(trainer))
+
+
+def check_length(trainer: Trainer, burn_in_epochs: int, every_n_epochs: int) -> None:
+    """Refuse a training that is known to end before the first prior is learned."""
+    first, epochs = burn_in_epochs or every_n_epochs, trainer.max_epochs or 0
+    if first > epochs > 0 and trainer.max_steps <= 0 and not is_dev_run(trainer):
+        raise ValueError(
+            f"burn_in_epochs={burn_in_epochs} and every_n_epochs={every_n_epochs} learn the first prior after {first} "
+            f"epochs, but max_epochs={epochs}: lower them, or train longer"
+        )
+
+
+def _monitors(callback: Any, name: str) -> bool:
+    """Whether it asks for a number that is logged under `name`."""
+    monitor = getattr(callback, "monitor", None)
+    return isinstance(monitor, str) and monitor.startswith(_LOGGED) and monitor.endswith(f"_{name}")

@@ -24,10 +24,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_bayes.arguments import between, count, flag, plain_values, word
-from lightning_bayes.callbacks.memory import CurvatureMemory, MemoryRule, stored_subset
-from lightning_bayes.callbacks.sampled_step import SampledNetwork, SampledStep, split, trace
-from lightning_bayes.curvature.backprop import MODES
-from lightning_bayes.curvature.backprop.diagonal import THRESHOLD
+from lightning_bayes.callbacks.online_step import (
+    CurvatureMemory,
+    MemoryRule,
+    SampledNetwork,
+    SampledStep,
+    split,
+    stored_subset,
+    trace,
+)
+from lightning_bayes.curvature.diagonal import MODES
+from lightning_bayes.curvature.diagonal.batch_diagonal import THRESHOLD
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import preserved_rng

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.network.batch_norm import update_statistics, with_statistics
 from lightning_bayes.network.borrowed import preserved_rng
-from lightning_bayes.network.progress import ShownLoader
+from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.weight_moments import WeightMoments
+from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
 from lightning_bayes.trainer.checkpoints import Stored, is_of_weights, put_posterior
 from lightning_bayes.trainer.data import as_list, count_examples, is_countable
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation

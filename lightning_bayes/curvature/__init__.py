@@ -1,6 +1,6 @@
 """A network and data to the curvature of its loss: exact, Monte-Carlo or empirical, in the form of a structure."""
 
-from lightning_bayes.curvature.ekfac import EKFACAccumulator  # which makes its word known
+from lightning_bayes.curvature.accumulate import EKFACAccumulator
 from lightning_bayes.curvature.fit import Curvature, choose_subset, fit_curvature
 from lightning_bayes.network import CurvatureError, DataError, NetworkError, Processes, Subset, SubsetError
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.accumulate import STRUCTURES
-from lightning_bayes.curvature.batch_checks import BatchChecks
-from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
-from lightning_bayes.curvature.output_checks import check_examples_apart, check_output
-from lightning_bayes.curvature.output_columns import output_columns, root_columns
-from lightning_bayes.curvature.pass_order import REMEDY, WANTED, PassOrder
-from lightning_bayes.curvature.plan import Plan
+from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_examples_apart, check_output
+from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.jacobian.output_columns import output_columns, root_columns
+from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, widest

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
-from lightning_bayes.curvature.backprop.diagonal import MODES as HESSIANS
-from lightning_bayes.curvature.backprop.diagonal import DiagonalSum
-from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.diagonal.batch_diagonal import MODES as HESSIANS
+from lightning_bayes.curvature.diagonal.batch_diagonal import DiagonalSum
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
-from lightning_bayes.curvature.normalised import normalised_layers
-from lightning_bayes.curvature.output_columns import CURVATURES, choose_curvature
-from lightning_bayes.curvature.plan import describe, find_last_layer, make_plan
+from lightning_bayes.jacobian.checks import BatchChecks
+from lightning_bayes.jacobian.normalised import normalised_layers
+from lightning_bayes.jacobian.output_columns import CURVATURES, choose_curvature
+from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
 from lightning_bayes.network.containers import Sequences, Together
+from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
-from lightning_bayes.network.progress import ShownLoader
 from lightning_bayes.network.subset import check_subset, resolve_subset
 
 logger = logging.getLogger("lightning_bayes")

@@ -20,20 +20,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_bayes.curvature.accumulate import DiagonalAccumulator
-from lightning_bayes.curvature.batch_checks import BatchChecks
 from lightning_bayes.curvature.curvature_sum import Curvature
-from lightning_bayes.curvature.gradients import LayerGradients
-from lightning_bayes.curvature.output_checks import check_output, random_numbers
-from lightning_bayes.curvature.output_columns import output_columns
-from lightning_bayes.curvature.plan import Plan, make_plan
-from lightning_bayes.curvature.recorder import Version
+from lightning_bayes.jacobian.checks import BatchChecks, check_output, random_numbers
+from lightning_bayes.jacobian.gradients import LayerGradients
+from lightning_bayes.jacobian.output_columns import output_columns
+from lightning_bayes.jacobian.plan import Plan, make_plan
+from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.gathered_layer import plain_copy
 from lightning_bayes.network.output import output_of, unviewed
-from lightning_bayes.network.shards import reshard, whole
+from lightning_bayes.network.processes import reshard, whole
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard

@@ -10,18 +10,16 @@
 """
 
 from lightning_bayes.arguments import shown
-
-from .categorical import Categorical
+from lightning_bayes.likelihoods.categorical import Categorical
 
 # isort: split
 # Messages list the words in the order of these imports.
-from .base import Likelihood
-from .bernoulli import Bernoulli
-from .gaussian import Gaussian
-from .heteroscedastic import HeteroscedasticGaussian
-from .linear_measurement import LinearMeasurement
-from .outputs import LikelihoodError
-from .predictive import ClassPredictive, LabelPredictive, Predictive
+from lightning_bayes.likelihoods.base import Likelihood
+from lightning_bayes.likelihoods.bernoulli import Bernoulli
+from lightning_bayes.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from lightning_bayes.likelihoods.linear_measurement import LinearMeasurement
+from lightning_bayes.likelihoods.outputs import LikelihoodError
+from lightning_bayes.likelihoods.predictive import ClassPredictive, LabelPredictive, Predictive
 
 __all__ = [
     "Bernoulli",

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, register, shown
-
-from .outputs import (
+from lightning_bayes.likelihoods.outputs import (
     LikelihoodError,
     UnknownLikelihoodError,
     check_generator,
@@ -34,7 +33,7 @@ from .outputs import (
     sum_per_example,
     widen,
 )
-from .predictive import ClassPredictive, LabelPredictive, Predictive
+from lightning_bayes.likelihoods.predictive import ClassPredictive, LabelPredictive, Predictive
 
 
 class Likelihood(ABC):

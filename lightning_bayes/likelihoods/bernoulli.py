@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .base import Likelihood
-from .outputs import LikelihoodError, diagonal_root, marginal_variance, sum_per_example, widen
-from .predictive import LabelPredictive, Predictive, log_odds
+from lightning_bayes.likelihoods.base import Likelihood
+from lightning_bayes.likelihoods.outputs import (
+    LikelihoodError,
+    diagonal_root,
+    marginal_variance,
+    sum_per_example,
+    widen,
+)
+from lightning_bayes.likelihoods.predictive import LabelPredictive, Predictive, log_odds
 
 
 @dataclass(frozen=True)

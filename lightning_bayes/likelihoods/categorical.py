@@ -39,11 +39,10 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import integer
+from lightning_bayes.likelihoods.base import Likelihood
+from lightning_bayes.likelihoods.outputs import LikelihoodError, marginal_variance, sum_per_example, widen
+from lightning_bayes.likelihoods.predictive import ClassPredictive, Predictive, log_probability
 from lightning_bayes.network.accumulation import running_sum
-
-from .base import Likelihood
-from .outputs import LikelihoodError, marginal_variance, sum_per_example, widen
-from .predictive import ClassPredictive, Predictive, log_probability
 
 
 @dataclass(frozen=True)

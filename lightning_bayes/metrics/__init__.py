@@ -11,17 +11,21 @@ metrics as plain functions.
 | `RiskCoverage` | confidence, correct |
 """  # noqa: E501
 
-from lightning_bayes.metrics import functional
-from lightning_bayes.metrics.brier_decomposition import BrierDecomposition
-from lightning_bayes.metrics.brier_score import BrierScore
-from lightning_bayes.metrics.calibration_error import CalibrationError
+from lightning_bayes.metrics.classification import (
+    BrierDecomposition,
+    BrierScore,
+    CalibrationError,
+    NegativeLogLikelihood,
+)
 from lightning_bayes.metrics.functional.inputs import MetricInputError
-from lightning_bayes.metrics.gaussian_crps import GaussianCRPS
-from lightning_bayes.metrics.gaussian_nll import GaussianNLL
-from lightning_bayes.metrics.interval import IntervalCoverage, IntervalWidth
-from lightning_bayes.metrics.negative_log_likelihood import NegativeLogLikelihood
 from lightning_bayes.metrics.ood_detection import OODDetection
-from lightning_bayes.metrics.regression_calibration_error import RegressionCalibrationError
+from lightning_bayes.metrics.regression import (
+    GaussianCRPS,
+    GaussianNLL,
+    IntervalCoverage,
+    IntervalWidth,
+    RegressionCalibrationError,
+)
 from lightning_bayes.metrics.risk_coverage import RiskCoverage
 
 __all__ = [

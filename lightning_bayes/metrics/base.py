@@ -17,8 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype
-from lightning_bayes.metrics.functional.mean import mean_compute
+from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype, mean_compute
 
 
 class AdditiveMetric(Metric):
@@ -77,7 +76,7 @@ class AdditiveMetric(Metric):
 
         Under several processes call it on all of them: what the metric holds is gathered first.
         """
-        from lightning_bayes.plots.style import require_matplotlib
+        from lightning_bayes.plots.figure import require_matplotlib
 
         require_matplotlib()
         return self._plot(val, ax)

@@ -66,7 +66,7 @@ class OODDetection(AdditiveMetric):
         """Histograms of both kinds' scores; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
-        from lightning_bayes.plots.ood import draw_ood_cells, ood_histogram
+        from lightning_bayes.plots.metric_plots import draw_ood_cells, ood_histogram
 
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             if self.score_range is None:

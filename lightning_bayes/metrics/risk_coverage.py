@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bayes.metrics.base import AdditiveMetric
-from lightning_bayes.metrics.functional.rejection_threshold import coverage_threshold, risk_threshold
 from lightning_bayes.metrics.functional.risk_coverage import (
     _risk_coverage_compute,
     _risk_coverage_curve,
     _risk_coverage_rows,
+    coverage_threshold,
+    risk_threshold,
 )
 
 
@@ -63,6 +64,6 @@ class RiskCoverage(AdditiveMetric):
         """The curve; or, given values of `compute`, those over time. Returns (fig, ax)."""
         if val is not None:
             return super().plot(val, ax)
-        from lightning_bayes.plots.risk_coverage import draw_risk_coverage
+        from lightning_bayes.plots.metric_plots import draw_risk_coverage
 
         return draw_risk_coverage(*self.curve(), ax=ax)

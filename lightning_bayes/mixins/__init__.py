@@ -4,8 +4,7 @@ from lightning_bayes.mixins.activations import replace_activations, warn_piecewi
 from lightning_bayes.mixins.gaussian_weights import VariationalError
 from lightning_bayes.mixins.log_sigma import PatternError
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
-from lightning_bayes.mixins.options import OptionError, VariationalOptions
-from lightning_bayes.mixins.prior_std import PriorStdError
+from lightning_bayes.mixins.options import OptionError, PriorStdError, VariationalOptions
 from lightning_bayes.mixins.step_checks import StepError
 from lightning_bayes.mixins.variational import VariationalMixin
 from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin

@@ -22,13 +22,18 @@ from torch.autograd.function import once_differentiable
 
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, check_patterns, matches
-from lightning_bayes.mixins.options import VariationalOptions
-from lightning_bayes.mixins.prior_std import PriorStdError, find_priors, from_weight_decay, warn_of_optimizers
+from lightning_bayes.mixins.options import (
+    PriorStdError,
+    VariationalOptions,
+    find_priors,
+    from_weight_decay,
+    warn_of_optimizers,
+)
 from lightning_bayes.mixins.step_checks import StepChecks
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.flat import flat, parts
 from lightning_bayes.network.output import Output, viewed
+from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal

@@ -24,8 +24,8 @@ from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.mixins.gaussian_weights import Gradients
 from lightning_bayes.mixins.watched_step import ForwardCall
 from lightning_bayes.network.accumulation import widest
-from lightning_bayes.network.at_weights import at_weights
-from lightning_bayes.network.flat import flat, parts
+from lightning_bayes.network.borrowed import at_weights
+from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.trainer.loss_check import mean_nll
 
 LARGEST_HESSIAN = 20_000  # weights

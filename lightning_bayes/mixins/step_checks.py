@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import some
-from lightning_bayes.curvature.batch_checks import EVERY, FirstWrong, check_fit, wrong_in
+from lightning_bayes.jacobian.checks import EVERY, FirstWrong, check_fit, wrong_in
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
 from lightning_bayes.trainer.loss_check import SAME_SCALE, compare_gradients, explain, mean_nll

@@ -1,19 +1,30 @@
-"""The user's module is borrowed: what is changed to look inside it is put back, also after an exception."""
+"""The user's module is borrowed: what is changed to look inside it is put back, also after an exception.
+
+A network at other weights for a moment: in place, or in one functional call.
+
+A guard against activation checkpointing, where running a layer again in the backward pass would be wrong.
+"""
 
 from __future__ import annotations
 
 import inspect
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as module_hooks
+from torch.utils import checkpoint
+
+from lightning_bayes.network.processes import local, reshard
+from lightning_bayes.network.subset import copies
 
 
 def unwrap(network: nn.Module) -> nn.Module:
@@ -193,3 +204,80 @@ class Buffers:
 def eager() -> AbstractContextManager[Any]:
     """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
+@contextmanager
+def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Add `moves` to the parameters in place, and put the parameters back bit by bit.
+
+    A backward pass reads weights too, and activation checkpointing runs the network again in it, so it must end inside
+    the context. Of a parameter that is sharded over processes, the move is that of this process's shard.
+    """
+    reshard(network)
+    shards = [local(p) for p in moves]
+    before = copies(shards)
+    try:
+        if shards:
+            with torch.no_grad():
+                torch._foreach_add_(shards, list(moves.values()))
+        torch.clear_autocast_cache()  # which holds 16-bit copies of the weights
+        yield
+    finally:
+        reshard(network)
+        if shards:
+            with torch.no_grad():
+                torch._foreach_copy_(shards, before)
+        torch.clear_autocast_cache()
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
+    """`functional_call` with other parameters and buffers, also of a module that has two names: there PyTorch's own,
+    left to tie weights itself, puts a wrong tensor back."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    values = {id(t): tensors[name] for name, t in named if name in tensors}
+    places = {
+        ".".join(filter(None, ("module", prefix, name))): values[id(t)]
+        for prefix, owner in module.named_modules()
+        for name, t in chain(owner._parameters.items(), owner._buffers.items())
+        if id(t) in values
+    }
+    return functional_call(_Inside(module), places, args, kwargs, tie_weights=False)
+
+
+class _Inside(nn.Module):
+    """A module inside another: a functional call refuses a scripted or a `DataParallel` one at the top."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@contextmanager
+def refuse_recomputation(error: Exception, reentrant_only: bool = False) -> Iterator[None]:
+    """Raise `error` where a layer is checkpointed, in both of torch's forms or in the reentrant one only. Torch has no
+    hook for this: the names that `checkpoint` itself looks up are replaced while the context lasts."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(checkpoint.CheckpointFunction, "apply", refuse))
+        if not reentrant_only:
+            stack.enter_context(_replaced(checkpoint, "_checkpoint_hook", refuse))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)  # a class may inherit it
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -25,7 +25,7 @@ from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.containers import Arguments, Container, OwnContainer
 from lightning_bayes.network.errors import NetworkError
 from lightning_bayes.network.output import unviewed
-from lightning_bayes.network.shards import is_sharded, reshard, whole
+from lightning_bayes.network.processes import is_sharded, reshard, whole
 from lightning_bayes.network.subset import layer_of
 
 _WAY_OUT = "use L2MCallback, structure='diag' with curvature='empirical_fisher', or strategy='ddp'"

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.network.at_weights import call_with
-from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.borrowed import borrowed, call_with
 from lightning_bayes.network.checks import explained
 from lightning_bayes.network.containers import (
     Container,
@@ -26,9 +25,8 @@ from lightning_bayes.network.containers import (
     map_tensors,
     tensors,
 )
-from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.errors import DataError, is_out_of_memory
 from lightning_bayes.network.output import output_of, unviewed
-from lightning_bayes.network.slow_path import is_out_of_memory
 
 LABELS = ("labels", "label")  # keys of the targets in a dict
 

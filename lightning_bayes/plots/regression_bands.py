@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_bayes.metrics.functional.inputs import check_tensors
-from lightning_bayes.plots.style import BLUE, GREY, VERMILION, canvas, check_each, to_numpy
+from lightning_bayes.plots.figure import BLUE, GREY, VERMILION, canvas, check_each, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import shown
 from lightning_bayes.metrics.functional.inputs import check_tensors
-from lightning_bayes.plots.style import canvas, to_numpy
+from lightning_bayes.plots.figure import canvas, to_numpy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

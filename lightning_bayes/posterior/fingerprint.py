@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.gathered_layer import ungathered
-from lightning_bayes.network.shards import distributed, local, reshard
+from lightning_bayes.network.processes import distributed, local, reshard
 from lightning_bayes.structures.sharded import ParameterShard
 
 _CACHED = 2**16  # numbers in float64, half a megabyte

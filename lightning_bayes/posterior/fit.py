@@ -18,11 +18,9 @@ from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.options import FitOptions
-from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_prior
-from lightning_bayes.posterior.prior_precision import check_precision
+from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_precision, check_prior
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection
-from lightning_bayes.posterior.tuning import say_rounding
 from lightning_bayes.posterior.used_data import UsedData
 
 if TYPE_CHECKING:
@@ -93,6 +91,8 @@ def fit_laplace(
             approximation.
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`, and `updatable`, for `posterior.update`.
     """
+    from lightning_bayes.evidence.tuning import say_rounding
+
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.kernel import Factors, factors, kernel, own_kernel
-from lightning_bayes.posterior.prior_precision import per_parameter
+from lightning_bayes.posterior.prior import per_parameter
 
 if TYPE_CHECKING:
     from lightning_bayes.posterior.laplace import LaplacePosterior

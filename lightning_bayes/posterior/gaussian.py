@@ -2,6 +2,13 @@
 
 It knows the network it belongs to, but changes nothing of it: samples run through functional calls, and the linearised
 model is taken at the network's own weights, which must still be the mean.
+
+One number found on held-out data, and the predictive it belongs to.
+
+For class and binary labels it is a temperature `T`, in one of two places. That of the *outputs* divides them before
+they are integrated over, `f/T`: a mean `m/T` and a covariance `Σ/T²`, so that no `T` makes up for a covariance that is
+too wide. That of the *probabilities* comes after, `p^(1/T)`, and does. For real targets it is a factor on the
+predictive variance. The weights, their posterior and its evidence do not know of it.
 """
 
 from __future__ import annotations
@@ -18,16 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, shown
-from lightning_bayes.curvature.plan import Plan, make_plan
+from lightning_bayes.jacobian.output_gaussian import output_gaussian
+from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
-from lightning_bayes.posterior.calibration import Calibration
 from lightning_bayes.posterior.fingerprint import has_weights
-from lightning_bayes.posterior.output_gaussian import output_gaussian
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -35,8 +41,7 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
-    from lightning_bayes.predictive.function_draw import FunctionDraw
-
+    from lightning_bayes.predictive.functions import FunctionDraw
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
 
@@ -221,7 +226,7 @@ class GaussianPosterior:
             predictive: "glm" (the linearised network) or "bnn" (the network itself).
             n: how many functions, as a first dimension of the outputs; by default one, without it.
         """
-        from lightning_bayes.predictive.function_draw import draw_function
+        from lightning_bayes.predictive.functions import draw_function
 
         return draw_function(self, generator, predictive, n)
 
@@ -342,7 +347,7 @@ class GaussianPosterior:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
-        from lightning_bayes.posterior.serialization import to_state
+        from lightning_bayes.posterior.files import to_state
 
         return to_state(self)
 
@@ -352,7 +357,7 @@ class GaussianPosterior:
     ) -> GaussianPosterior:
         """The posterior that `state_dict` described, on the network's device. A likelihood whose class has no `name` of
         its own is not stored: pass it again."""
-        from lightning_bayes.posterior.serialization import from_state
+        from lightning_bayes.posterior.files import from_state
 
         return from_state(network, state, likelihood)
 
@@ -419,3 +424,17 @@ def check_parameters(network: nn.Module, subset: Subset) -> None:
             raise PosteriorError(
                 f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
             )
+
+
+PLACES = ("outputs", "probs")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a prediction by `predictive` and `link` is corrected by."""
+
+    predictive: str  # "glm", "gp", "bnn" or "map"
+    link: str
+    output_temperature: float = 1.0
+    probs_temperature: float = 1.0
+    variance_factor: float = 1.0

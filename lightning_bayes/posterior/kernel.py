@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.gradients import MEMORY
-from lightning_bayes.curvature.output_checks import check_examples_apart
+from lightning_bayes.jacobian.checks import check_examples_apart
+from lightning_bayes.jacobian.gradients import MEMORY
+from lightning_bayes.jacobian.output_gaussian import ForwardPass
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.output_gaussian import ForwardPass
 from lightning_bayes.structures import Layout
 
 ALL = slice(None)

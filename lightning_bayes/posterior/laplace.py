@@ -27,8 +27,7 @@ from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.options import TuningOptions
-from lightning_bayes.posterior.prior import Prior
-from lightning_bayes.posterior.prior_precision import as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior import Prior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import BlockDiagonal, Eigenbasis, Structure
 
@@ -307,7 +306,7 @@ class LaplacePosterior(GaussianPosterior):
                 `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
                 the training data.
         """
-        from lightning_bayes.posterior.tuning import say_rank, tune
+        from lightning_bayes.evidence.tuning import say_rank, tune
 
         with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
             tuned = tune(self, method, loader, per_layer, **options)
@@ -339,7 +338,7 @@ class LaplacePosterior(GaussianPosterior):
             seed: of those.
             progress: show a progress bar.
         """
-        from lightning_bayes.posterior.refinement import refine
+        from lightning_bayes.evidence.refinement import refine
 
         return refine(self, loader, method, passes, tolerance, samples, seed, progress)
 

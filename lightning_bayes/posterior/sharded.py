@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
-from lightning_bayes.network.shards import local, placed_like, reshard, whole
+from lightning_bayes.network.processes import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
+from lightning_bayes.posterior.files import FORMAT, likelihood_from
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import PosteriorError, check_parameters
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.prior_precision import PriorError, as_precision
-from lightning_bayes.posterior.serialization import FORMAT, likelihood_from
+from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.structures.sharded import ParameterShard, ShardedDiagonal
 

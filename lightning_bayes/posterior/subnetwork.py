@@ -26,7 +26,7 @@ from lightning_bayes.network import DataError, Processes, SubsetError
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.subset import resolve_subset, trainable
 from lightning_bayes.posterior.gaussian import GaussianPosterior
-from lightning_bayes.posterior.prior_precision import as_precision, per_parameter
+from lightning_bayes.posterior.prior import as_precision, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 

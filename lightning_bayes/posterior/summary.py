@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import inputs
-from lightning_bayes.posterior.calibration import Calibration
-from lightning_bayes.posterior.prior_precision import per_parameter
+from lightning_bayes.posterior.gaussian import Calibration
+from lightning_bayes.posterior.prior import per_parameter
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.loaders import ShownLoader, Watched
 from lightning_bayes.network.noise import uniforms
-from lightning_bayes.network.progress import ShownLoader
-from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 if TYPE_CHECKING:

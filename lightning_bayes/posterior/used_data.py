@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.loaders import Watched
 from lightning_bayes.network.noise import as_bits, hashed
-from lightning_bayes.network.watched import Watched
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 
 KEPT = 1024

@@ -3,8 +3,7 @@
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode
 from lightning_bayes.predictive.conformal import Conformal, conformalize
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.function_draw import FunctionDraw
-from lightning_bayes.predictive.functions import outputs, sample_functions
+from lightning_bayes.predictive.functions import FunctionDraw, outputs, sample_functions
 from lightning_bayes.predictive.predict import predict
 from lightning_bayes.predictive.prediction import Prediction
 

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import flag, word
+from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.output import output_of
-from lightning_bayes.posterior.calibration import PLACES, Calibration
 from lightning_bayes.posterior.evidence import Evidence
+from lightning_bayes.posterior.gaussian import PLACES, Calibration
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.tuning import linear, marglik
 from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import (
     LOG_TEMPERATURES,

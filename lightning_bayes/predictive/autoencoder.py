@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, flag
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
-from lightning_bayes.network.at_weights import call_with
+from lightning_bayes.network.borrowed import call_with
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.predictive.functions import at_mean, draw_moves
 from lightning_bayes.predictive.prediction import TensorFields

@@ -15,6 +15,28 @@ most `level + 1/(n + 1)`. This is an average over examples and over held-out dat
 `i`'s positions whose score is at most `q`, the smallest `q` with `Σᵢ Fᵢ(q) ≥ (n + 1)·level` promises that of a new
 example's positions a share of `level` is held on average (conformal risk control, Angelopoulos et al. 2024). With one
 position it is the quantile above.
+
+The scores of held-out targets, and their quantile: the formulas are at the head of `conformal`.
+
+How badly a target conforms to its prediction: the scores that conformal sets are made of.
+
+A *score* of class `c` is larger the less likely `c` is. With the classes in the order of falling probability, `k` the
+rank of `c`, and `u` a uniform number that belongs to the example:
+
+- `"aps"`: `p₍₁₎ + … + p₍ₖ₋₁₎ + u·p₍ₖ₎` (Romano, Sesia & Candès 2020, "Classification with valid and adaptive
+  coverage"), or `u = 1` where sets are not randomised;
+- `"raps"`: the same plus `λ max(k − k₀, 0)` (Angelopoulos et al. 2021, "Uncertainty sets for image classifiers using
+  conformal prediction"), which keeps unlikely classes out of sets: `λ` is `penalty`, `k₀` is `free_classes`;
+- `"lac"`: `1 − p_c` (Sadinle, Lei & Wasserman 2019, "Least ambiguous set-valued classifiers"): the smallest sets on
+  average, which may fail the difficult examples to serve the easy ones.
+
+Where the classes before `c` have all probability but a millionth, `"aps"` would tell the rest apart by rounding alone,
+and a network that is wrong and certain in many cases would get sets of all classes. There `10⁻⁶ k` is added.
+
+A real target `y` has the score `|y − m| / s`, with the mean and standard deviation of its prediction.
+
+`u` is computed from the bits of the example's own log-probabilities, rounded to half precision, and a seed. So a score
+is a function of the example: the same in any batch, and exchangeable wherever examples are.
 """
 
 from __future__ import annotations
@@ -29,18 +51,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between, flag, instance, integer
+from lightning_bayes.arguments import between, count, flag, instance, integer, not_negative, word
+from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.likelihoods.predictive import log_probability
 from lightning_bayes.metrics.functional.inputs import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.used_data import example_hashes, share_used
-from lightning_bayes.predictive.conformal_quantile import TargetScores
-from lightning_bayes.predictive.conformal_scores import ClassScore, by_output, class_probs, n_outputs
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.prediction import Prediction
+from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 FORMAT = 1
 USED = 0.05  # the share of examples used before that is worth a warning
@@ -248,3 +272,148 @@ def _warn_of_used(members: Iterable[GaussianPosterior], hashes: Tensor) -> None:
                 "is promised only with examples that were used for nothing else; hold out others",
                 stacklevel=4,
             )
+
+
+POSITIONS = 4096  # of a dense example that are scored, drawn at random
+
+
+class TargetScores:
+    """The scores of held-out targets, batch after batch."""
+
+    def __init__(self, score: ClassScore, ignore_index: int | None) -> None:
+        self._score, self._ignore_index = score, ignore_index
+        self._of = ("", 0)  # the kind of predictions, and their outputs
+        self._scores: list[Tensor] = []  # float64 [B·R, K]
+        self._weights: list[Tensor] = []  # 1/R, or 0 without a target
+        self._examples: list[Tensor] = []  # with a target [K]
+        self._generator = torch.Generator().manual_seed(score.seed)
+
+    @property
+    def kind(self) -> str:
+        return self._of[0]
+
+    @property
+    def n_examples(self) -> int:
+        """Those with a target."""
+        return int(torch.stack(self._examples).sum(0).min()) if self._examples else 0
+
+    def update(self, prediction: Prediction, y: Tensor) -> None:
+        instance("y", y, Tensor, "a tensor of targets")
+        of = (prediction.kind, n_outputs(prediction))
+        if self._scores and of != self._of:
+            raise DataError(f"batches differ: {self._of[1]} outputs of {self._of[0]}, then {of[1]} of {of[0]}")
+        self._of = of
+        scored = (self._of_real if self.kind == "regression" else self._of_classes)(prediction, y)
+        scores, known = (t.cpu() for t in scored)  # [B, K, R]
+        if not scores[known].isfinite().all():
+            raise DataError("held-out predictions or targets hold NaN or infinity: leave these examples out")
+        positions = known.sum(2, keepdim=True)  # [B, K, 1]
+        weights = known.double() / positions.clamp_min(1)
+        for parts, t in ((self._scores, scores), (self._weights, weights)):
+            parts.append(t.double().movedim(1, 2).flatten(0, 1))
+        self._examples.append((positions > 0).sum((0, 2)))
+
+    def quantile(self, level: float) -> Tensor:
+        """The smallest `q` of each output with `Σᵢ Fᵢ(q) ≥ (n + 1)·level`; infinity without one.  # [K]"""
+        scores, order = torch.cat(self._scores).sort(dim=0)  # [N·R, K]
+        held = torch.cat(self._weights).gather(0, order).cumsum(0)
+        n = torch.stack(self._examples).sum(0)  # [K]
+        enough = held >= (n + 1) * (level - 1e-9)  # but for rounding
+        first = enough.double().argmax(0, keepdim=True)
+        return torch.where(enough.any(0), scores.gather(0, first)[0], torch.inf)
+
+    def _of_real(self, prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and whether there is a target.  # [B, K, R] each"""
+        mean, std = prediction.mean, prediction.std
+        assert mean is not None
+        if not y.is_floating_point():
+            raise unfit_targets(mean, y, "real targets", mean.shape)
+        scores = by_output((real_targets(mean, y).to(mean) - mean).abs() / std)
+        scores = scores[:, :, self._positions(scores)]
+        return scores, torch.ones_like(scores, dtype=torch.bool)
+
+    def _of_classes(self, prediction: Prediction, y: Tensor) -> tuple[Tensor, Tensor]:
+        probs, whole, is_binary = class_probs(prediction), prediction.probs, prediction.kind == "binary"
+        assert whole is not None
+        shape = whole.shape if is_binary else whole.shape[:1] + whole.shape[2:]
+        if y.shape != shape or y.is_complex():
+            raise unfit_targets(whole, y, "class labels", shape)
+        positions, C = self._positions(probs), probs.shape[-1]
+        y = y.to(whole.device)
+        labels = (by_output(y) if is_binary else y.reshape(len(y), 1, -1 if y.numel() else 1))[:, :, positions]
+        ignored = None if is_binary else self._ignore_index
+        known = torch.ones_like(labels, dtype=torch.bool) if ignored is None else labels != ignored
+        wrong = known & ((labels < 0) | (labels >= C) | (labels != labels.long()))
+        if wrong.any():
+            raise DataError(f"targets must be classes from 0 to {C - 1}, got {labels[wrong][0].item()}")
+        index = labels.long().masked_fill(~known, 0).unsqueeze(-1)
+        return self._score.of_classes(probs[:, :, positions]).gather(-1, index).squeeze(-1), known
+
+    def _positions(self, t: Tensor) -> Tensor | slice:
+        """Those that are scored.  # of [B, K, R, …]"""
+        R = t.shape[2]
+        if R <= POSITIONS:
+            return slice(None)
+        return torch.randperm(R, generator=self._generator, device="cpu")[:POSITIONS].to(t.device)
+
+
+METHODS = ("aps", "raps", "lac")
+CERTAIN = 1e-6  # the probability that is left where ranks count, and what each counts
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The score of classes, with its settings."""
+
+    method: str = "aps"
+    randomised: bool = True
+    penalty: float = 0.01
+    free_classes: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        word("method", self.method, METHODS)
+        flag("randomised", self.randomised)
+        not_negative("penalty", self.penalty)
+        count("free_classes", self.free_classes, 0)
+        check_seed("seed", self.seed)
+
+    def of_classes(self, probs: Tensor) -> Tensor:
+        """Of every class.  # [..., C] -> [..., C]"""
+        if self.method == "lac":
+            return 1 - probs
+        p, order = probs.sort(dim=-1, descending=True, stable=True)
+        u = self._uniform(probs).unsqueeze(-1) if self.randomised else 1.0
+        before = running_sum(p, -1) - p
+        rank = torch.arange(1, p.shape[-1] + 1, dtype=p.dtype, device=p.device)
+        scores = before + u * p + CERTAIN * rank * (before > 1 - CERTAIN)
+        if self.method == "raps":
+            scores = scores + self.penalty * (rank - self.free_classes).clamp_min(0)
+        return torch.empty_like(scores).scatter_(-1, order, scores)
+
+    def _uniform(self, probs: Tensor) -> Tensor:
+        rows = log_probability(probs).half().reshape(-1, probs.shape[-1])
+        return unit(hashed(as_bits(rows), self.seed), probs.dtype).reshape(probs.shape[:-1])
+
+
+def class_probs(prediction: Prediction) -> Tensor:
+    """The probabilities as `[B, K, R, C]`: `K` labels by themselves (one, for classes) at `R` positions."""
+    probs = prediction.probs
+    assert probs is not None
+    probs = probs.to(accumulation_dtype(probs.device))
+    if prediction.kind == "classification":
+        return probs.flatten(2).mT.unsqueeze(1) if probs.ndim > 2 else probs[:, None, None]
+    p = by_output(probs)
+    return torch.stack([1 - p, p], dim=-1)
+
+
+def by_output(t: Tensor) -> Tensor:
+    """Outputs as `[B, K, R]`: `K` in dimension 1, at `R` positions."""
+    return t.flatten(2) if t.ndim > 2 else t.reshape(*t.shape, *[1] * (3 - t.ndim))
+
+
+def n_outputs(prediction: Prediction) -> int:
+    """How many have a quantile each: the classes of one label share theirs."""
+    main = prediction.mean if prediction.probs is None else prediction.probs
+    assert main is not None
+    return 1 if prediction.kind == "classification" or main.ndim == 1 else main.shape[1]

@@ -15,6 +15,8 @@ mixture itself.
 At `predictive="map"` the members are points, and this is the deep ensemble of Lakshminarayanan et al. (2017), "Simple
 and scalable predictive uncertainty estimation using deep ensembles", which matches moments in the same way.
 With a posterior for each member it also knows what is uncertain around each of them (L2M paper, section 4.2).
+
+A Trainer's checkpoint: the posterior that a callback keeps in it, with the network that it belongs to.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.borrowed import copied_generator
+from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.output import unviewed
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.files import describe, posterior_in, read_any
 from lightning_bayes.posterior.fingerprint import same_weights
-from lightning_bayes.predictive.checkpoint import read_checkpoint
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -256,3 +259,60 @@ def _naming(which: str) -> Iterator[None]:
         yield
     except PosteriorError as error:
         raise PosteriorError(f"{which}: {error}") from error
+
+
+def read_checkpoint(
+    path: str | PathLike[str],
+    module: Callable[..., nn.Module],
+    name: str | None = None,
+    network: str | None = None,
+    likelihood: Likelihood | None = None,
+    device: str | torch.device = "cpu",
+) -> GaussianPosterior:
+    """The posterior in a checkpoint; the arguments are those of `DeepEnsemble.from_checkpoints`."""
+    checkpoint = _read(path)
+    state = posterior_in(checkpoint, name)
+    restored = _placed(_restore(module, path, checkpoint), device)
+    own_network = restored if network is None else submodule(restored, network, PosteriorError)
+    posterior = GaussianPosterior.from_state_dict(own_network, state, likelihood)
+    posterior.check_weights()
+    return posterior
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    try:
+        checkpoint = read_any(path, "checkpoint")
+    except IsADirectoryError:
+        raise PosteriorError(
+            "this is a folder, as sharded training writes it: use DeepEnsemble.load with the posteriors' own files"
+        ) from None
+    if not isinstance(checkpoint, dict):
+        raise PosteriorError(f"{path} holds no checkpoint but {describe(checkpoint)}")
+    return checkpoint
+
+
+def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
+    try:
+        return network.to(device)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:150]
+        raise PosteriorError(f"the network cannot be put on the device {shown(device)}: {reason}") from error
+
+
+def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:
+    if isinstance(module, nn.Module):
+        raise PosteriorError(
+            f"module= is one {type(module).__name__}, but every member needs one of its own: pass the class, or a "
+            "function that makes one"
+        )
+    if hasattr(module, "load_from_checkpoint"):  # a LightningModule's class, which knows its saved arguments
+        return module.load_from_checkpoint(path, map_location="cpu")
+    if not callable(module):
+        raise TypeError(
+            f"module must be a LightningModule's class, or a function that makes a network, got {shown(module)}"
+        )
+    made = module()
+    made.load_state_dict(checkpoint["state_dict"])
+    return made

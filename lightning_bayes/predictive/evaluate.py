@@ -1,24 +1,39 @@
-"""`evaluate`: the numbers that callbacks log, for a posterior or an ensemble of them, without a Trainer."""
+"""`evaluate`: the numbers that callbacks log, for a posterior or an ensemble of them, without a Trainer.
+
+The numbers reported for predictions: one small set for classification, one for regression.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric, MeanSquaredError, Metric
+from torchmetrics.metric import CompositionalMetric
 
 from lightning_bayes.arguments import instance, listed
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.metrics import (
+    BrierScore,
+    CalibrationError,
+    GaussianNLL,
+    IntervalCoverage,
+    NegativeLogLikelihood,
+    OODDetection,
+    RegressionCalibrationError,
+)
 from lightning_bayes.network import inputs
+from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.errors import DataError
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.scores import ScoreTable
+from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 Predict = Callable[[Any], Prediction]
 
@@ -90,3 +105,134 @@ def score_loaders(
                 why = "the loader is empty" if is_empty else "all targets are marked as unknown (ignore_index)"
                 raise DataError(f"{why}: evaluate needs at least one (x, y) to score")
     return {key: float(value) for key, value in table.compute().items()}
+
+
+ROWS = 2**16  # examples, or positions of a dense output, that are scored at a time
+
+
+class ScoreTable:
+    """Predictors scored side by side, on several dataloaders.
+
+    Dataloaders 1 to `n_ood` hold out-of-distribution inputs, whose targets are not looked at. Keys are
+    `<metric>_<predictor>`, or `<metric>` for a predictor that is called "". Those of `compute` end in
+    `/dataloader_idx_<number>` where there are several out-of-distribution dataloaders.
+    """
+
+    def __init__(self, likelihood: Likelihood, device: torch.device, n_ood: int = 0) -> None:
+        self._likelihood, self._device, self._n_ood = likelihood, device, n_ood
+        self._scores: dict[tuple[str, int], Scores] = {}  # by predictor and dataloader
+        self._ood_scores: dict[tuple[str, int, str], OODDetection] = {}  # by predictor, dataloader and kind of score
+
+    def is_ood(self, dataloader: int) -> bool:
+        return 1 <= dataloader <= self._n_ood
+
+    def update(self, predictor: str, prediction: Prediction, y: Tensor | None, dataloader: int = 0) -> None:
+        """With the predictions of a batch; its targets may be None where `is_ood`."""
+        is_ood = self.is_ood(dataloader)
+        scores = {"entropy": prediction.entropy_score}
+        if predictor != "map":  # the plain network knows nothing epistemic
+            scores["epistemic"] = prediction.epistemic_score
+        for number in [dataloader] if is_ood else range(1, self._n_ood + 1):
+            for kind, score in scores.items():
+                metric = self._ood_scores.setdefault((predictor, number, kind), OODDetection().to(self._device))
+                metric.update(score, torch.full((len(score),), is_ood, device=score.device))
+        if not is_ood:
+            assert y is not None
+            if prediction.probs is not None:  # probabilities have the shape of the outputs; targets may be one-hot
+                self._likelihood.check(prediction.probs, y)
+            ignored = self._likelihood.ignore_index
+            self._scores.setdefault((predictor, dataloader), Scores(self._device, ignored)).update(prediction, y)
+
+    def metrics(self, dataloader: int) -> dict[str, Metric]:
+        """Those that the last batch of a dataloader completes; their keys do not hold its number."""
+        metrics: dict[str, Metric] = {}
+        for (predictor, number), scores in self._scores.items():
+            if number == dataloader:
+                metrics.update({f"{name}_{predictor}": metric for name, metric in scores.metrics.items()})
+        for (predictor, number, kind), detection in self._ood_scores.items():
+            if number == dataloader:
+                metrics[f"ood_auroc_{kind}_{predictor}"] = CompositionalMetric(itemgetter("auroc"), detection, None)
+        return {key.removesuffix("_"): metric for key, metric in metrics.items()}
+
+    def compute(self) -> dict[str, Tensor]:
+        numbers = {key: metric.compute() for key, metric in self.metrics(0).items()}
+        for number in range(1, self._n_ood + 1):
+            suffix = f"/dataloader_idx_{number}" if self._n_ood > 1 else ""
+            numbers.update({f"{key}{suffix}": metric.compute() for key, metric in self.metrics(number).items()})
+        return numbers
+
+    def pictures(self) -> Iterator[tuple[str, Metric]]:
+        """What `plots=True` draws: names, and the metrics that draw."""
+        for (predictor, number), scores in self._scores.items():
+            if scores.picture is not None:
+                kind, metric = scores.picture
+                yield f"{kind}_{predictor}" + (f"_{number}" if number else ""), metric
+
+
+class Scores:
+    """NLL, accuracy, ECE and Brier score of probabilities; NLL, RMSE and 95 % coverage of a mean and variance."""
+
+    def __init__(self, device: torch.device, ignore_index: int | None = None) -> None:
+        self._device, self._ignore_index = float64_device(device), ignore_index
+        self.metrics: dict[str, Any] = {}  # by name, once there has been a prediction
+        self._curve: RegressionCalibrationError | None = None  # drawn, but not among the numbers
+
+    def update(self, prediction: Prediction, y: Tensor) -> None:
+        if prediction.probs is not None:
+            self._classification(prediction.probs, y)
+        else:
+            self._regression(prediction, y)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {name: metric.compute() for name, metric in self.metrics.items()}
+
+    @property
+    def picture(self) -> tuple[str, Metric] | None:
+        """The kind of picture that shows these predictions, and the metric that draws it."""
+        if "ece" in self.metrics:
+            return "reliability", self.metrics["ece"]
+        return None if self._curve is None else ("calibration", self._curve)
+
+    def _classification(self, probs: Tensor, y: Tensor) -> None:
+        expected = probs.shape if probs.ndim == y.ndim else probs.shape[:1] + probs.shape[2:]
+        if y.shape != expected:
+            raise unfit_targets(probs, y, "targets", expected)
+        if probs.ndim == y.ndim:  # one probability per label
+            probs, y = probs.flatten(), y.flatten().long()
+            probs = torch.stack((1 - probs, probs), dim=1)
+        else:  # dense outputs: every position is an example
+            probs, y = probs.movedim(1, -1).flatten(0, -2), y.flatten()
+        if self._ignore_index is not None:
+            known = y != self._ignore_index
+            probs, y = (probs, y) if known.all() else (probs[known], y[known])
+        metrics = self._make(nll=NegativeLogLikelihood, acc=MeanMetric, ece=CalibrationError, brier=BrierScore)
+        for p, label in zip(probs.split(ROWS), y.split(ROWS), strict=True):
+            if len(label) == 0:
+                return
+            p, label = in_float64(p), label.to(float64_device(label.device))
+            p = p / p.sum(1, keepdim=True)
+            for name in ("nll", "ece", "brier"):
+                metrics[name].update(p, label)
+            metrics["acc"].update((p.argmax(1) == label).double())
+
+    def _regression(self, prediction: Prediction, y: Tensor) -> None:
+        metrics = self._make(nll=GaussianNLL, rmse=lambda: MeanSquaredError(squared=False), coverage=IntervalCoverage)
+        assert prediction.mean is not None
+        assert prediction.variance is not None
+        self._curve = self._curve or RegressionCalibrationError().to(self._device)
+        if len(y) == 0:
+            return
+        y = real_targets(prediction.mean, y)
+        flat = (t.flatten().split(ROWS) for t in (prediction.mean, prediction.variance, y))
+        for part in zip(*flat, strict=True):
+            mean, variance, target = map(in_float64, part)
+            metrics["nll"].update(mean, variance, target)
+            metrics["coverage"].update(mean, variance, target)
+            metrics["rmse"].update(mean, target)
+            self._curve.update(mean, variance, target)
+
+    def _make(self, **kinds: Callable[[], Metric]) -> dict[str, Any]:
+        if not self.metrics:
+            # In float64 whatever the default, which a Trainer in half precision changes.
+            self.metrics = {name: kind().to(self._device).set_dtype(torch.float64) for name, kind in kinds.items()}
+        return self.metrics

@@ -16,7 +16,7 @@ from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.calibration import Calibration
+from lightning_bayes.posterior.gaussian import Calibration
 from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 

@@ -4,13 +4,11 @@ from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure,
 from lightning_bayes.structures.block_diagonal import BlockDiagonal
 from lightning_bayes.structures.dense import Dense
 from lightning_bayes.structures.diagonal import Diagonal
-from lightning_bayes.structures.ekfac import EKFAC, EKFACBlockDiagonal
 from lightning_bayes.structures.factor import Factor, Gram
-from lightning_bayes.structures.jacobian_columns import JacobianColumns
-from lightning_bayes.structures.kronecker import Kronecker
+from lightning_bayes.structures.kronecker import EKFAC, EKFACBlockDiagonal, Kronecker
 from lightning_bayes.structures.layout import Layout, Piece
 from lightning_bayes.structures.low_rank import LowRank
-from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
+from lightning_bayes.structures.output_covariance import CovarianceForm, JacobianColumns, layer_jacobian
 from lightning_bayes.structures.sharded import ShardedDiagonal
 
 __all__ = [

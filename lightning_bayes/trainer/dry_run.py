@@ -22,10 +22,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
-from lightning_bayes.network.errors import OutputError
+from lightning_bayes.network.errors import OutputError, is_out_of_memory
 from lightning_bayes.network.output import Output, output_of, unviewed
-from lightning_bayes.network.shards import is_sharded
-from lightning_bayes.network.slow_path import is_out_of_memory
+from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.trainer.data import as_list
 from lightning_bayes.trainer.loss_check import LossFit, Reading, Watch, compare_gradients, compare_values
 from lightning_bayes.trainer.module import ModuleError, is_variational, split_batch

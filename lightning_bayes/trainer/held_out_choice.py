@@ -18,17 +18,17 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
+from lightning_bayes.evidence.prior_groups import check_groups
+from lightning_bayes.evidence.tuning import METHODS
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import generator_on
-from lightning_bayes.network.progress import ShownLoader
+from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.posterior.prior_groups import check_groups
-from lightning_bayes.posterior.tuning import METHODS
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data
+from lightning_bayes.predictive.evaluate import Scores
 from lightning_bayes.predictive.held_out import Scoring
-from lightning_bayes.predictive.scores import Scores
 from lightning_bayes.trainer.data import ExactPass, first_loader, validation_pass
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.options import UseOptions

@@ -24,8 +24,8 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import inputs
 from lightning_bayes.network.accumulation import in_float64
+from lightning_bayes.network.errors import is_out_of_memory
 from lightning_bayes.network.output import Output, output_of, unviewed
-from lightning_bayes.network.slow_path import is_out_of_memory
 from lightning_bayes.posterior.l2m import default_loss_scale
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2

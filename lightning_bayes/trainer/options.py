@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass
 from lightning_bayes.arguments import count, flag, seed, shown, text, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.output import Output
-from lightning_bayes.plots.style import require_matplotlib
+from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.predictive.output_law import PREDICTIVES
 
 

@@ -19,18 +19,25 @@ from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unviewed, viewed
-from lightning_bayes.network.shards import is_sharded
+from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
-from lightning_bayes.trainer.checkpoints import Stored, beside, is_unaveraged, put_posterior, survey
+from lightning_bayes.trainer.checkpoints import (
+    File,
+    PosteriorFile,
+    Stored,
+    as_file,
+    beside,
+    exists,
+    is_unaveraged,
+    put_posterior,
+    survey,
+)
 from lightning_bayes.trainer.dry_run import DryRun
-from lightning_bayes.trainer.files import File, PosteriorFile, as_file, exists
-from lightning_bayes.trainer.launched import Mailbox, module_of
 from lightning_bayes.trainer.loss_check import LossFit, explain
-from lightning_bayes.trainer.module import check_module, network_of, refuse_variational
+from lightning_bayes.trainer.module import PredictStep, check_module, network_of, refuse_variational
 from lightning_bayes.trainer.options import UseOptions
-from lightning_bayes.trainer.predict_step import PredictStep
 from lightning_bayes.trainer.private import (
     callbacks_of,
     forward_context,
@@ -39,8 +46,8 @@ from lightning_bayes.trainer.private import (
     is_launched,
     load_validation,
 )
-from lightning_bayes.trainer.scoring import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import run_last
+from lightning_bayes.trainer.report import TrainerScores, score_module
+from lightning_bayes.trainer.strategy import Mailbox, module_of, run_last
 
 _UNAVERAGED = (
     "the Trainer's weight averaging has loaded the weights from before the average, and the checkpoint's posterior "

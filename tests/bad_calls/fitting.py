@@ -12,13 +12,7 @@ import lightning_bayes
 from bad_calls.callbacks import COUNT, counts, flags, other_priors, positives, prior_means, priors, words
 from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
-from lightning_bayes import (
-    Categorical,
-    Gaussian,
-    LaplaceCallback,
-    Subnetwork,
-    fit_laplace,
-)
+from lightning_bayes import Categorical, Gaussian, LaplaceCallback, Subnetwork, fit_laplace
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import SubsetError

@@ -12,15 +12,14 @@ from torchmetrics import MeanSquaredError
 from bad_calls.callbacks import counts, flags, positives, words
 from bad_calls.cases import Of, Table, Things, mlp
 from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes.evidence.iterated_evidence import iterated
+from lightning_bayes.evidence.tuning import linear, mackay, marglik
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
-from lightning_bayes.posterior.iterated_evidence import iterated
-from lightning_bayes.posterior.tuning import linear, mackay, marglik
 from lightning_bayes.predictive import decode, sample_functions
 from lightning_bayes.predictive.auto import tune_auto
 from lightning_bayes.predictive.evaluate import evaluate
-from lightning_bayes.predictive.grid import grid
-from lightning_bayes.predictive.held_out import Scoring
+from lightning_bayes.predictive.held_out import Scoring, grid
 
 GENERATOR = "must be a torch.Generator, such as torch.Generator().manual_seed(0), got"
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from lightning_bayes.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_bayes.callbacks.l2m import EffectiveBatchSize
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.l2m import fisher_factor

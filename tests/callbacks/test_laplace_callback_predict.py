@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_bayes import LaplaceCallback, Prediction
-from lightning_bayes.callbacks import ModuleError
+from lightning_bayes.trainer.module import ModuleError
 
 
 def batches(n: int = 11) -> tuple[Tensor, ...]:

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bayes import Categorical, fit_laplace
-from lightning_bayes.callbacks import ModuleError
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.predictive.evaluate import evaluate
+from lightning_bayes.trainer.module import ModuleError
 
 
 def classification_scores(probs: Tensor, y: Tensor) -> dict[str, float]:

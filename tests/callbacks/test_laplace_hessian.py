@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import LaplaceCallback, fit_laplace
-from lightning_bayes.curvature.backprop import RuleError
+from lightning_bayes.curvature.diagonal import RuleError
 
 
 class Net(L.LightningModule):

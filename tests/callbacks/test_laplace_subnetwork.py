@@ -8,17 +8,10 @@ import torch
 from callback_cases import Classifier, laplace, plain_loader, trainer
 from helpers.training import LitNet, loader
 
-from lightning_bayes import (
-    L2MCallback,
-    LaplaceCallback,
-    Subnetwork,
-    SWAGCallback,
-    VariationalLaplaceMixin,
-    fit_laplace,
-)
-from lightning_bayes.callbacks import ModuleError
+from lightning_bayes import L2MCallback, LaplaceCallback, Subnetwork, SWAGCallback, VariationalLaplaceMixin, fit_laplace
 from lightning_bayes.network import CurvatureError, SubsetError
 from lightning_bayes.posterior import PriorError
+from lightning_bayes.trainer.module import ModuleError
 
 DOUBLE: dict[str, Any] = {"precision": "64-true"}
 

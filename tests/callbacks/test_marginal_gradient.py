@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_bayes import Gaussian, MarginalLikelihoodCallback
-from lightning_bayes.callbacks.prior_gradient import add_prior_gradient
-from lightning_bayes.curvature import DataError
+from lightning_bayes.callbacks.hyperparameters import add_prior_gradient
+from lightning_bayes.network.errors import DataError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*training has ended before the prior was learned"),

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Gaussian, LaplacePosterior, MarginalLikelihoodCallback, fit_laplace
-from lightning_bayes.posterior.evidence_ascent import ascend
+from lightning_bayes.evidence.tuning import ascend
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian, OnlineLaplaceCallback
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.backprop import BatchDiagonal, RuleError
+from lightning_bayes.curvature.diagonal import BatchDiagonal, RuleError
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import DataError
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian
-from lightning_bayes.callbacks.memory import CurvatureMemory, MemoryRule, numbered_noise
+from lightning_bayes.callbacks.online_step import CurvatureMemory, MemoryRule, numbered_noise
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.network import Processes
 
 WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

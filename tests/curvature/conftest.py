@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_bayes.network.slow_path import log_slow_path
+from lightning_bayes.network.errors import log_slow_path
 
 
 @pytest.fixture(autouse=True)

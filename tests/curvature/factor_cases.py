@@ -7,7 +7,7 @@ from helpers.networks import made
 from helpers.tensors import real
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import input_sum
+from lightning_bayes.curvature import blocks as input_sum
 from lightning_bayes.structures import factor
 
 

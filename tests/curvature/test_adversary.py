@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_bayes import DeepEnsemble, Prediction, fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
-from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.structures import Kronecker
 
 TIGHT = {"rtol": 1e-7, "atol": 1e-9}

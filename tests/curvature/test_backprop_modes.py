@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.backprop import BatchDiagonal, walk
-from lightning_bayes.curvature.backprop.op import Op
+from lightning_bayes.curvature.diagonal import BatchDiagonal, walk
+from lightning_bayes.curvature.diagonal.tape import Op
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from lightning_bayes.network import CurvatureError
 

@@ -8,7 +8,7 @@ import torch
 from networks import CASES
 from torch import Tensor, nn
 
-from lightning_bayes.curvature.backprop import BatchDiagonal, RuleError, choose_mode
+from lightning_bayes.curvature.diagonal import BatchDiagonal, RuleError, choose_mode
 from lightning_bayes.likelihoods import Gaussian, Likelihood
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.network.subset import resolve_subset

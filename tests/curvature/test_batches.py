@@ -10,7 +10,8 @@ from networks import CASES, Case, N
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes.curvature import blocks, fit_curvature, gradients
+from lightning_bayes.curvature import blocks, fit_curvature
+from lightning_bayes.jacobian import gradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}

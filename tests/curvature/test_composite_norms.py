@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.func import jvp
 
-from lightning_bayes.network.composite_norms import CompositeNorms
+from lightning_bayes.network.input_graph import CompositeNorms
 
 X = real(3, 2, 4)
 WEIGHT, BIAS = real(4, seed=1), real(4, seed=2)

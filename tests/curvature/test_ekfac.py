@@ -11,9 +11,10 @@ from networks import CASES, CONVOLUTIONS, OUTPUTS, TRANSPOSED, Case, Wired, real
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import DataError, SubsetError, fit_curvature
-from lightning_bayes.curvature.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
+from lightning_bayes.network.errors import DataError, SubsetError
 from lightning_bayes.structures import EKFAC, EKFACBlockDiagonal, Kronecker
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -106,8 +107,8 @@ def test_inputs_and_gradients_are_rotated_or_their_product(shape: tuple[int, int
 def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["deep_cnn"]()
     whole = fit(case).to_dense()
-    monkeypatch.setattr("lightning_bayes.curvature.ekfac.CACHE", 1)
-    monkeypatch.setattr("lightning_bayes.curvature.layers.STRIP", 1)
+    monkeypatch.setattr("lightning_bayes.curvature.accumulate.CACHE", 1)
+    monkeypatch.setattr("lightning_bayes.jacobian.layers.STRIP", 1)
     torch.testing.assert_close(fit(case).to_dense(), whole, **TIGHT)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
-from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.likelihoods import Categorical
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}

@@ -12,7 +12,8 @@ from networks import CASES, Wired
 from torch import nn
 
 from lightning_bayes import GaussianPosterior, fit_laplace
-from lightning_bayes.curvature import fit_curvature, input_sum
+from lightning_bayes.curvature import blocks as input_sum
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Factor, Kronecker
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
-from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.curvature.fit import Curvature
-from lightning_bayes.curvature.graph import keeps_rows, uses
+from lightning_bayes.jacobian.graph import keeps_rows, uses
 from lightning_bayes.likelihoods import Categorical, Gaussian, LikelihoodError
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Kronecker

@@ -6,7 +6,8 @@ from networks import CASES
 from torch import Tensor
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import fit_curvature, jacobian_rows
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.jacobian import rows as jacobian_rows
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 NETWORKS = [

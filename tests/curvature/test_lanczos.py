@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_bayes.curvature.lanczos import CONVERGED, BlockLanczos
+from lightning_bayes.curvature.low_rank import CONVERGED, BlockLanczos
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,9 @@ from networks import CASES, Case, Wired, real
 from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
-from lightning_bayes.curvature import choose_subset, fit_curvature, input_sum
-from lightning_bayes.curvature.backprop import BatchDiagonal
+from lightning_bayes.curvature import blocks as input_sum
+from lightning_bayes.curvature import choose_subset, fit_curvature
+from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.likelihoods import Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes.curvature import fit_curvature, ggn_product
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.curvature.curvature_sum import Curvature
+from lightning_bayes.jacobian import products as ggn_product
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network import CurvatureError, DataError, Processes
 from lightning_bayes.structures import LowRank

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
-from lightning_bayes.curvature.backprop import BatchDiagonal
-from lightning_bayes.curvature.plan import make_plan
+from lightning_bayes.curvature.diagonal import BatchDiagonal
+from lightning_bayes.jacobian.plan import make_plan
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Factor, Gram, Kronecker

@@ -11,10 +11,11 @@ from helpers.synchronisation import NoSynchronisation
 from torch import Tensor, nn
 
 from lightning_bayes import Categorical, Gaussian
-from lightning_bayes.curvature import CurvatureError, fit_curvature
+from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.curvature.sharded_diagonal import ShardedDiagonalSum, check_layers
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import Processes
+from lightning_bayes.network.errors import CurvatureError
 
 SIZES = (5, 1, 4)  # of batches
 

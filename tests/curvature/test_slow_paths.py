@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.curvature.backprop.op import Op
+from lightning_bayes.curvature.diagonal.tape import Op
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.predictive.functions import sample_functions
@@ -119,7 +119,7 @@ def test_out_of_memory_in_a_batched_backward_pass(raiser: Callable[..., Any], mo
 
 def test_out_of_memory_in_vmap(raiser: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     example = case(Wired(lambda s, x: x * s.scale.exp(), scale=nn.Parameter(torch.rand(3, dtype=torch.float64))))
-    monkeypatch.setattr("lightning_bayes.curvature.gradients.vmap", raiser)
+    monkeypatch.setattr("lightning_bayes.jacobian.gradients.vmap", raiser)
     with pytest.raises(RuntimeError, match=r"out of memory|can't allocate"):
         fit_curvature(example.network, example.loader())
 
@@ -129,7 +129,7 @@ def test_out_of_memory_in_a_linearised_network(
     place: str, raiser: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), "diag")
-    monkeypatch.setattr(f"lightning_bayes.curvature.linearised.{place}", raiser)
+    monkeypatch.setattr(f"lightning_bayes.jacobian.linearised.{place}", raiser)
     with pytest.raises(RuntimeError, match=r"^(CUDA out of memory|.*can't allocate)"):
         sample_functions(posterior, real(4, 3), 2)
 

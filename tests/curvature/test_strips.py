@@ -8,8 +8,9 @@ from helpers.networks import Wired, made
 from helpers.tensors import TIGHT, real, seeded
 from torch import Tensor, nn
 
-from lightning_bayes.curvature import fit_curvature, layers
-from lightning_bayes.curvature.patches import Patches, transposed_patches
+from lightning_bayes.curvature import fit_curvature
+from lightning_bayes.jacobian import layers
+from lightning_bayes.jacobian.patches import Patches, transposed_patches
 
 PATCHES: dict[str, tuple[Patches, tuple[int, ...]]] = {
     "plain": (Patches((3, 2), (1, 1), ((1, 1), (0, 1)), (1, 1)), (2, 3, 7, 5)),

@@ -23,8 +23,7 @@ from multiplier_cases import (
 )
 from torch import Tensor, nn
 
-from lightning_bayes.mixins.log_sigma_groups import OptimizerError, add_missing
-from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, multipliers
+from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, OptimizerError, add_missing, multipliers
 
 pytestmark = pytest.mark.filterwarnings("ignore:log σ can move")
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from multiplier_cases import SCHEDULERS, Multiplied, Record, adam, loader, scheduled, trainer, two_rates
 from torch.optim import lr_scheduler
 
-from lightning_bayes.mixins.log_sigma_groups import REACH
+from lightning_bayes.mixins.multiplier import REACH
 
 BOUND = "log σ can move by at most"
 ENOUGH = 1000.0  # a multiplier with which nothing is out of reach

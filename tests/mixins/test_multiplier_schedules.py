@@ -19,7 +19,7 @@ from multiplier_cases import (
 )
 from torch.optim import lr_scheduler
 
-from lightning_bayes.mixins.log_sigma_groups import split
+from lightning_bayes.mixins.multiplier import split
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:log σ can move"),

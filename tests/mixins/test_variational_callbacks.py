@@ -9,8 +9,8 @@ from torch import Tensor
 from variational_cases import Lit, loader, options, trainer
 
 from lightning_bayes import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
-from lightning_bayes.callbacks import ModuleError
 from lightning_bayes.mixins import VariationalInferenceMixin, VariationalLaplaceMixin
+from lightning_bayes.trainer.module import ModuleError
 
 MIXINS = [VariationalLaplaceMixin, VariationalInferenceMixin]
 

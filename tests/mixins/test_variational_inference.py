@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from variational_cases import VI, Lit, draw, gradients, images, loader, options, spread, targets, trainer, weighted_kl
 
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin
-from lightning_bayes.mixins.local_reparameterization import LocalReparameterization
-from lightning_bayes.mixins.variational_inference import sampled_weights, scaled_gradients
+from lightning_bayes.mixins.variational_inference import LocalReparameterization, sampled_weights, scaled_gradients
 
 
 def vi(kind: str = "mlp", task: str = "classification", **more: Any) -> Any:

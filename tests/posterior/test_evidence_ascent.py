@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.evidence_ascent import ascend
+from lightning_bayes.evidence.tuning import ascend
 
 N, C, SIGMA = 23, 2, 0.7
 

@@ -16,9 +16,9 @@ from torch.func import functional_call, grad, hessian, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
+from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.linear_model import LinearModel
 from lightning_bayes.predictive.held_out import Scoring, held_out_laws
 
 δ = 0.4

@@ -11,9 +11,11 @@ from posterior_cases import case as made_case
 from torch import nn
 
 from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes.jacobian import output_gaussian
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.posterior import PosteriorError, output_gaussian
-from lightning_bayes.structures import LowRank, jacobian_columns
+from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.structures import LowRank
+from lightning_bayes.structures import output_covariance as jacobian_columns
 
 N = 23
 FORMS = ("example", "joint", "marginal")

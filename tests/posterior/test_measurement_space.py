@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes import LinearMeasurement, fit_laplace, fit_measurements
+from lightning_bayes.inverse.block_prior import BlockPrior, total_variation
+from lightning_bayes.inverse.measurement_posterior import MeasurementPosterior
 from lightning_bayes.network import CurvatureError, SubsetError
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.block_prior import BlockPrior
-from lightning_bayes.posterior.measurement_space import MeasurementPosterior
-from lightning_bayes.posterior.total_variation import total_variation
 
 F64 = torch.float64
 SIGMA, D_Y, SIDE = 0.3, 9, 5
@@ -141,7 +140,7 @@ def test_rows_made_again_in_parts_give_the_same_kernel(
     problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = fit(problem, "filters")
-    monkeypatch.setattr("lightning_bayes.posterior.measurement_space._ROWS", 4 * whole.prior.size)
+    monkeypatch.setattr("lightning_bayes.inverse.measurement_posterior._ROWS", 4 * whole.prior.size)
     parts = fit(problem, "filters")
     torch.testing.assert_close(parts.kernel, whole.kernel, **TIGHT)
     torch.testing.assert_close(parts.functional()[1], whole.functional()[1], **TIGHT)
@@ -315,7 +314,7 @@ def test_total_variation_is_that_of_images(problem: dict[str, Any]) -> None:
 
 
 def test_a_kernel_that_no_memory_holds_is_refused(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bayes.posterior.measurement_space._MOST", 8 * D_Y**2)
+    monkeypatch.setattr("lightning_bayes.inverse.measurement_posterior._MOST", 8 * D_Y**2)
     with pytest.raises(PosteriorError, match="use exact_up_to=8, for products alone"):
         fit(problem, "ard")
 

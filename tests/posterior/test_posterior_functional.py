@@ -58,7 +58,7 @@ def test_marginal_variances_of_many_outputs_come_in_chunks(monkeypatch: pytest.M
     posterior = fitted(problem, "kron")
     (whole,) = posterior.functional_for([posterior.precision], problem.x, "marginal")[1]
     monkeypatch.setattr(
-        "lightning_bayes.curvature.gradients.LayerGradients.chunk_size", staticmethod(lambda calls, f: 2)
+        "lightning_bayes.jacobian.gradients.LayerGradients.chunk_size", staticmethod(lambda calls, f: 2)
     )
     (chunked,) = posterior.functional_for([posterior.precision], problem.x, "marginal")[1]
     torch.testing.assert_close(chunked, whole, **TIGHT)

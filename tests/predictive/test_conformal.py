@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bayes import Bernoulli, Conformal, DeepEnsemble, Gaussian, Prediction, fit_laplace
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.predictive import conformal_quantile, conformalize
-from lightning_bayes.predictive.conformal_scores import ClassScore
+from lightning_bayes.predictive import conformal as conformal_quantile
+from lightning_bayes.predictive import conformalize
+from lightning_bayes.predictive.conformal import ClassScore
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -20,7 +20,9 @@ from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGau
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.predictive import draws, output_law, scores
+from lightning_bayes.predictive import evaluate as scores
+from lightning_bayes.predictive import output_law
+from lightning_bayes.predictive import output_law as draws
 from lightning_bayes.predictive.evaluate import evaluate
 
 H, W, N, IGNORED = 3, 4, 7, 255

@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lightning_bayes import Gaussian, HeteroscedasticGaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
+from lightning_bayes.jacobian import output_gaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import CurvatureError, DataError
-from lightning_bayes.posterior import PosteriorError, output_gaussian
-from lightning_bayes.predictive import draws
+from lightning_bayes.posterior import PosteriorError
+from lightning_bayes.predictive import output_law as draws
 
 STRUCTURES = ("kron", "diag", "full")
 N = 7

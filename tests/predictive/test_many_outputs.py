@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bayes import Categorical, LaplacePosterior, fit_laplace
-from lightning_bayes.curvature.linearised import Linearised
+from lightning_bayes.jacobian.linearised import Linearised
 from lightning_bayes.predictive import functions, sample_functions
 from lightning_bayes.predictive.output_law import MANY
 

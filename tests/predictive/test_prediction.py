@@ -16,7 +16,7 @@ from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Pred
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import DataError
-from lightning_bayes.predictive.draws import RunningMixture
+from lightning_bayes.predictive.output_law import RunningMixture
 
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 2, 1, 1, 0, 2, 2])

@@ -20,7 +20,7 @@ from helpers.untouched import untouched
 from torch import Tensor
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
-from lightning_bayes.curvature import input_sum
+from lightning_bayes.curvature import blocks as input_sum
 from lightning_bayes.posterior import used_data
 from lightning_bayes.trainer.module import split_batch
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_bayes import LaplaceCallback, fit_laplace
 from lightning_bayes.network import Processes
 from lightning_bayes.trainer.checkpoints import callback_state, put_calibrations, put_posterior
-from lightning_bayes.trainer.datamodule import loaders_of
+from lightning_bayes.trainer.data import loaders_of
 
 SENTENCE = "the disk is full"
 

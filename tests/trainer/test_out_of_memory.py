@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_bayes.network.borrowed import RandomState
-from lightning_bayes.network.slow_path import is_missing_rule, is_out_of_memory
+from lightning_bayes.network.errors import is_missing_rule, is_out_of_memory
 from lightning_bayes.trainer import checkpoints, dry_run
 from lightning_bayes.trainer.module import ModuleError
 

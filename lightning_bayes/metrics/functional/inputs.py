@@ -7,6 +7,8 @@ rounding of their dtype; logits are refused. Shapes alone tell the two layouts a
 - `probs` of `target`'s own shape: P(y = 1), read as the two classes `[1 - p, p]`.
 
 Everything is upcast to float64 (float32 on devices without it), so that sums do not depend on how the data is split.
+
+A mean over examples as two additive numbers, (Σ, n), which any number of processes can add up.
 """
 
 from functools import cache
@@ -158,3 +160,13 @@ def _check_probabilities(probs: Tensor, tolerance: float) -> None:
         raise MetricInputError(
             f"probs must sum to one over the class axis (1), but are off by up to {float(error.max()):.3g}."
         )
+
+
+def sum_and_count(value: Tensor) -> Tensor:
+    """(Σ value, number of values) of a tensor `[N]`: `[2]`."""
+    return torch.stack([value.sum(), value.new_tensor(value.numel())])
+
+
+def mean_compute(sums: Tensor) -> Tensor:
+    """Σ / n; NaN where nothing was counted."""
+    return sums[0] / sums[1]

@@ -1,0 +1,91 @@
+"""Which layers share a prior precision: all of them, none, or those that no normalisation reads.
+
+The scale of weights before a normalisation says nothing, so that a prior shared with other weights means nothing there.
+With a precision of its own for each such layer, predictions do not depend on the scale (tutorial, section 6,
+recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λₙ ‖θₙ‖²`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.arguments import flag, word
+from lightning_bayes.jacobian.normalised import normalised_layers
+from lightning_bayes.network import DataError, inputs
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.laplace import LaplacePosterior
+
+logger = logging.getLogger("lightning_bayes")
+
+GROUPS = (None, "layers", "normalised")
+
+
+@dataclass(frozen=True, eq=False)
+class PriorGroups:
+    """`index` has the group of each layer; None is one number for all."""
+
+    index: Tensor | None = None  # [layers]
+
+    @staticmethod
+    def of(posterior: LaplacePosterior, per_layer: bool, prior_groups: str | None) -> PriorGroups:
+        word_for = check_groups(per_layer, prior_groups)
+        if word_for is None:
+            return PriorGroups()
+        if posterior.prior.precision is not None:
+            raise PosteriorError(
+                "the prior is another posterior, with one factor on its precision: leave out per_layer= and "
+                "prior_groups="
+            )
+        layers = posterior.subset.layers
+        if word_for == "layers":
+            return PriorGroups(torch.arange(len(layers), device=posterior.device))
+        normalised = posterior.curvature.normalised
+        if normalised is None:
+            raise PosteriorError(
+                "prior_groups='normalised' needs the layers before a normalisation, which this posterior was made "
+                "without: pass loader=, of whose first batch the network shows them"
+            )
+        if not normalised:
+            logger.info("prior_groups='normalised': no layer is directly before a normalisation, so all share a prior")
+        numbers = {layer: n for n, layer in enumerate(normalised)}
+        index = [numbers.get(layer, len(numbers)) for layer in layers]
+        return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])
+
+    def pool(self, values: Tensor) -> Tensor:
+        """Sums over the layers of each group.  # [layers] -> [groups], or a number"""
+        if self.index is None:
+            return values.sum()
+        return values.new_zeros(int(self.index.max()) + 1).index_add(0, self.index.to(values.device), values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Each layer's value.  # [groups] -> [layers]; a number stays one"""
+        return values if self.index is None else values[self.index.to(values.device)]
+
+
+def check_groups(per_layer: Any, prior_groups: Any) -> str | None:
+    """One word for both arguments."""
+    flag("per_layer", per_layer)
+    word("prior_groups", prior_groups, GROUPS)
+    if per_layer and prior_groups == "normalised":
+        raise ValueError("per_layer=True is prior_groups='layers': leave it out with prior_groups='normalised'")
+    return "layers" if per_layer else prior_groups
+
+
+def with_normalised(posterior: LaplacePosterior, loader: Iterable[Any]) -> LaplacePosterior:
+    """The same posterior, which knows its layers before a normalisation from the first batch."""
+    batch = next(iter(check_loader(loader)), None)
+    if batch is None:
+        raise DataError("the loader is empty: prior_groups='normalised' needs an example to run the network on")
+    posterior.check_weights()
+    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+        x = inputs.to_device(inputs.split_targets(posterior.network, batch)[0], posterior.device)
+        names = normalised_layers(posterior.network, x, posterior.subset)
+    return replace(posterior, curvature=replace(posterior.curvature, normalised=names))

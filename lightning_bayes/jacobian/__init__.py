@@ -1,0 +1,1 @@
+"""Looking into a network: its layers and their calls, gradients at their outputs, and products with the Jacobian."""

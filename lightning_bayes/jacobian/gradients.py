@@ -1,0 +1,214 @@
+"""Vector–Jacobian products: of many columns to every layer's output at once, and per example where no rule applies.
+
+Both run vectorised where PyTorch has batching rules for every operator of the network. Where it has none (custom
+functions, fused recurrent kernels), they fall back to a loop, once per fit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vjp, vmap
+from torch.utils import _pytree as pytree
+
+from lightning_bayes.jacobian.checks import agree, random_numbers
+from lightning_bayes.jacobian.graph import describe_functions
+from lightning_bayes.jacobian.recorder import Call
+from lightning_bayes.network import inputs
+from lightning_bayes.network.errors import first_line, is_missing_rule, log_slow_path
+from lightning_bayes.network.input_graph import differentiable_again
+
+MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
+CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
+
+
+class LayerGradients:
+    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` they can be differentiated in turn."""
+
+    def __init__(self, create_graph: bool = False) -> None:
+        self._create_graph = create_graph
+        self._batched = True
+        self._checked: set[tuple[int, torch.Size]] = set()  # columns and outputs for which batching was right
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, f: Tensor, calls: list[Call], columns: Tensor, plain: bool = False) -> list[Tensor]:
+        """Valid until the next call. Of operations that are not `plain` batching is checked before it is trusted.
+        # columns [k, *f.shape] -> one [k, *z.shape] per call"""
+        columns = columns.to(f.dtype)
+        if self._batched and self._create_graph and describe_functions(f):
+            self._batched = False  # batching hides that a function of the author's own has no second derivative
+        if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
+            try:
+                with quiet():
+                    grads = self._grad(f, calls, columns, is_grads_batched=True)
+                wrong = [] if plain else self._wrong(f, calls, columns, [g.detach() for g in grads])
+                if not wrong:
+                    return grads
+                reason = f"PyTorch's batching rules give wrong gradients at {', '.join(wrong)}"
+            except RuntimeError as error:
+                if not is_missing_rule(error):
+                    raise
+                reason = f"PyTorch cannot batch a backward pass{describe_functions(f)} ({first_line(error)})"
+            log_slow_path(reason, "columns are taken one at a time")
+            self._batched = False
+        if len(columns) == 1:
+            return [g.unsqueeze(0) for g in self._grad(f, calls, columns[0])]
+        if self._create_graph:  # which memory that is written again would break
+            by_column = [self._grad(f, calls, column) for column in columns]
+            return [torch.stack(grads) for grads in zip(*by_column, strict=True)]
+        return self._looped(f, calls, columns)
+
+    def _grad(self, f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
+        """Zero at a layer that `f` does not depend on."""
+        edges = [call.edge for call in calls]
+        options = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True, **options}
+        with differentiable_again() if self._create_graph else nullcontext():
+            grads = torch.autograd.grad(f, edges, columns, **options)
+        lead = columns.shape[: columns.ndim - f.ndim]
+        shapes = [(*lead, *call.output_shape) for call in calls]
+        return [columns.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
+
+    def _wrong(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> list[str]:
+        """The layers with wrong gradients; checked once for each shape, because an operator's batching rule may confuse
+        columns with examples where there are as many."""
+        if (len(columns), f.shape) in self._checked:
+            return []
+        edges: list[Any] = [call.edge for call in calls]
+        wrong = [calls[i].name for i in disagreeing(grads, [f], edges, [columns])]
+        if not wrong:
+            self._checked.add((len(columns), f.shape))
+        return wrong
+
+    def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
+        """An example's columns lie together, as its own gradient needs them, and in memory that the next call reuses:
+        new memory would cost more than the copy."""
+        shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
+        if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
+            self._buffers = [columns.new_empty(shape) for shape in shapes]
+        for k, column in enumerate(columns):
+            for buffer, g in zip(self._buffers, self._grad(f, calls, column), strict=True):
+                buffer[:, k] = g
+        return [buffer.movedim(1, 0) for buffer in self._buffers]
+
+    @staticmethod
+    def chunk_size(calls: list[Call], f: Tensor) -> int:
+        per_column = max(sum(call.output_shape.numel() for call in calls), f.numel()) * f.element_size()
+        return max(1, MEMORY // max(per_column, 1))
+
+
+class ParameterGradients:
+    """Per-example gradients of parameters that no layer rule covers: exact and slow. With `create_graph` they can be
+    differentiated in turn."""
+
+    def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter], create_graph: bool = False) -> None:
+        self._network, self._parameters, self._create_graph = network, parameters, create_graph
+        self._vectorised: bool | None = None if create_graph else True  # None: not known yet
+
+    def __call__(
+        self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[str, Tensor, slice], None]
+    ) -> None:
+        """Hand each parameter's gradients `[k, b, numel]` of a few examples, and which those are, to `consume`."""
+        parameters = {name: self._parameters[name] for name in names}
+        K, B = columns.shape[:2]
+        size = sum(p.numel() * p.element_size() for p in parameters.values())
+        chunk = max(1, MEMORY // max(K * size, 1))
+        for start in range(0, B, chunk):
+            part = slice(start, min(start + chunk, B))
+            gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
+            with torch.set_grad_enabled(self._create_graph):
+                for name, J in gradients.items():
+                    consume(name, J, part)
+
+    def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        if self._vectorised is None:  # vmap hides that a function of the author's own has no second derivative
+            self._vectorised = not describe_functions(inputs.call(self._network, x))
+        if self._vectorised and not isinstance(x, inputs.Container):
+            try:
+                with quiet():
+                    gradients = self._vmapped(parameters, x, columns)
+                if self._is_right(parameters, x, columns, gradients):
+                    return gradients
+                reason = "PyTorch's vmap gives wrong gradients in this network"
+            except (RuntimeError, TypeError, AttributeError, AssertionError) as error:
+                if not is_missing_rule(error):
+                    raise
+                functions = describe_functions(inputs.call(self._network, x))
+                reason = f"PyTorch's vmap cannot run this network{functions} ({first_line(error)})"
+            log_slow_path(f"{', '.join(parameters)}: {reason}", "gradients are taken one example at a time")
+            self._vectorised = False
+        return self._looped(parameters, x, columns)
+
+    def _is_right(
+        self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor, gradients: dict[str, Tensor]
+    ) -> bool:
+        """Whether the gradients, weighted by random numbers, add up to autograd's gradient of the same weighted sum."""
+        if any(g.shape[:2] != columns.shape[:2] for g in gradients.values()):
+            return False
+        r = random_numbers(*columns.shape[:2], like=columns)  # [k, b]
+        f = inputs.call(self._network, x)
+        cotangent = (r.reshape(*r.shape, *[1] * (columns.ndim - 2)) * columns).sum(0).to(f.dtype)
+        true = torch.autograd.grad(f, list(parameters.values()), cotangent, materialize_grads=True)
+        sums = {name: torch.tensordot(r.to(g.dtype), g.detach(), dims=2) for name, g in gradients.items()}
+        exact = {name: g.flatten() for name, g in zip(parameters, true, strict=True)}
+        return all(agree(sums, exact).values())
+
+    def _vmapped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        values = {name: p.detach() for name, p in parameters.items()}
+        has_batch = inputs.batched(self._network, x)
+        dims = pytree.tree_unflatten([0 if b else None for b in has_batch], pytree.tree_structure(x))
+
+        def one(x_n: Any, columns_n: Tensor) -> dict[str, Tensor]:
+            def f(p: dict[str, Tensor]) -> Tensor:
+                batch = inputs.map_batched(x_n, has_batch, lambda leaf: leaf.unsqueeze(0))
+                return inputs.run(self._network, batch, p).squeeze(0)
+
+            output, pullback = vjp(f, values)[:2]
+            return vmap(lambda c: pullback(c.to(output.dtype))[0])(columns_n)
+
+        gradients = vmap(one, in_dims=(dims, 1), out_dims=1)(x, columns)
+        kept = gradients if self._create_graph else {name: g.detach() for name, g in gradients.items()}
+        return {name: g.reshape(*g.shape[:2], -1) for name, g in kept.items()}  # [k, b, numel]
+
+    def _looped(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        K, B = columns.shape[:2]
+        gradients = {n: torch.zeros(K, B, p.numel(), dtype=p.dtype, device=p.device) for n, p in parameters.items()}
+        options = {"create_graph": self._create_graph, "materialize_grads": True}
+        for b in range(B):
+            f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
+            for k in range(K):
+                cotangent = columns[k, b : b + 1].to(f.dtype)
+                leaves = list(parameters.values())
+                keep = self._create_graph or k < K - 1
+                with differentiable_again() if self._create_graph else nullcontext():
+                    grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=keep, **options)
+                for name, g in zip(parameters, grads, strict=True):
+                    gradients[name][k, b] = g.flatten()
+        return gradients
+
+
+def disagreeing(
+    gradients: Sequence[Tensor | None], outputs: list[Tensor], inputs: list[Any], columns: list[Tensor]
+) -> list[int]:
+    """The inputs at which a random combination of the columns has not that combination of their gradients: some of
+    PyTorch's batching rules are wrong."""
+    r = random_numbers(len(columns[0]), like=columns[0])
+    combined = [torch.tensordot(r.to(c), c, dims=1) for c in columns]
+    true = torch.autograd.grad(outputs, inputs, combined, retain_graph=True, allow_unused=True)
+    sums, exact = {}, {}
+    for i, (g, t) in enumerate(zip(gradients, true, strict=True)):
+        if g is not None and t is not None:
+            sums[str(i)], exact[str(i)] = torch.tensordot(r.to(g), g, dims=1), t
+    return [int(i) for i, close in agree(sums, exact).items() if not close]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without PyTorch's note on operators that have no batching rule of their own: it is right, only slower."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield

@@ -1,0 +1,396 @@
+"""Layers that are linear in their parameters, brought to one form.
+
+Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group, so
+that the gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with
+respect to the layer's *output*:
+
+    a  [G, B, T, I]      inputs: groups, batch, shared positions, features
+    g  [K, G, B, T, O]   K output columns, back-propagated to z
+    ∂/∂[W bias] = Σ_t g [a 1]ᵀ   [K, B, G, O, I + 1]
+
+| layer                  | groups   | shared positions        | features                  |
+|------------------------|----------|-------------------------|---------------------------|
+| linear, `x @ W`        | 1        | all but batch and last  | inputs                    |
+| bias alone, `z + b`    | 1        | all but batch and last  | none                      |
+| (transposed) conv      | groups   | pixels                  | channel × kernel offset   |
+| embedding              | 1        | tokens                  | one-hot of the vocabulary |
+| norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
+
+`Rows` say which rows of a layer's output belong to which example: an axis, or an index where no axis says it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
+from lightning_bayes.structures import Piece
+
+WORDS = 4096  # up to which a bag of words has a Kronecker block
+STRIP = 2**23  # bytes of a convolution's patches that are made at a time
+
+
+class Layer(ABC):
+    """One call of a layer: what went in, and how to read what comes back."""
+
+    kind: str  # for messages
+    kronecker = True  # whether the curvature block is approximated by a Kronecker product
+    batches = True  # whether one backward pass for many columns beats many passes
+
+    @abstractmethod
+    def inputs(self, axis: Rows) -> Tensor:
+        """# [G, B, T, I]"""
+
+    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
+        """# [G, b, T, I]"""
+        return self.inputs(axis)[:, examples]
+
+    def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
+        """The same, some positions after the other where all at once would take much memory.  # [G, b, t, I]"""
+        yield self.inputs_of(examples, axis)
+
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        """Some features.  # [G, B, T, columns]"""
+        return self.inputs(axis).index_select(-1, columns)
+
+    def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
+        """`aQ + bias`, in one product for all examples: a batched one would run over a copy of `Q` for each.
+        # [G, I, k], [G, 1, k] -> [G, B, T, k]"""
+        a = self.inputs(axis)
+        rows = a.flatten(1, 2).to(Q.dtype)
+        return (rows @ Q if bias is None else torch.baddbmm(bias, rows, Q)).reshape(*a.shape[:3], -1)
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
+        g = axis.split(g, lead=1)
+        return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
+
+    def row_dims(self, ndim: int) -> int:
+        """How many of the output's `ndim` dimensions, the first ones, count rows: not channels, pixels or features."""
+        return ndim - 1
+
+    @property
+    @abstractmethod
+    def weight(self) -> Piece:
+        """The stored weight as `(G, O, I…)`, or another shape and the permutation that makes it so."""
+
+    def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
+        """`Σ aaᵀ`, `Σ a` and the number of positions, where there is a faster way than through `inputs`."""
+        return None
+
+
+@dataclass(frozen=True)
+class LinearLayer(Layer):
+    x: Tensor  # [..., I]
+    weight_shape: tuple[int, int]  # (O, I)
+    kind = "linear"
+
+    def inputs(self, axis: Rows) -> Tensor:
+        x = axis.split(self.x)
+        return x.reshape(1, x.shape[0], -1, x.shape[-1])
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape))
+
+
+@dataclass(frozen=True)
+class MatrixProduct(LinearLayer):
+    """`x @ W`: a linear layer whose weight is stored as (I, O)."""
+
+    kind = "matrix product"
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape), (0, 2, 1))
+
+
+@dataclass(frozen=True)
+class EmbeddingBag(MatrixProduct):
+    """The sum or mean of the rows of some words: a product with how much of each word is in a bag `[B, V]`."""
+
+    kind = "bag of words"
+
+    @property
+    def kronecker(self) -> bool:  # type: ignore[override]
+        """Words that come together make a factor of all pairs of words."""
+        return self.weight_shape[0] <= WORDS
+
+
+@dataclass(frozen=True)
+class Bias(Layer):
+    """`z + b`: a vector along the last dimension, small enough for an exact block."""
+
+    size: int
+    kind = "bias"
+    kronecker = False
+
+    def inputs(self, axis: Rows) -> Tensor:
+        raise AssertionError("a bias alone has no input")
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, self.size, 0))
+
+
+@dataclass(frozen=True)
+class Patched(Layer):
+    """A layer that sees its input in overlapping patches, which take many times its memory: `a` comes in strips."""
+
+    x: Tensor  # [B, C, *S]
+    weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
+
+    @abstractmethod
+    def patches(self) -> Patches:
+        """What each output position sees."""
+
+    def inputs(self, axis: Rows) -> Tensor:
+        return _grouped_inputs(self.patches().of(self.x), self.groups, axis)
+
+    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
+        if axis == PLAIN:
+            return replace(self, x=self.x[examples]).inputs(axis)
+        return super().inputs_of(examples, axis)
+
+    def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
+        if axis != PLAIN:
+            yield self.inputs_of(examples, axis)
+            return
+        for strip in self.patches().strips(self.x[examples], STRIP):
+            yield _grouped_inputs(strip, self.groups, axis)
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.groups, axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Convolution(Patched):
+    padding: tuple[tuple[int, int], ...]  # before and after each dimension
+    kind = "convolution"
+
+    def patches(self) -> Patches:
+        return Patches(self.weight_shape[2:], self.stride, self.padding, self.dilation)
+
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        if self.groups > 1:
+            return super().inputs_at(columns, axis)
+        size = prod(self.weight_shape[2:])
+        channels, index = (columns // size).unique(return_inverse=True)
+        few = replace(self, x=self.x.index_select(1, channels))
+        return few.inputs(axis).index_select(-1, index * size + columns % size)
+
+    def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
+        """A convolution with other filters, which needs no patches."""
+        if axis != PLAIN:
+            return super().inputs_times(Q, bias, axis)
+        filters = Q.mT.reshape(-1, *self.weight_shape[1:])  # [G·k, C/G, *kernel]
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
+        even = all(before == after for before, after in self.padding)
+        x = self.x.to(Q.dtype) if even else pad(self.x.to(Q.dtype), self.padding)
+        padding = tuple(before for before, _ in self.padding) if even else 0
+        offset = None if bias is None else bias.flatten()
+        z = convolve(x, filters, offset, self.stride, padding, self.dilation, self.groups)
+        return z.flatten(2).unflatten(1, (self.groups, -1)).permute(1, 0, 3, 2)
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (self.groups, self.weight_shape[0] // self.groups, prod(self.weight_shape[1:])))
+
+    def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
+        kernel = self.weight_shape[2:]
+        if self.groups > 1 or self.stride[0] > 1 or kernel[0] == 1:
+            return None
+        gram, total, positions = patch_gram(self.x, self.patches(), STRIP)
+        return gram.unsqueeze(0), total.unsqueeze(0), positions
+
+
+@dataclass(frozen=True)
+class TransposedConvolution(Patched):
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    kind = "transposed convolution"
+
+    def patches(self) -> Patches:
+        kernel = self.weight_shape[2:]
+        return transposed_patches(kernel, self.stride, self.padding, self.output_padding, self.dilation)
+
+    @property
+    def weight(self) -> Piece:
+        C, O = self.weight_shape[:2]
+        return Piece(0, (self.groups, C // self.groups, O, prod(self.weight_shape[2:])), (0, 2, 1, 3))
+
+
+@dataclass(frozen=True)
+class Embedding(Layer):
+    tokens: Tensor  # [...], indices
+    weight_shape: tuple[int, int]  # (V, D)
+    padding_idx: int | None
+    dtype: torch.dtype
+    kind = "embedding"
+
+    def inputs(self, axis: Rows) -> Tensor:
+        """One-hot rows; the padding token's row is zero, because its vector gets no gradient."""
+        tokens = self.token_grid(axis)
+        one_hot = F.one_hot(tokens, self.weight_shape[0]).to(self.dtype).unsqueeze(0)  # [1, B, T, V]
+        if self.padding_idx is not None:
+            one_hot[..., self.padding_idx] = 0
+        return one_hot
+
+    def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
+        one_hot = (self.token_grid(axis).unsqueeze(-1) == columns).to(self.dtype)  # [B, T, columns]
+        return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        """Without those at padding, which reach no weight, and behind a normalisation may be larger than all others."""
+        g = super().gradients(g, axis)
+        if self.padding_idx is None:
+            return g
+        return g.masked_fill((self.token_grid(axis) == self.padding_idx).unsqueeze(-1), 0)
+
+    def token_grid(self, axis: Rows) -> Tensor:
+        """# [B, T]"""
+        return axis.split(self.tokens).flatten(1)
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (1, *self.weight_shape), (0, 2, 1))
+
+
+@dataclass(frozen=True)
+class _Norm(Layer):
+    """Scale and shift of a norm: a group for each channel or feature."""
+
+    normalised: Callable[[], Tensor]  # the layer without scale and shift
+    shape: tuple[int, ...]  # of scale and shift
+    kind = "norm"
+    kronecker = False
+
+    def inputs(self, axis: Rows) -> Tensor:
+        return self.gradients(self.normalised().unsqueeze(0), axis)[0]
+
+    @property
+    def weight(self) -> Piece:
+        return Piece(0, (prod(self.shape), 1, 1))
+
+
+@dataclass(frozen=True)
+class ChannelNorm(_Norm):
+    """Batch, group and instance norm: channels in dimension 1."""
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        return _channels_to_groups(g, self.shape[0], axis)
+
+    def row_dims(self, ndim: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class FeatureNorm(_Norm):
+    """Layer and RMS norm: the normalised features are the last dimensions."""
+
+    def gradients(self, g: Tensor, axis: Rows) -> Tensor:
+        g = axis.split(g.flatten(g.ndim - len(self.shape)), lead=1)  # [K, B, r, ..., C]
+        return g.reshape(*g.shape[:2], -1, g.shape[-1]).permute(0, 3, 1, 2).unsqueeze(-1)
+
+    def row_dims(self, ndim: int) -> int:
+        return ndim - len(self.shape)
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The dimension of a layer's output that counts examples; `repeats` positions of each may be merged into it, lying
+    together (`[B, T]` flattened) or, if `interleaved`, apart (`[T, B]` flattened)."""
+
+    dim: int
+    repeats: int = 1
+    interleaved: bool = False
+
+    def split(self, t: Tensor, lead: int = 0) -> Tensor:
+        """# [*lead, ..., B·repeats, ...] -> [*lead, B, repeats, ...]"""
+        t = t.movedim(lead + self.dim, lead)
+        if self.interleaved:
+            return t.unflatten(lead, (self.repeats, -1)).transpose(lead, lead + 1)
+        return t.unflatten(lead, (-1, self.repeats))
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows without a pattern: sets of different sizes, rows routed to experts. The first `dims` dimensions of the
+    output count as one. An example with fewer rows than another gets rows of zeros, whose gradient adds nothing."""
+
+    dims: int
+    index: Tensor  # [B, T], one past the last row where an example has no more
+
+    @staticmethod
+    def from_owners(owners: Tensor, B: int, dims: int) -> RowIndex:
+        """# owners [R], the example of each row, -1 for none"""
+        counts = torch.bincount(owners[owners >= 0], minlength=B)
+        index = owners.new_full((B, max(1, int(counts.max()))), len(owners))
+        rows = owners.argsort(stable=True)[int((owners < 0).sum()) :]  # those of the first example first
+        places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[owners[rows]]
+        index[owners[rows], places] = rows
+        return RowIndex(dims, index)
+
+    def split(self, t: Tensor, lead: int = 0) -> Tensor:
+        """# [*lead, *rows, ...] -> [*lead, B, T, ...]"""
+        rows = prod(t.shape[lead : lead + self.dims])
+        t = t.reshape(*t.shape[:lead], rows, *t.shape[lead + self.dims :])
+        t = torch.cat([t, t.new_zeros(*t.shape[:lead], 1, *t.shape[lead + 1 :])], dim=lead)
+        return t.index_select(lead, self.index.flatten()).unflatten(lead, self.index.shape)
+
+
+Rows = BatchAxis | RowIndex
+PLAIN = BatchAxis(0)  # one row for each example
+
+
+def products(a: Tensor | None, g: Tensor, bias: bool) -> list[Tensor]:
+    """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, `Σ_t g` of the bias `[G, B, K, O, 1]`."""
+    K, G, B, T, O = g.shape
+    parts = []
+    if a is not None:
+        rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
+        parts.append((rows @ a).reshape(G, B, K, O, -1))
+    if bias:
+        parts.append(g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1))
+    return parts
+
+
+def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> list[Tensor]:
+    """`products` of inputs that come in strips of positions."""
+    if strips is None:
+        return products(None, g, bias)
+    total: list[Tensor] = []
+    start = 0
+    for a in strips:
+        parts = products(a.to(g.dtype), g[:, :, :, start : start + a.shape[2]], bias)
+        total = [t.add_(part) for t, part in zip(total, parts, strict=True)] if start else parts
+        start += a.shape[2]
+    return total
+
+
+def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:
+    """# [B·r, C, k, L] -> [G, B, r·L, C/G·k]"""
+    a = a.unflatten(1, (groups, -1)).flatten(2, 3)  # [B·r, G, I, L]
+    a = axis.split(a).permute(2, 0, 1, 4, 3)  # [G, B, r, L, I]
+    return a.flatten(2, 3)
+
+
+def _channels_to_groups(g: Tensor, groups: int, axis: Rows) -> Tensor:
+    """# [K, B·r, G·O, *S] -> [K, G, B, r·S, O]"""
+    g = g.unflatten(2, (groups, -1)).flatten(4) if g.ndim > 3 else g.unflatten(2, (groups, -1)).unsqueeze(-1)
+    g = axis.split(g, lead=1).permute(0, 3, 1, 2, 5, 4)  # [K, G, B, r, S, O]
+    return g.flatten(3, 4)
