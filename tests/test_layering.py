@@ -1,15 +1,14 @@
 """The layers of the package, enforced by reading every import.
 
     arguments ── all others
-    network─likelihoods ─┐
-               structures ──┴─ jacobian─curvature─posterior─evidence─predictive─trainer─callbacks, mixins
-                                                                 └── inverse
-    metrics ── plots
+    network ── likelihoods ─┐
+               structures ──┴─ jacobian ── curvature ── posterior ── evidence ── predictive ── trainer ─┬─ callbacks
+    metrics ── plots                                        └── inverse                                 └─ mixins
 
-Module-level imports point left. A function-level (or type-checking) import may point right in two places only: a
-posterior offers `predict`, and a metric offers `plot`. Metrics know torch and torchmetrics and nothing of the rest;
-only trainer, callbacks and mixins know Lightning; what is optional (matplotlib, scikit-learn, torchvision) is imported
-where it is used.
+Imports point left, inside functions too. What a posterior offers from a layer above is registered by that layer (see
+`posterior/implementation.py`); only the type checker sees its types. A metric's `plot` imports `plots` when it is
+called. Metrics know torch and torchmetrics and nothing of the rest; only trainer, callbacks and mixins know Lightning;
+what is optional (matplotlib, scikit-learn, torchvision) is imported where it is used.
 """
 
 import ast
@@ -46,7 +45,7 @@ for _layer, _further in (
     ("mixins", {"trainer"}),
 ):
     ALLOWED[_layer] = _further.union(*(ALLOWED[other] for other in _further))
-LAZILY = {("posterior", "predictive"), ("posterior", "evidence"), ("evidence", "predictive"), ("metrics", "plots")}
+RIGHT = {"module": set(), "function": {("metrics", "plots")}, "types": {("posterior", "predictive")}}  # what may
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 KNOWS_LIGHTNING = {"trainer", "callbacks", "mixins"}
 OPTIONAL = {"jsonargparse", "matplotlib", "scipy", "sklearn", "torchvision"}
@@ -57,7 +56,7 @@ METRICS_NEED = {"torch", "torchmetrics", *sys.stdlib_module_names}
 class Import:
     line: int
     target: str  # dotted, absolute
-    lazy: bool  # inside a function, or for the type checker only
+    when: str  # it takes effect: in the "module", in a "function", or for the "types" alone
 
 
 def find_violations(root: Path) -> list[str]:
@@ -82,10 +81,10 @@ def broken_rule(layer: str, each: Import) -> str | None:
     top, *rest = each.target.split(".")
     if top == PACKAGE:
         target = rest[0] if rest else ""
-        if not layer or target in (layer, "arguments", *ALLOWED[layer]) or (each.lazy and (layer, target) in LAZILY):
+        if not layer or target in (layer, "arguments", *ALLOWED[layer]) or (layer, target) in RIGHT[each.when]:
             return None
         return f"{layer} must not import {target if target in ALLOWED else 'the whole package'}"
-    if top in OPTIONAL and not each.lazy:
+    if top in OPTIONAL and each.when == "module":
         return f"{top} is optional: import it inside the function that needs it"
     if top in LIGHTNING and layer not in KNOWS_LIGHTNING:
         return f"{layer or PACKAGE} must not know of Lightning"
@@ -99,27 +98,25 @@ def broken_rule(layer: str, each: Import) -> str | None:
 def read_imports(path: Path, module: tuple[str, ...]) -> Iterator[Import]:
     """Every import of a file; `from package import layer` counts as one of that layer."""
     package = module[:-1]  # also for an __init__, whose own name is the last part
-    for node, lazy in walk(ast.parse(path.read_text(encoding="utf-8")), lazy=False):
+    for node, when in walk(ast.parse(path.read_text(encoding="utf-8")), "module"):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(node.lineno, alias.name, lazy)
+                yield Import(node.lineno, alias.name, when)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = [*above, *(node.module.split(".") if node.module else [])]
             for alias in node.names:
-                yield Import(node.lineno, ".".join([*base, alias.name]), lazy)
+                yield Import(node.lineno, ".".join([*base, alias.name]), when)
 
 
-def walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.AST, bool]]:
+def walk(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
     for child in ast.iter_child_nodes(node):
-        inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        inside = "function" if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) else when
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            for statement in child.body:
-                yield statement, True
-                yield from walk(statement, True)
-            for statement in child.orelse:
-                yield statement, inside
-                yield from walk(statement, inside)
+            for branch, means in ((child.body, "types"), (child.orelse, inside)):
+                for statement in branch:
+                    yield statement, means
+                    yield from walk(statement, means)
             continue
         yield child, inside
         yield from walk(child, inside)
@@ -151,7 +148,6 @@ GOOD = {
         "from typing import TYPE_CHECKING\n"
         "from lightning_bayes.curvature import fit\n"
         "if TYPE_CHECKING:\n    from lightning_bayes.predictive import Prediction\n"
-        "def predict():\n    from lightning_bayes.predictive import glm\n"
     ),
     "callbacks/laplace.py": "import lightning as L\nfrom lightning_bayes.posterior import gaussian",
     "metrics/brier.py": "import math\nfrom torch import Tensor\ndef plot():\n    from lightning_bayes import plots",
@@ -188,6 +184,8 @@ def test_a_package_in_order_passes(tmp_path: Path) -> None:
         ),
         ("curvature/bad.py", "if True:\n    import lightning.pytorch", "curvature must not know of Lightning"),
         ("posterior/bad.py", "from lightning_bayes.predictive import x", "posterior must not import predictive"),
+        ("posterior/bad.py", "def f():\n    from ..predictive import x", "posterior must not import predictive"),
+        ("evidence/bad.py", "from lightning_bayes.predictive import x", "evidence must not import predictive"),
         ("posterior/bad.py", "def f():\n    from ..callbacks import x", "posterior must not import callbacks"),
         ("predictive/bad.py", "def f():\n    from pytorch_lightning import x", "predictive must not know of Lightning"),
         ("network/bad.py", "from lightning_bayes.structures import x", "network must not import structures"),

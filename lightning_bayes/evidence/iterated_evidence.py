@@ -34,6 +34,7 @@ from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.loaders import progress_bar
 from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
 logger = logging.getLogger("lightning_bayes")
@@ -45,6 +46,7 @@ _NEAR = 0.1  # a relative gradient below which the optimum follows the prior
 _LARGE = 0.1  # a relative gradient that is worth a warning
 
 
+@implements("tune_prior: iterated")
 def iterated(
     posterior: LaplacePosterior,
     loader: Iterable[Any] | None,

@@ -33,6 +33,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.posterior.at_mean import linearised_outputs, unflatten
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
@@ -227,8 +228,6 @@ class Batch:
     @torch.no_grad()
     def push(self, v: Tensor) -> Tensor:
         """`Jv`.  # [P] -> [B, ...]"""
-        from lightning_bayes.predictive.functions import unflatten
-
         return self._linearised.derivative(unflatten(self._posterior, v))[1]
 
     def pull(self, u: Tensor) -> Tensor:
@@ -279,7 +278,6 @@ def curvature_at(
 ) -> Curvature:
     """At `θ̃ + shift`, in the passes over all data `(x, y)` that the structure takes; `root_at` gives another root of
     the output Fisher."""
-    from lightning_bayes.predictive.functions import linearised_outputs
 
     def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
         h = linearised_outputs(posterior, x, shift)

@@ -43,7 +43,9 @@ from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
 logger = logging.getLogger("lightning_bayes")
@@ -56,6 +58,7 @@ _SHORTEST = 1e-5
 _WORTH_A_WARNING = 1e-2  # of the bound
 
 
+@implements("refine")
 @torch.inference_mode(False)
 def refine(
     posterior: LaplacePosterior,
@@ -189,8 +192,6 @@ class _Variational:
 
     def _fisher_of_network(self) -> Tensor:
         """`Λ` at the network's own outputs, with which the posterior was fitted.  # [N + M, C, C]"""
-        from lightning_bayes.predictive.functions import outputs
-
         P = self._posterior
         roots = [P.likelihood.fisher_root(outputs(P, x).to(P.mean), y.to(P.device)) for x, y in self._batches]
         if P.points is not None:

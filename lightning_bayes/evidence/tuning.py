@@ -39,11 +39,12 @@ from lightning_bayes.arguments import count, flag, keywords, positive, word
 from lightning_bayes.evidence.prior_groups import PriorGroups, with_normalised
 from lightning_bayes.network.accumulation import in_float64, number_like
 from lightning_bayes.posterior.evidence import Evidence
+from lightning_bayes.posterior.fit import say_rank
 from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.implementation import implementation, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior import per_layer_sums, per_parameter
-from lightning_bayes.structures import LowRank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,14 +53,25 @@ logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
-DETERMINED = 0.95  # the share of a low rank above which γ says that it is too low
-COUNTS = 0.1  # the part of a prior precision that an eigenvalue must be to count
 LARGEST = 1e8  # prior precisions stay within [1/this, this], and so does a factor on the noise
 SAME = 0.01  # nats by which evidences do not differ
 
 
-@torch.inference_mode(False)
+@implements("tune_prior")
 def tune(
+    posterior: LaplacePosterior,
+    method: str,
+    loader: Iterable[Any] | None,
+    per_layer: bool,
+    **options: Unpack[TuningOptions],
+) -> LaplacePosterior:
+    tuned = _tune(posterior, method, loader, per_layer, **options)
+    say_rank(tuned)
+    return tuned
+
+
+@torch.inference_mode(False)
+def _tune(
     posterior: LaplacePosterior,
     method: str,
     loader: Iterable[Any] | None,
@@ -96,20 +108,13 @@ def tune(
 
 
 def _function(method: str, iterate: bool) -> Any:
-    """What tunes by this method; its further arguments are the options."""
-    if iterate:
-        from lightning_bayes.evidence.iterated_evidence import iterated
-
-        return iterated
-    if method == "auto":
-        from lightning_bayes.predictive.auto import tune_auto
-
-        return tune_auto
-    if method == "grid":
-        from lightning_bayes.predictive.held_out import grid
-
-        return grid
-    return {"marglik": marglik, "mackay": mackay, "linear": linear}[method]
+    """The function of a method; its further arguments are the options."""
+    own = {"marglik": marglik, "mackay": mackay, "linear": linear}
+    return (
+        own[method]
+        if method in own and not iterate
+        else implementation(f"tune_prior: {'iterated' if iterate else method}")
+    )
 
 
 def linear(
@@ -265,43 +270,6 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
     if posterior.prior.precision is not None:
         return in_float64(d * posterior.prior.precision.matmul(d)).sum()
     return groups.pool(per_layer_sums(in_float64(d).square(), posterior.subset))
-
-
-def say_rank(posterior: LaplacePosterior) -> None:
-    """A warning where the data determine all eigenpairs of a low rank: there may be more of them."""
-    H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or not _may_have_more(posterior, H) or say_rounding(posterior):
-        return
-    γ = float(posterior.effective_parameters)
-    if γ > DETERMINED * H.rank:
-        logger.warning(
-            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f), and may determine more, without "
-            "which variances are too large and the evidence too high: raise rank=, or tune on validation data",
-            H.rank,
-            γ,
-        )
-
-
-def say_rounding(posterior: LaplacePosterior) -> bool:
-    """A warning where eigenvalues that count beside the prior were lost to rounding."""
-    H = posterior.curvature.structure
-    if not isinstance(H, LowRank) or not _may_have_more(posterior, H):
-        return False
-    lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
-    if lost <= COUNTS * δ:
-        return False
-    logger.warning(
-        "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s, which is much beside the prior "
-        "precision of %.2g, and makes variances too large: fit a float64 copy of the network, or use structure='full'",
-        lost,
-        str(H.dtype).removeprefix("torch."),
-        δ,
-    )
-    return True
-
-
-def _may_have_more(posterior: LaplacePosterior, H: LowRank) -> bool:
-    return H.rank < min(H.size, posterior.curvature.n_outputs)
 
 
 def say_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None:

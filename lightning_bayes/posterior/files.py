@@ -36,6 +36,7 @@ from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.gathered_layer import gathered_for, ungathered
 from lightning_bayes.network.output import Output, output_of, viewed
 from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, check_parameters
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import Prior
 from lightning_bayes.posterior.training_points import TrainingPoints
@@ -48,6 +49,7 @@ _DAMAGE = (
 )
 
 
+@implements("save")
 def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
     instance("path", path, (str, PathLike), "a file's path or URL")
     state = {**state, "checksum": checksum(state)}
@@ -210,6 +212,7 @@ _COMMON = ("names", "shapes", "mask", "likelihood", "mean", "n_data", "fingerpri
 _OF_LAPLACE = ("curvature", "kind", "n_outputs", "log_likelihood", "prior_precision", "temperature", "damping")
 
 
+@implements("state_dict")
 def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
     subset = posterior.subset
     state: dict[str, Any] = {
@@ -252,6 +255,7 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
 
 
 @torch.inference_mode(False)  # inference tensors could not be differentiated later
+@implements("from_state_dict")
 def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None) -> GaussianPosterior:
     kind = state.get("format") if isinstance(state, Mapping) else None
     if kind not in READABLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,15 @@ from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_pr
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection
 from lightning_bayes.posterior.used_data import UsedData
+from lightning_bayes.structures import LowRank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+logger = logging.getLogger("lightning_bayes")
+
+DETERMINED = 0.95  # the share of a low rank above which γ says that it is too low
+COUNTS = 0.1  # the part of a prior precision that an eigenvalue must be to count
 DAMPINGS = (None, "glm", "ritter")
 
 
@@ -91,8 +97,6 @@ def fit_laplace(
             approximation.
         options: of `fit_curvature`: `samples`, `seed`, `weight_sharing`, and `updatable`, for `posterior.update`.
     """
-    from lightning_bayes.evidence.tuning import say_rounding
-
     keywords("fit_laplace", options, list(FitOptions.__annotations__))
     structure = structure_for(subset, structure)
     check_laplace(structure, prior_precision, temperature, damping)
@@ -147,3 +151,40 @@ def check_laplace(structure: Any, prior_precision: Any, temperature: Any, dampin
         raise ValueError(f"damping={damping!r} needs structure='kron', got structure={structure!r}")
     if damping is not None and torch.as_tensor(prior_precision).numel() > 1:
         raise ValueError(f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each")
+
+
+def say_rank(posterior: LaplacePosterior) -> None:
+    """A warning where the data determine all eigenpairs of a low rank: there may be more of them."""
+    H = posterior.curvature.structure
+    if not isinstance(H, LowRank) or not _may_have_more(posterior, H) or say_rounding(posterior):
+        return
+    γ = float(posterior.effective_parameters)
+    if γ > DETERMINED * H.rank:
+        logger.warning(
+            "the data determine all %d eigenpairs of structure='lowrank' (γ = %.1f), and may determine more, without "
+            "which variances are too large and the evidence too high: raise rank=, or tune on validation data",
+            H.rank,
+            γ,
+        )
+
+
+def say_rounding(posterior: LaplacePosterior) -> bool:
+    """A warning where eigenvalues that count beside the prior were lost to rounding."""
+    H = posterior.curvature.structure
+    if not isinstance(H, LowRank) or not _may_have_more(posterior, H):
+        return False
+    lost, δ = H.rounding / posterior.temperature, float(posterior.prior_precision.min())
+    if lost <= COUNTS * δ:
+        return False
+    logger.warning(
+        "structure='lowrank' cannot tell eigenvalues below %.2g from rounding in %s, which is much beside the prior "
+        "precision of %.2g, and makes variances too large: fit a float64 copy of the network, or use structure='full'",
+        lost,
+        str(H.dtype).removeprefix("torch."),
+        δ,
+    )
+    return True
+
+
+def _may_have_more(posterior: LaplacePosterior, H: LowRank) -> bool:
+    return H.rank < min(H.size, posterior.curvature.n_outputs)

@@ -33,7 +33,9 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
+from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.fingerprint import has_weights
+from lightning_bayes.posterior.implementation import implementation
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
@@ -78,17 +80,13 @@ class GaussianPosterior:
         return next(iter(self.subset.parameters(self.network).values())).device != self.device
 
     def __repr__(self) -> str:
-        from lightning_bayes.posterior.summary import one_line
-
-        return one_line(self)
+        return str(implementation("__repr__")(self))
 
     def summary(self) -> PosteriorSummary:
         """What it is made of: the block of each parameter with its size, memory, prior and effective number of
         parameters γ; noise, evidence and calibration. `print` shows a table, its fields are numbers. One that
         is sharded over processes has the blocks of this process, and all must ask."""
-        from lightning_bayes.posterior.summary import summarise
-
-        return summarise(self)
+        return implementation("summary")(self)
 
     def to(self: Posterior, device: str | torch.device) -> Posterior:
         """The same posterior on another device. Its network is there, too: the very one, if you have moved it already,
@@ -161,8 +159,6 @@ class GaussianPosterior:
 
     def shifted(self, x: Any, differentiable: bool = False) -> Tensor:
         """`f(x) + J(x) (mean − θ̃)`, of a refined posterior."""
-        from lightning_bayes.predictive.functions import linearised_outputs
-
         assert self.shift is not None
         return linearised_outputs(self, x, self.shift, differentiable)
 
@@ -210,9 +206,9 @@ class GaussianPosterior:
                 over `samples` fixed points; without it `epistemic` and `aleatoric` are NaN, `mutual_information` is
                 None.
         """
-        from lightning_bayes.predictive import predict
-
-        return predict(self, x, predictive, link, samples, generator, calibrated, differentiable, split)
+        return implementation("predict")(
+            self, x, predictive, link, samples, generator, calibrated, differentiable, split
+        )
 
     def sample_function(
         self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
@@ -226,9 +222,7 @@ class GaussianPosterior:
             predictive: "glm" (the linearised network) or "bnn" (the network itself).
             n: how many functions, as a first dimension of the outputs; by default one, without it.
         """
-        from lightning_bayes.predictive.functions import draw_function
-
-        return draw_function(self, generator, predictive, n)
+        return implementation("sample_function")(self, generator, predictive, n)
 
     def calibrate(
         self: Posterior,
@@ -255,9 +249,7 @@ class GaussianPosterior:
             of: the temperature's place: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`, which can
                 also make up for a posterior that is too wide.
         """
-        from lightning_bayes.predictive.held_out import calibrate
-
-        return calibrate(self, loader, predictive, link, samples, seed, of)
+        return implementation("calibrate")(self, loader, predictive, link, samples, seed, of)
 
     def conformalize(
         self,
@@ -293,9 +285,7 @@ class GaussianPosterior:
             allow_empty: sets may be empty, as they have to be for a coverage of exactly `level` where the network is
                 right more often than that. By default the likeliest class is always among them.
         """
-        from lightning_bayes.predictive.conformal import conformalize
-
-        return conformalize(
+        return implementation("conformalize")(
             self, loader, level, method, predictive, link, samples, seed,
             randomised=randomised, penalty=penalty, free_classes=free_classes, allow_empty=allow_empty,
         )  # fmt: skip
@@ -315,17 +305,13 @@ class GaussianPosterior:
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
         """Mean and variance in latent space, for a network that names its `encoder` and `decoder`."""
-        from lightning_bayes.predictive.autoencoder import reconstruct
-
-        return reconstruct(self, x, samples, generator, keep_samples, parts=("encoder",))
+        return implementation("reconstruct")(self, x, samples, generator, keep_samples, parts=("encoder",))
 
     def reconstruct(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
         """Mean and variance in latent and output space, for a network that names its `encoder` and `decoder`."""
-        from lightning_bayes.predictive.autoencoder import reconstruct
-
-        return reconstruct(self, x, samples, generator, keep_samples)
+        return implementation("reconstruct")(self, x, samples, generator, keep_samples)
 
     def check_weights(self) -> None:
         """Raise if the network's weights are not the ones this posterior was fitted to."""
@@ -347,9 +333,7 @@ class GaussianPosterior:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
-        from lightning_bayes.posterior.files import to_state
-
-        return to_state(self)
+        return implementation("state_dict")(self)
 
     @staticmethod
     def from_state_dict(
@@ -357,15 +341,11 @@ class GaussianPosterior:
     ) -> GaussianPosterior:
         """The posterior that `state_dict` described, on the network's device. A likelihood whose class has no `name` of
         its own is not stored: pass it again."""
-        from lightning_bayes.posterior.files import from_state
-
-        return from_state(network, state, likelihood)
+        return implementation("from_state_dict")(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the posterior as one file, whole or not at all; `path` may be a URL that `fsspec` knows."""
-        from lightning_bayes.posterior.files import write
-
-        write(self.state_dict(), path)
+        implementation("save")(self.state_dict(), path)
 
     @staticmethod
     def load(
@@ -373,20 +353,7 @@ class GaussianPosterior:
     ) -> GaussianPosterior:
         """The posterior in a file (of a sharded one, a folder) that `save` wrote, or in a checkpoint of a Trainer, for
         the network with the weights that it was fitted to; `name` is that of the callback, where there were several."""
-        from lightning_bayes.posterior.files import read
-        from lightning_bayes.posterior.sharded import ShardedPosterior, is_folder_of_shards
-
-        if is_folder_of_shards(path):
-            return ShardedPosterior.load(path, network, likelihood)
-        posterior = GaussianPosterior.from_state_dict(network, read(path, name), likelihood)
-        try:
-            posterior.check_weights()
-        except PosteriorError as error:
-            raise PosteriorError(
-                f"{path}: {error}. A callback's own file belongs to the last weights; load also reads a checkpoint, "
-                "whose posterior belongs to the weights in it"
-            ) from None
-        return posterior
+        return implementation("load")(path, network, likelihood, name)
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None

@@ -26,6 +26,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.implementation import implementation
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior import Prior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
@@ -251,9 +252,7 @@ class LaplacePosterior(GaussianPosterior):
             processes: those that share the new data.
             probe: an input, for a process whose own share of them may be empty.
         """
-        from lightning_bayes.posterior.update import update
-
-        return update(self, loader, progress, processes, probe)
+        return implementation("update")(self, loader, progress, processes, probe)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
@@ -306,12 +305,8 @@ class LaplacePosterior(GaussianPosterior):
                 `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
                 the training data.
         """
-        from lightning_bayes.evidence.tuning import say_rank, tune
-
         with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
-            tuned = tune(self, method, loader, per_layer, **options)
-        say_rank(tuned)
-        return tuned
+            return implementation("tune_prior")(self, method, loader, per_layer, **options)
 
     def refine(
         self,
@@ -338,9 +333,7 @@ class LaplacePosterior(GaussianPosterior):
             seed: of those.
             progress: show a progress bar.
         """
-        from lightning_bayes.evidence.refinement import refine
-
-        return refine(self, loader, method, passes, tolerance, samples, seed, progress)
+        return implementation("refine")(self, loader, method, passes, tolerance, samples, seed, progress)
 
     def precision_at(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
         """`P` at noise `ρσ`, or at `σ`."""

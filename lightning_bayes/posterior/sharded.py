@@ -29,9 +29,10 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.processes import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.posterior.files import FORMAT, likelihood_from
+from lightning_bayes.posterior.files import FORMAT, likelihood_from, read
 from lightning_bayes.posterior.fit import from_curvature
-from lightning_bayes.posterior.gaussian import PosteriorError, check_parameters
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.structures import Diagonal
@@ -288,3 +289,20 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """This process's shards as one vector, in at least float32.  # [p]"""
     flat = torch.cat([local(t).reshape(-1) for t in tensors])
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+@implements("load")
+def load_posterior(
+    path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None, name: str | None
+) -> GaussianPosterior:
+    if is_folder_of_shards(path):
+        return ShardedPosterior.load(path, network, likelihood)
+    posterior = GaussianPosterior.from_state_dict(network, read(path, name), likelihood)
+    try:
+        posterior.check_weights()
+    except PosteriorError as error:
+        raise PosteriorError(
+            f"{path}: {error}. A callback's own file belongs to the last weights; load also reads a checkpoint, "
+            "whose posterior belongs to the weights in it"
+        ) from None
+    return posterior

@@ -17,6 +17,7 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import inputs
 from lightning_bayes.posterior.gaussian import Calibration
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.prior import per_parameter
 from lightning_bayes.structures import Structure
 
@@ -84,6 +85,7 @@ class PosteriorSummary:
             yield f"calibration  {NOTHING}"
 
 
+@implements("summary")
 def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
     """Of any posterior: what it does not have is None."""
     laplace = _as_laplace(posterior)
@@ -122,6 +124,7 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
     )
 
 
+@implements("__repr__")
 def one_line(posterior: GaussianPosterior) -> str:
     """`LaplacePosterior(kron over 31 weights, n_data=11, likelihood=Categorical(), prior_precision=2)`."""
     laplace, matrix = _as_laplace(posterior), _matrix(posterior)

@@ -17,12 +17,14 @@ from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.curvature.fit import GROWING
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
 
 
+@implements("update")
 def update(
     posterior: LaplacePosterior, loader: Iterable[Any], progress: bool, processes: Processes | None, probe: Any
 ) -> LaplacePosterior:

@@ -1,9 +1,11 @@
 """Posterior and x to a prediction with its uncertainty."""
 
+from lightning_bayes.posterior.at_mean import outputs
+from lightning_bayes.predictive import auto, held_out  # what posteriors' methods call
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode
 from lightning_bayes.predictive.conformal import Conformal, conformalize
 from lightning_bayes.predictive.ensemble import DeepEnsemble
-from lightning_bayes.predictive.functions import FunctionDraw, outputs, sample_functions
+from lightning_bayes.predictive.functions import FunctionDraw, sample_functions
 from lightning_bayes.predictive.predict import predict
 from lightning_bayes.predictive.prediction import Prediction
 
@@ -13,8 +15,10 @@ __all__ = [
     "FunctionDraw",
     "Prediction",
     "Reconstruction",
+    "auto",
     "conformalize",
     "decode",
+    "held_out",
     "outputs",
     "predict",
     "sample_functions",

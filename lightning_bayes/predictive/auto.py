@@ -37,6 +37,7 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.gaussian import PLACES, Calibration
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import (
@@ -58,6 +59,7 @@ DOUBT = 10.0  # the precision of log T
 EVERY = slice(None)
 
 
+@implements("tune_prior: auto")
 def tune_auto(
     posterior: LaplacePosterior,
     loader: Iterable[Any] | None,

@@ -26,7 +26,9 @@ from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import call_with
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
-from lightning_bayes.predictive.functions import at_mean, draw_moves
+from lightning_bayes.posterior.at_mean import at_mean
+from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.predictive.functions import draw_moves
 from lightning_bayes.predictive.prediction import TensorFields
 
 PARTS = {"encoder": "latent_", "decoder": ""}  # and how the fields of a reconstruction begin
@@ -56,6 +58,7 @@ def decode(
     return reconstruct(posterior, z, samples, generator, keep_samples, parts=("decoder",))
 
 
+@implements("reconstruct")
 def reconstruct(
     posterior: GaussianPosterior,
     x: Any,

@@ -62,6 +62,7 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.used_data import example_hashes, share_used
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
@@ -195,6 +196,7 @@ class Conformal:
         return self.quantile.to(t.device, accumulation_dtype(t.device)).reshape(1, -1, 1)
 
 
+@implements("conformalize")
 def conformalize(
     predictor: Predictor,
     loader: Iterable[Any],

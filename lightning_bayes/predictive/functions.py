@@ -1,4 +1,4 @@
-"""The network at its mean, and functions drawn from its posterior.
+"""Functions drawn from a posterior.
 
 Those of the linearised network (GLM paper, eq. (10)) are `f(x) + J(x) d` with a direction `d` of its weights, without
 the Jacobian (see `linearised`).
@@ -12,8 +12,7 @@ that one unknown probability exceeds another in view of the evidence of two samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +23,14 @@ from lightning_bayes.arguments import count, flag, word
 from lightning_bayes.jacobian.linearised import Linearised
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import borrowed, preserved_rng
-from lightning_bayes.network.input_graph import check_differentiable, kept_whole
-from lightning_bayes.network.processes import local, reshard
+from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.at_mean import at_mean, unflatten
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 
 TOGETHER, MOST_TOGETHER = 2**28, 2**30  # bytes that samples which go through the network together may take
-
-
-def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Tensor:
-    """`f(x)` at the mean."""
-    with at_mean(posterior, x, differentiable) as x:
-        return inputs.call(posterior.network, x)
 
 
 def sample_functions(
@@ -105,43 +99,6 @@ def _together(posterior: GaussianPosterior, x: Any) -> int:
     return max(1, TOGETHER // size, min(4, MOST_TOGETHER // size))
 
 
-def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
-    """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
-    with at_mean(posterior, x, differentiable) as x:
-        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
-        return network(unflatten(posterior, move)).to(posterior.mean)
-
-
-@contextmanager
-def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
-    """The network, borrowed, and `x` on its device; a graph, if it is to be `differentiable`, leads to `x` alone."""
-    posterior.check_weights()
-    x = inputs.contained(posterior.network, x)
-    inputs.batch_size(x)  # an error where x holds no tensor
-    with (
-        torch.inference_mode(False),
-        borrowed(posterior.network, ()),
-        kept_whole(differentiable),
-        torch.set_grad_enabled(differentiable),
-    ):
-        yield inputs.to_device(x, posterior.device)
-
-
-def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
-    """Vectors over the subset as one tensor per parameter (or this process's shard of it), zero outside a subnetwork.
-    # [..., P] -> {name: [..., the parameter's shape]}"""
-    reshard(posterior.network)
-    subset, lead = posterior.subset, flat.shape[:-1]
-    if subset.mask is not None:
-        whole = flat.new_zeros(*lead, subset.full_size)
-        whole[..., subset.mask.to(flat.device)] = flat
-        flat = whole
-    shards = {name: local(p) for name, p in subset.parameters(posterior.network).items()}
-    parts = flat.split([shard.numel() for shard in shards.values()], dim=-1)
-    named = zip(shards.items(), parts, strict=True)
-    return {name: part.reshape(*lead, *t.shape).to(t.dtype) for (name, t), part in named}
-
-
 DRAWN = ("glm", "bnn")
 
 
@@ -174,6 +131,7 @@ class FunctionDraw:
         return f"FunctionDraw({'one sample' if self.single else f'{len(self.moves)} samples'} of {kind})"
 
 
+@implements("sample_function")
 def draw_function(
     posterior: GaussianPosterior, generator: torch.Generator | None, predictive: str, n: int | None
 ) -> FunctionDraw:

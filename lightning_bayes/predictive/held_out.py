@@ -23,6 +23,7 @@ from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.output_law import (
@@ -87,6 +88,7 @@ class Scoring:
         return Calibration(self.predictive, link, **{place: T})
 
 
+@implements("calibrate")
 def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
 ) -> Posterior:
@@ -241,6 +243,7 @@ class _Targets:
             )
 
 
+@implements("tune_prior: grid")
 def grid(
     posterior: LaplacePosterior,
     loader: Iterable[Any],

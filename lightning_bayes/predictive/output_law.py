@@ -30,8 +30,9 @@ from lightning_bayes.likelihoods.outputs import draw_gaussian, widen
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import copied_generator, generator_on
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.function_space import process_gaussian
-from lightning_bayes.predictive.functions import each_function, outputs, sample_functions
+from lightning_bayes.predictive.functions import each_function, sample_functions
 from lightning_bayes.predictive.prediction import TensorFields
 
 PREDICTIVES = ("glm", "bnn", "map", "gp")

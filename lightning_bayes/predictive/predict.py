@@ -17,10 +17,12 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import Calibration
+from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 
 
+@implements("predict")
 def predict(
     posterior: GaussianPosterior,
     x: Any,
