@@ -10,7 +10,7 @@ from lightning_bayes.callbacks import (
     SWAGCallback,
 )
 from lightning_bayes.callbacks.fit import fit
-from lightning_bayes.inverse.measurement_posterior import MeasurementPosterior, fit_measurements
+from lightning_bayes.inverse import MeasurementPosterior, fit_measurements
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LinearMeasurement
 from lightning_bayes.mixins import (
     LogSigmaMultiplierMixin,
