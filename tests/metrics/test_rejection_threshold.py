@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_bayes import metrics
 from lightning_bayes.metrics import MetricInputError
 from lightning_bayes.metrics import functional as F
-from lightning_bayes.metrics.functional.risk_coverage import binomial_cdf
+from lightning_bayes.metrics.functional.ranking import binomial_cdf
 
 
 def generator(seed: int = 0) -> torch.Generator:

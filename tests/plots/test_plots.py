@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_bayes import Prediction, metrics, plots
 from lightning_bayes.metrics import functional as F
+from lightning_bayes.plots import figure as style
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -203,8 +204,8 @@ def test_the_regression_calibration_curve_shows_levels_and_the_error() -> None:
 
 def test_colours_are_okabe_and_itos() -> None:
     okabe_ito = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"}
-    assert {to_hex(colour) for colour in plots.style.CLASS_COLOURS} <= okabe_ito
-    assert {plots.style.BLUE.lower(), plots.style.SKY.lower(), plots.style.VERMILION.lower()} <= okabe_ito
+    assert {to_hex(colour) for colour in style.CLASS_COLOURS} <= okabe_ito
+    assert {style.BLUE.lower(), style.SKY.lower(), style.VERMILION.lower()} <= okabe_ito
 
 
 @pytest.mark.parametrize(
