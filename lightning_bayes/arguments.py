@@ -1,7 +1,6 @@
-"""Checks of arguments: each returns the value that it was given, or says in one sentence what is wrong with it.
+"""Argument checks. Each returns the value, or raises an error that names the argument and what it accepts.
 
-They know nothing but Python, so that every layer can use them where its arguments come in. `name` is the argument's own
-name, `error` the kind of exception.
+The module needs only Python, so every layer can use it. `name` is the name of the argument, `error` the exception type.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
-
-LARGEST_SEED = 2**63 - 1
 
 
 def shown(value: Any) -> str:
@@ -25,7 +22,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and len(value.shape):
         return f"a {type(value).__name__} of shape {list(value.shape)}"
     text = " ".join(repr(value).split())
-    if text.startswith("<"):  # an address says nothing
+    if text.startswith("<"):  # a repr with a memory address is no help
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:59]}…"
 
@@ -36,7 +33,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number; a bool, a string or NaN is none."""
+    """Whether `value` is a real number. Excludes bool, str and NaN."""
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -66,27 +63,32 @@ def between(
     return value
 
 
+def is_integer(value: Any) -> bool:
+    """Whether `value` is a whole number. Excludes bool and float."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def count(name: str, value: Any, least: int = 1, error: type[Exception] = ValueError) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_integer(value) or value < least:
         raise error(f"{name} must be a whole number of at least {least}, got {shown(value)}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def integer(name: str, value: Any, error: type[Exception] = ValueError) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_integer(value):
         raise error(f"{name} must be a whole number, got {shown(value)}")
-    return value  # type: ignore[return-value]
+    return value
 
 
 def seed(name: str, value: Any, error: type[Exception] = ValueError) -> int:
-    """A whole number that a generator takes."""
-    if count(name, value, 0, error) > LARGEST_SEED:
+    """A whole number that a `torch.Generator` accepts."""
+    if count(name, value, 0, error) >= 2**63:
         raise error(f"{name} must be less than 2**63, got {shown(value)}")
     return value
 
 
 def flag(name: str, value: Any, error: type[Exception] = ValueError) -> bool:
-    """True or False; any string would be true."""
+    """True or False. Strings are rejected, because any non-empty string is true."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, got {shown(value)}")
     return value
@@ -99,49 +101,49 @@ def word(name: str, value: Any, known: Sequence[str | None], error: type[Excepti
 
 
 def text(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> str:
-    """A string that is not empty; `meaning` says of what."""
+    """A non-empty string; `meaning` describes it in the error message."""
     if not isinstance(value, str) or not value.strip():
         raise error(f"{name} must be {meaning}, got {shown(value)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], meaning: str) -> Any:
-    """An object of that kind; `meaning` says which, and how to come by it."""
+    """An object of type `kind`; `meaning` describes it in the error message."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {meaning}, got {shown(value)}")
     return value
 
 
 def listed(name: str, value: Any, what: str) -> Any:
-    """A list (or another sequence) of things."""
+    """A list or another sequence, but no string; `what` describes its items in the error message."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of {what}, got {shown(value)}")
     return value
 
 
 def keywords(who: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """The names of further arguments, all of which must be known."""
+    """Check the names of further keyword arguments."""
     for name in given:
         if name not in known:
             raise TypeError(f"{who} has no argument {name!r}: use some of {', '.join(map(repr, known))}")
 
 
 def register(kinds: dict[str, type], kind: type, attribute: str) -> None:
-    """Make a class known by the name in an attribute of its own, which no other class may have."""
+    """Register a class under the name in its `attribute`. An inherited name is ignored, a name in use is an error."""
     name = kind.__dict__.get(attribute)
     if name is None:
         return
-    known = kinds.get(name, kind)  # a class that is defined again, as in a notebook, takes its own place
+    known = kinds.get(name, kind)  # a class that is defined again, as in a notebook, replaces its first version
     if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
         raise ValueError(f"the name {name!r} belongs to {known.__qualname__}: give {kind.__qualname__} another one")
     kinds[name] = kind
 
 
 def plain_values(value: Any) -> Any:
-    """Mappings as dictionaries and sequences as lists, down to what is neither; tuples stay tuples.
+    """Convert nested mappings to dictionaries and sequences to lists; tuples stay tuples.
 
-    A configuration tool hands over containers of its own (Hydra's `DictConfig` and `ListConfig`), and a checkpoint that
-    holds one cannot be read with `weights_only=True`.
+    Configuration tools pass their own containers (Hydra's `DictConfig` and `ListConfig`), and a checkpoint that holds
+    one cannot be read with `weights_only=True`.
 
     >>> plain_values({"prior_std": {"*": 1.0}, "deterministic": range(2)})
     {'prior_std': {'*': 1.0}, 'deterministic': [0, 1]}

@@ -1,4 +1,4 @@
-"""Likelihoods `p(y | f)` of targets given a network's outputs, and what predictions need of them.
+"""Likelihoods `p(y | f)` of targets given a network's outputs, and their predictive distributions.
 
 | word | likelihood | outputs `f` | targets `y` |
 |---|---|---|---|
@@ -13,7 +13,7 @@ from lightning_bayes.arguments import shown
 from lightning_bayes.likelihoods.categorical import Categorical
 
 # isort: split
-# Messages list the words in the order of these imports.
+# Error messages list the words in the order of these imports.
 from lightning_bayes.likelihoods.base import Likelihood
 from lightning_bayes.likelihoods.bernoulli import Bernoulli
 from lightning_bayes.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
-    """The likelihood meant by a word, or the given one.
+    """The likelihood for a word; a `Likelihood` is returned unchanged.
 
     >>> resolve("classification")
     Categorical(ignore_index=-100)

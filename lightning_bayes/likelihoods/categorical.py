@@ -10,23 +10,23 @@ multinomial distribution", JRSS B 54(1)). With tails `q_j = Σ_{i>j} p_i`, colum
 
 **Integrals** over `f ~ N(m, Σ)`:
 
-- `"pairwise"`: every class against every other (Lu, Ie and Sha 2020, "Mean-field approximation to Gaussian-softmax
+- `"pairwise"`: each class against each other class (Lu, Ie and Sha 2020, "Mean-field approximation to Gaussian-softmax
   integral with application to uncertainty estimation"). `1/p_k = Σ_j e^{f_j − f_k}`, and each difference of two logits
-  is shrunk as a binary probit would,
+  is shrunk as in a binary probit,
 
-      p_k ∝ 1 / Σ_j exp(−(m_k − m_j) / √(1 + π/8 · Var(f_k − f_j))),
+      p_k ∝ 1 / Σ_j exp(−(m_k − m_j) / √(1 + π/8 · Var(f_k − f_j))).
 
-  so that a common shift of all logits, which a softmax ignores, changes nothing, whatever its variance. With two
-  classes it is MacKay's probit of the difference, exactly;
+  A common shift of all logits, which a softmax ignores, changes nothing, whatever its variance. With two classes it is
+  exactly MacKay's probit of the difference;
 - `"probit"`: `softmax(m / √(1 + π/8 · diag Σ))`, MacKay's approximation in its multiclass form (Gibbs, 1997), which
-  does count a common shift;
+  depends on a common shift;
 - `"bridge"`: the Laplace bridge of Hobbhahn et al. (2022), "Fast predictive uncertainty for classification with
   Bayesian deep networks", to a Dirichlet with
 
       α_k = (1 / Σ_kk) (1 − 2/C + e^{m_k} / C² · Σ_l e^{−m_l}),
 
-  after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace the bridge lives in: with row sums `r = Σ1` and
-  `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The moments are the Dirichlet's, in closed form;
+  after conditioning the Gaussian on `Σ_k f_k = 0`, the subspace of the bridge: with row sums `r = Σ1` and
+  `t = 1ᵀΣ1`, `Σ ← Σ − rrᵀ/t` and `m ← m − r (1ᵀm)/t`. The Dirichlet's moments are in closed form;
 - `"mc"`: the average of `softmax` over samples of `f`.
 """
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import integer
 from lightning_bayes.likelihoods.base import Likelihood
-from lightning_bayes.likelihoods.outputs import LikelihoodError, marginal_variance, sum_per_example, widen
+from lightning_bayes.likelihoods.outputs import LikelihoodError, marginal_variance, sum_per_example
 from lightning_bayes.likelihoods.predictive import ClassPredictive, Predictive, log_probability
 from lightning_bayes.network.accumulation import running_sum
 
@@ -49,7 +49,7 @@ from lightning_bayes.network.accumulation import running_sum
 class Categorical(Likelihood):
     """Class labels: outputs are logits `[B, C, *positions]`, targets class indices `[B, *positions]`.
 
-    Positions whose target is `ignore_index` count for nothing.
+    Positions with the target `ignore_index` are skipped.
 
     >>> Categorical().log_likelihood(torch.zeros(2, 4), torch.tensor([0, 3]))  # 2 log ¼
     tensor(-2.7726)
@@ -65,38 +65,25 @@ class Categorical(Likelihood):
     def __post_init__(self) -> None:
         integer("ignore_index", self.ignore_index, LikelihoodError)
 
-    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        return ((y < 0) | (y >= f.shape[1])) & self._observed(y)
-
-    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
-        C = f.shape[1]
-        return LikelihoodError(
-            f"Categorical got the target {int(target)}, but the network has {C} outputs, for the classes 0 to {C - 1}; "
-            f"give the network more outputs, renumber the classes, or set ignore_index (now {self.ignore_index})."
-        )
-
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        observed = self._observed(y)
-        index = y.long().masked_fill(~observed, 0).unsqueeze(1)  # [B, 1, *positions]
-        log_p = widen(f).log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
+        f = self._outputs(f, y)
+        observed, index = self._classes(y)
+        log_p = f.log_softmax(1).gather(1, index).squeeze(1)  # [B, *positions]
         return sum_per_example(log_p.masked_fill(~observed, 0))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        observed = self._observed(y)
-        index = y.long().masked_fill(~observed, 0).unsqueeze(1)
-        others = widen(f).softmax(1).scatter(1, index, 0.0)
+        f = self._outputs(f, y)
+        observed, index = self._classes(y)
+        others = f.softmax(1).scatter(1, index, 0.0)
         # 1 − p_y is the sum of all others, which does not round to zero where p_y rounds to one.
         return others.neg().scatter(1, index, others.sum(1, keepdim=True)).masked_fill(~observed.unsqueeze(1), 0)
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        self._check_logits(f)
-        p = self._where_observed(widen(f).softmax(1), f, y)  # [B, C, *positions]
+        p = self._where_observed(self._outputs(f, y).softmax(1), y)  # [B, C, *positions]
         C = p.shape[1]
         tails = running_sum(p.flip(1), 1).flip(1)  # q_{j−1} = p_j + q_j at j, summed from the end: no cancellation
         q = tails[:, 1:]  # q_j [B, C−1, *positions]
-        # Where a tail is zero, so is everything after it (underflow, or no target): its column is zero, not 0/0.
+        # If a tail is zero (underflow, or no target), so is everything after it: its column is zero, not 0/0.
         empty = q == 0
         scale = (p[:, :-1] / tails[:, :-1].masked_fill(empty, 1)).sqrt() / q.masked_fill(empty, 1).sqrt()  # S_jj / q_j
         S = p * -scale.movedim(1, 0).unsqueeze(2)  # [C−1, B, C, *positions]
@@ -106,27 +93,21 @@ class Categorical(Likelihood):
         return S
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        self._check_logits(f)
-        return self._where_observed(_variance(widen(f).softmax(1)), f, y)
+        return self._where_observed(_variance(self._outputs(f, y).softmax(1)), y)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        """Class indices `[B, *positions]`; of `uniform`, only `uniform[:, 0]` is used."""
-        self._check_logits(f)
-        self._check_uniform(f, uniform)
-        cdf = running_sum(widen(f).softmax(1), 1)
+        """Class indices `[B, *positions]`. Only `uniform[:, 0]` is used."""
+        f = self._outputs(f, y)
+        self._check_uniform(uniform, f.shape)
+        cdf = running_sum(f.softmax(1), 1)
         labels = (uniform[:, :1] >= cdf[:, :-1]).sum(1)  # [B, *positions]
-        if y is None:
-            return labels
-        self.check_fit(f, y)
-        return torch.where(self._observed(y), labels, self.ignore_index)
+        return labels if y is None else torch.where(self._observed(y), labels, self.ignore_index)
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        self._check_logits(f)
-        p = _softmax(widen(f))
+        p = _softmax(self._outputs(f))
         return p, _variance(p)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | Tensor | None:
-        self._check_logits(mean)
         if link == "bridge":
             return _laplace_bridge(mean, covariance)
         if link == "pairwise":
@@ -141,61 +122,72 @@ class Categorical(Likelihood):
     def n_targets(self, y: Tensor) -> Tensor:
         return self._observed(y).sum()
 
+    def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        return ((y < 0) | (y >= f.shape[1])) & self._observed(y)
+
+    def wrong_target(self, target: float, f: Tensor) -> LikelihoodError:
+        C = f.shape[1]
+        return LikelihoodError(
+            f"Categorical got the target {int(target)}, but the network has {C} outputs, for the classes 0 to {C - 1}; "
+            f"give the network more outputs, renumber the classes, or set ignore_index (now {self.ignore_index})."
+        )
+
     def _observed(self, y: Tensor) -> Tensor:
         return y != self.ignore_index
 
-    def _where_observed(self, t: Tensor, f: Tensor, y: Tensor | None) -> Tensor:
-        """Zero at the positions without a target."""
-        if y is None:
-            return t
-        self.check_fit(f, y)
-        return t.masked_fill(~self._observed(y).unsqueeze(1), 0)
+    def _classes(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Which positions have a target `[B, *positions]`, and a valid class index everywhere `[B, 1, *positions]`."""
+        observed = self._observed(y)
+        return observed, y.long().masked_fill(~observed, 0).unsqueeze(1)
 
-    def _check_logits(self, f: Tensor) -> None:
-        self._check_outputs(f)
+    def _where_observed(self, t: Tensor, y: Tensor | None) -> Tensor:
+        """`t` with zeros at the positions without a target."""
+        return t if y is None else t.masked_fill(~self._observed(y).unsqueeze(1), 0)
+
+    def _check_outputs(self, f: Tensor) -> None:
+        super()._check_outputs(f)
         if f.ndim < 2 or f.shape[1] < 2:
             raise LikelihoodError(
                 f"Categorical needs network outputs [B, C, …] with at least two classes in dim 1, got shape "
                 f"{list(f.shape)}; for a single logit use Bernoulli (likelihood='binary')."
             )
 
-    def check_fit(self, f: Tensor, y: Tensor) -> None:
-        self._check_logits(f)
-        self._check_tensor("targets", y)
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        expected = (f.shape[0], *f.shape[2:])
         if y.shape == f.shape:
             raise LikelihoodError(
-                f"Categorical needs class numbers, targets of shape {[f.shape[0], *f.shape[2:]]} for network outputs "
-                f"of shape {list(f.shape)}, got shape {list(y.shape)}; use likelihood='binary' if an example may have "
-                "several labels, or y.argmax(1) for one-hot targets."
+                f"Categorical needs class numbers, targets of shape {list(expected)} for network outputs of shape "
+                f"{list(f.shape)}, got shape {list(y.shape)}; use likelihood='binary' if an example may have several "
+                "labels, or y.argmax(1) for one-hot targets."
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise LikelihoodError(
                 f"Categorical needs integer class indices as targets, got {y.dtype}; use y.long(), "
                 "or y.argmax(1) for one-hot targets."
             )
-        self._check_shape(f, y, (f.shape[0], *f.shape[2:]))
+        self._check_shape(f, y, expected)
 
 
 def _pairwise(m: Tensor, covariance: Tensor) -> Tensor:
-    """Logits with variances alone are independent.  # [B, C, ...] and [B, C, C] or [B, C, ...] -> [B, C, ...]"""
+    """Logits given by variances only are independent.  # [B, C, …] and [B, C, C] or [B, C, …] -> [B, C, …]"""
     variance = marginal_variance(m, covariance)
-    of_difference = variance.unsqueeze(2) + variance.unsqueeze(1)  # Var(f_k − f_j) [B, C, C, ...]
+    of_difference = variance.unsqueeze(2) + variance.unsqueeze(1)  # Var(f_k − f_j) [B, C, C, …]
     if covariance.shape != m.shape:
         of_difference = (of_difference - covariance - covariance.mT).clamp_min(0)
-    difference = (m.unsqueeze(2) - m.unsqueeze(1)) / (1 + math.pi / 8 * of_difference).sqrt()  # [B, C, C, ...]
+    difference = (m.unsqueeze(2) - m.unsqueeze(1)) / (1 + math.pi / 8 * of_difference).sqrt()  # [B, C, C, …]
     return (-(-difference).logsumexp(2)).softmax(1)
 
 
 def _softmax(f: Tensor) -> Tensor:
-    """Over dim 1; torch's own is slow on the CPU where the last dimension is that of a few classes."""
+    """`f.softmax(1)`. On the CPU torch is slow if the last dimension is short, so few classes are transposed."""
     if f.ndim != 2 or f.shape[1] > 32 or f.device.type != "cpu":
         return f.softmax(1)
     return f.t().contiguous().softmax(0).t().contiguous()
 
 
 def _variance(p: Tensor) -> Tensor:
-    """`p (1 − p)` of class probabilities; that of the likeliest class, where `1 − p` may round to zero, by the sum of
-    all others.  # [B, C, …]"""
+    """`p (1 − p)` of class probabilities. For the likeliest class, `1 − p` may round to zero and is computed as the sum
+    of all other probabilities.  # [B, C, …]"""
     top = p.argmax(1, keepdim=True)
     rest = p.scatter(1, top, 0).sum(1, keepdim=True)
     return (1 - p).scatter_(1, top, rest).mul_(p)
@@ -207,7 +199,7 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     variance = marginal_variance(m, covariance)
     r = variance if covariance.shape == m.shape else covariance.sum(-1)  # Σ1 [B, C, *positions]
     t = r.sum(1, keepdim=True)  # 1ᵀΣ1 [B, 1, *positions]
-    # t = 0, up to rounding, says that Σ lies in the subspace already.
+    # If t = 0, up to rounding, Σ already lies in the subspace.
     projected = t <= C * eps * variance.sum(1, keepdim=True)
     r_over_t = (r / t.masked_fill(projected, 1)).masked_fill(projected, 0)
     floor = C * eps * variance.amax(1, keepdim=True)
@@ -218,19 +210,19 @@ def _laplace_bridge(m: Tensor, covariance: Tensor) -> ClassPredictive:
     )
     tiny = torch.finfo(m.dtype).tiny
     log_α = log_numerator - variance.maximum(floor).clamp_min(tiny).log()
-    # No variance among the sum-zero directions: the softmax is known exactly, and the Dirichlet is a point.
+    # Without variance in the subspace the softmax is known exactly, and the Dirichlet is a point.
     known = (variance <= floor).all(1, keepdim=True)
     log_α0 = log_α.logsumexp(1, keepdim=True).masked_fill(known, math.inf)
     p = torch.where(known, m, log_α).softmax(1)
     spread = _variance(p)
-    # Var[p] = p(1 − p) / (α₀ + 1), by logits so that a large α₀ is no overflow.
+    # Var[p] = p(1 − p) / (α₀ + 1), computed from log α₀ because α₀ may overflow.
     information = _dirichlet_information(p, log_α0)
     return ClassPredictive(p, spread * torch.sigmoid(-log_α0), spread * torch.sigmoid(log_α0), information)
 
 
 def _dirichlet_information(p: Tensor, log_α0: Tensor) -> Tensor:
-    """`Σ_c p_c g(α₀ p_c) − g(α₀)` with `g(a) = ψ(a + 1) − log a`: the entropy of `p = E[π]` minus that expected of
-    `π ~ Dirichlet(α₀ p)`.  # [B, C, …] -> [B, …]"""
+    """`Σ_c p_c g(α₀ p_c) − g(α₀)` with `g(a) = ψ(a + 1) − log a`: the entropy of `p = E[π]` minus the expected entropy
+    of `π ~ Dirichlet(α₀ p)`.  # [B, C, …] -> [B, …]"""
 
     def g(log_a: Tensor) -> Tensor:
         large = log_a > math.log(1e4)  # ψ(a + 1) − log a = 1/(2a) − …

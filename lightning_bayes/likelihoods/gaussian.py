@@ -1,17 +1,18 @@
-"""Real targets with Gaussian noise of known standard deviation `σ`, every output independent.
+"""Real targets with Gaussian noise, whose scale is given (`Gaussian`) or predicted (`HeteroscedasticGaussian`).
+
+**Gaussian**, with known standard deviation `σ` and independent outputs:
 
     log p(y | f) = −½ ((y − f)/σ)² − log σ − ½ log 2π,    r = (y − f)/σ²,    Λ = I/σ²
 
 The integral over `f ~ N(m, Σ)` is exact: mean `m`, variance `diag Σ + σ²`.
 
-Real targets whose noise the network predicts too: outputs are a mean `m` and a log-variance `s`.
+**HeteroscedasticGaussian**, whose outputs are a mean `m` and a log-variance `s`:
 
     log p(y | m, s) = −½ (y − m)² e^{−s} − ½ s − ½ log 2π
     r = ((y − m) e^{−s},  ½ (y − m)² e^{−s} − ½),    Λ = diag(e^{−s}, ½)
 
-The Hessian in `(m, s)` is indefinite; the Fisher `Λ` is not, and takes its place.
-
-Under a Gaussian over `(m, s)` the moments of `y` are exact, `e^s` being log-normal:
+The Hessian in `(m, s)` is indefinite, so the positive Fisher `Λ` replaces it. Under a Gaussian over `(m, s)`, `e^s` is
+log-normal and the moments of `y` are exact:
 
     E[y] = m,    Var[y] = Σ_mm + exp(s + ½ Σ_ss).
 """
@@ -32,16 +33,31 @@ from lightning_bayes.likelihoods.outputs import (
     standard_normal,
     sum_per_example,
     vector,
-    widen,
 )
 from lightning_bayes.likelihoods.predictive import Predictive
 from lightning_bayes.network.accumulation import cast_like, in_float64
 
 
 class RealTargets(Likelihood):
-    """What the Gaussian likelihoods share. There is no link to approximate: every word means the exact integral."""
+    """The base of the Gaussian likelihoods. Their integrals are exact, whichever link is chosen."""
 
     links = ("exact", "pairwise", "probit", "bridge", "mc")
+
+    @property
+    def loss_scales(self) -> tuple[float, ...]:
+        """`2σ²` for the squared error, `σ²` for half of it. No squared error has one noise per output."""
+        if self.noise_std is None or self._σ.numel() > 1:
+            return (1.0,)
+        return (2 * float(self._σ) ** 2, float(self._σ) ** 2, 1.0)
+
+    def least_nll(self, n_outputs: int) -> float:
+        """The NLL of a perfect fit; `-inf` without a fixed noise."""
+        if self.noise_std is None:
+            return -math.inf
+        return n_outputs * float(self._σ.cpu().double().log().mean() + 0.5 * math.log(2 * math.pi))
+
+    def constant(self, y: Tensor) -> float:
+        return self.least_nll(y.numel())
 
     def wrong_targets(self, f: Tensor, y: Tensor) -> Tensor:
         return ~y.isfinite()
@@ -51,21 +67,23 @@ class RealTargets(Likelihood):
             f"{type(self).__name__} got the target {target:g}; drop examples whose targets are missing or infinite."
         )
 
-    def _check_real(self, y: Tensor) -> None:
-        """Refuse integers, which are usually class labels."""
-        self._check_tensor("targets", y)
-        if not y.is_floating_point():
+    @property
+    def _σ(self) -> Tensor:
+        return vector("noise_std", self.noise_std, LikelihoodError)
+
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        if not y.is_floating_point():  # integers are usually class labels
             raise LikelihoodError(
                 f"{type(self).__name__} needs floating-point targets, got {y.dtype}; use y.float() if they are real "
                 "values, or Categorical (likelihood='classification') if they are class labels."
             )
 
 
-@dataclass(frozen=True, eq=False)  # a tensor field has no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing tensor fields gives no single truth value
 class Gaussian(RealTargets):
     """Regression: outputs are means `[B]`, `[B, C]` or any `[B, …]`, targets real numbers in the same shape.
 
-    `noise_std` is `σ`: one number for all outputs, or a tensor `[C]` with one for every output in dim 1.
+    `noise_std` is `σ`: one number for all outputs, or a tensor `[C]` with one for each output in dim 1.
 
     >>> import torch
     >>> Gaussian(noise_std=0.5).log_likelihood(torch.zeros(2, 3), torch.zeros(2, 3))  # 6 (log 2 − ½ log 2π)
@@ -78,7 +96,7 @@ class Gaussian(RealTargets):
     has_diagonal_fisher = True
 
     def __post_init__(self) -> None:
-        σ = vector("noise_std", self.noise_std, LikelihoodError)
+        σ = self._σ
         bad = ~((σ > 0) & σ.isfinite())
         if bad.any():
             raise LikelihoodError(f"Gaussian needs a positive, finite noise_std, got {σ[bad].flatten()[0].item()}.")
@@ -86,54 +104,34 @@ class Gaussian(RealTargets):
     def with_noise(self, noise_std: float | Tensor) -> Gaussian:
         return replace(self, noise_std=noise_std)
 
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        """`2σ²` of the squared error, `σ²` of its half; no squared error has a noise for every output."""
-        σ = vector("noise_std", self.noise_std, LikelihoodError)
-        return (1.0,) if σ.numel() > 1 else (2 * float(σ) ** 2, float(σ) ** 2, 1.0)
-
-    def constant(self, y: Tensor) -> float:
-        return -float(self.log_likelihood(y, y))
-
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        f = widen(f)
+        f = self._outputs(f, y)
         σ = self._noise(f)
         return sum_per_example(-0.5 * ((y.to(f.dtype) - f) / σ).square() - σ.log() - 0.5 * math.log(2 * math.pi))
 
-    def least_nll(self, n_outputs: int) -> float:
-        """That of a perfect fit."""
-        log_σ = vector("noise_std", self.noise_std, LikelihoodError).cpu().double().log().mean()
-        return n_outputs * float(log_σ + 0.5 * math.log(2 * math.pi))
-
     def squared_error(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        f = in_float64(f)
+        f = in_float64(self._outputs(f, y))
         return ((in_float64(y) - f) / self._noise(f)).square().sum()
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        f = widen(f)
+        f = self._outputs(f, y)
         return (y.to(f.dtype) - f) / self._noise(f).square()
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        self._check_outputs(f)
-        f = widen(f)
+        f = self._outputs(f)
         return diagonal_root((1 / self._noise(f)).expand_as(f))  # [C, B, C, *positions]
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Without the root, whose memory would grow with the square of the outputs."""
-        self._check_outputs(f)
-        f = widen(f)
+        f = self._outputs(f)
         return self._noise(f).square().reciprocal().expand_as(f).clone()
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        self._check_uniform(f, uniform)
-        f = widen(f)
+        f = self._outputs(f)
+        self._check_uniform(uniform, f.shape)
         return f + self._noise(f) * standard_normal(uniform.to(f.dtype))
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        f = widen(f)
+        f = self._outputs(f)
         return f, self._noise(f).square().expand_as(f)
 
     def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
@@ -141,8 +139,8 @@ class Gaussian(RealTargets):
         return Predictive(mean, marginal_variance(mean, covariance), noise)
 
     def _noise(self, f: Tensor) -> Tensor:
-        """`σ` in the dtype and on the device of `f`, shaped to broadcast on its dim 1."""
-        σ = cast_like(vector("noise_std", self.noise_std, LikelihoodError), f)
+        """`σ` in the dtype and on the device of `f`, shaped to broadcast over its dim 1."""
+        σ = cast_like(self._σ, f)
         if σ.ndim == 0:
             return σ
         if f.ndim < 2 or f.shape[1] != len(σ):
@@ -152,10 +150,9 @@ class Gaussian(RealTargets):
             )
         return σ.view(-1, *[1] * (f.ndim - 2))
 
-    def check_fit(self, f: Tensor, y: Tensor) -> None:
-        self._check_outputs(f)
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
         self._noise(f)
-        self._check_real(y)
+        super()._check_targets(f, y)
         self._check_shape(f, y, f.shape)
 
 
@@ -177,13 +174,12 @@ class HeteroscedasticGaussian(RealTargets):
         return 0.5 * math.log(2 * math.pi) * y.numel()
 
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
-        m, s = self._split(f)
-        log_p = -0.5 * (self._aligned(f, y) - m).square() * (-s).exp() - 0.5 * s - 0.5 * math.log(2 * math.pi)
-        return sum_per_example(log_p)
+        error, s = self._errors(f, y)
+        return sum_per_example(-0.5 * error.square() * (-s).exp() - 0.5 * s - 0.5 * math.log(2 * math.pi))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        m, s = self._split(f)
-        error, precision = self._aligned(f, y) - m, (-s).exp()
+        error, s = self._errors(f, y)
+        precision = (-s).exp()
         return torch.cat([error * precision, 0.5 * error.square() * precision - 0.5], 1)
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
@@ -195,9 +191,9 @@ class HeteroscedasticGaussian(RealTargets):
         return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], 1)
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        """Targets `[B, D, *positions]`; of `uniform`, only the first `D` channels are used."""
+        """Targets `[B, D, *positions]`. Only the first `D` channels of `uniform` are used."""
         m, s = self._split(f)
-        self._check_uniform(f, uniform)
+        self._check_uniform(uniform, f.shape)
         return m + (0.5 * s).exp() * standard_normal(uniform[:, : m.shape[1]].to(m.dtype))
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,23 +205,25 @@ class HeteroscedasticGaussian(RealTargets):
         Σ_mm, Σ_ss = marginal_variance(mean, covariance).chunk(2, 1)
         return Predictive(m, Σ_mm, (s + 0.5 * Σ_ss).exp())
 
-    def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        self._check_outputs(f)
+    def _split(self, f: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The means and the log-variances.  # [B, D, *positions] each"""
+        m, s = self._outputs(f, y).chunk(2, 1)
+        return m, s
+
+    def _errors(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`y − m` and the log-variances.  # [B, D, *positions] each"""
+        m, s = self._split(f, y)
+        return y.reshape(m.shape).to(m.dtype) - m, s
+
+    def _check_outputs(self, f: Tensor) -> None:
+        super()._check_outputs(f)
         if f.ndim < 2 or f.shape[1] % 2 or f.shape[1] == 0:
             raise LikelihoodError(
                 "HeteroscedasticGaussian needs network outputs [B, 2D, …], a mean and a log-variance for each of D "
                 f"targets, so an even number of channels in dim 1, got shape {list(f.shape)}."
             )
-        m, s = widen(f).chunk(2, 1)
-        return m, s
 
-    def _aligned(self, f: Tensor, y: Tensor) -> Tensor:
-        """The targets in the layout `[B, D, *positions]`, once they are known to fit."""
-        self.check_fit(f, y)
-        return (y.unsqueeze(1) if y.ndim < f.ndim else y).to(widen(f).dtype)
-
-    def check_fit(self, f: Tensor, y: Tensor) -> None:
-        m, _ = self._split(f)
-        self._check_real(y)
-        flat = f.ndim == 2 and f.shape[1] == 2 and y.ndim == 1
-        self._check_shape(f, y.unsqueeze(1) if flat else y, m.shape)
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        super()._check_targets(f, y)
+        is_flat = f.ndim == 2 and f.shape[1] == 2 and y.ndim == 1
+        self._check_shape(f, y.unsqueeze(1) if is_flat else y, (len(f), f.shape[1] // 2, *f.shape[2:]))

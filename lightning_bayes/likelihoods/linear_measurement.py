@@ -1,17 +1,12 @@
-"""A linear map of the network's outputs is observed: `y = Ax + η` with `x = f(θ)` and noise `η ~ N(0, σ²I)`.
+"""Noisy measurements of a linear map of the network's outputs: `y = Ax + η` with `x = f(θ)` and `η ~ N(0, σ²I)`.
 
     log p(y | x) = −½ ‖(y − Ax)/σ‖² − d_y (log σ + ½ log 2π),    r = Aᵀ(y − Ax)/σ²,    Λ = AᵀA/σ²
 
-X-rays, blurs, lower resolutions, masks and sensors are of this kind (tutorial, section 7). An example is one image with
-its `d_y` measurements; all of its outputs are coupled, so that the columns of the Fisher's root, the rows of `A`, span
-every position. Predictions are of `y`; the outputs themselves are what `posterior.functional` is about.
+X-rays, blurs, downsampling, masks and sensors are such maps (tutorial, section 7). An example is one image with its
+`d_y` measurements. All of its outputs are coupled, so the columns of the Fisher's root, which are the rows of `A`, span
+every position. Predictions are about `y`; `posterior.functional` is about the outputs themselves.
 
-A linear map `A` of an example's outputs to what is measured of them: a matrix, a sparse one, or a pair of functions.
-
-A matrix `[d_y, d_x]` sees the outputs of an example as one vector, whatever their layout. Functions see them as they
-are: `apply` takes `[B, *outputs]` to `[B, d_y]`, `adjoint` takes `[B, d_y]` back. That the second is the transpose of
-the first is no more than a promise, which `check` tests: `⟨Ax, y⟩ = ⟨x, Aᵀy⟩` for random `x`, and for `y` that are
-random or `Ax` itself, which shows a wrong factor however many measurements there are.
+`A` is a dense or sparse matrix, or a pair of functions (`LinearMap`).
 """
 
 from __future__ import annotations
@@ -27,9 +22,11 @@ from torch import Tensor
 
 from lightning_bayes.arguments import shown
 from lightning_bayes.likelihoods.gaussian import RealTargets
-from lightning_bayes.likelihoods.outputs import LikelihoodError, standard_normal, vector, widen
+from lightning_bayes.likelihoods.outputs import LikelihoodError, standard_normal, widen
 from lightning_bayes.likelihoods.predictive import Predictive
 from lightning_bayes.network.accumulation import in_float64
+
+Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +43,15 @@ class LinearMeasurement(RealTargets):
     tensor(-0.4516)
     """
 
-    A: Tensor | Pair
+    A: Tensor | Functions
     noise_std: float = 1.0
 
     name = "LinearMeasurement"
     couples_outputs = True
 
     def __post_init__(self) -> None:
-        self.map  # noqa: B018  an A that is none is an error now
-        σ = vector("noise_std", self.noise_std, LikelihoodError)
-        if σ.numel() != 1 or not (float(σ) > 0 and math.isfinite(float(σ))):
+        self.map  # noqa: B018  raises an error for an invalid A
+        if self._σ.numel() != 1 or not (float(self._σ) > 0 and math.isfinite(float(self._σ))):
             raise LikelihoodError(
                 f"LinearMeasurement needs one positive, finite noise_std for all measurements, got {self.noise_std}."
             )
@@ -75,13 +71,6 @@ class LinearMeasurement(RealTargets):
     def with_noise(self, noise_std: float | Tensor) -> LinearMeasurement:
         return replace(self, noise_std=float(noise_std))
 
-    @property
-    def loss_scales(self) -> tuple[float, ...]:
-        return (2 * self.noise_std**2, self.noise_std**2, 1.0)
-
-    def constant(self, y: Tensor) -> float:
-        return self.least_nll(y.numel())
-
     def least_nll(self, n_outputs: int) -> float:
         return n_outputs * (math.log(self.noise_std) + 0.5 * math.log(2 * math.pi))
 
@@ -98,37 +87,31 @@ class LinearMeasurement(RealTargets):
         return self.map.adjoint(self._errors(f, y), f.shape[1:]) / self.noise_std**2
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """The rows of `A/σ`, the same for every example.  # [d_y, B, *outputs]"""
-        self._check_outputs(f)
-        f = widen(f)
-        d_y = self._measurements(f)
+        """The rows of `A/σ`, the same for each example.  # [d_y, B, *outputs]"""
+        f = self._outputs(f)
+        d_y = self._n_measurements(f)
         rows = self.map.adjoint(torch.eye(d_y, dtype=f.dtype, device=f.device), f.shape[1:])
         return (rows / self.noise_std).unsqueeze(1).expand(d_y, *f.shape)
 
     def fisher_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Of one example, which is that of all."""
+        """Computed for one example, as it is the same for all."""
         one = self.fisher_root(f[:1])[:, 0].square().sum(0)
         return one.expand(f.shape).clone()
 
     def noise_shape(self, f: Tensor) -> torch.Size:
-        return torch.Size([self._measurements(f)])
+        return torch.Size([self._n_measurements(f)])
 
     def sample(self, f: Tensor, uniform: Tensor, y: Tensor | None = None) -> Tensor:
-        f = widen(f)
-        clean = self.map(f)
-        if uniform.shape != clean.shape:
-            raise LikelihoodError(
-                f"LinearMeasurement samples measurements from uniform numbers of their shape {list(clean.shape)}, got "
-                f"shape {list(uniform.shape)}."
-            )
-        return clean + self.noise_std * standard_normal(uniform.to(f.dtype))
+        clean = self.map(self._outputs(f))
+        self._check_uniform(uniform, clean.shape)
+        return clean + self.noise_std * standard_normal(uniform.to(clean.dtype))
 
     def conditional(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        clean = self.map(widen(f))
+        clean = self.map(self._outputs(f))
         return clean, torch.full_like(clean, self.noise_std**2)
 
-    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive | None:
-        """Mean `Am`, variance `diag AΣAᵀ + σ²`, for covariances of all outputs; variances alone do not tell."""
+    def closed_form(self, mean: Tensor, covariance: Tensor, link: str) -> Predictive:
+        """Mean `Am`, variance `diag AΣAᵀ + σ²`. This needs the covariances of all outputs; variances are not enough."""
         d_x = mean[0].numel()
         if covariance.shape != (len(mean), d_x, d_x):
             raise LikelihoodError(
@@ -139,107 +122,94 @@ class LinearMeasurement(RealTargets):
         rows = self.fisher_root(mean[:1]).reshape(-1, d_x) * self.noise_std  # [d_y, d_x]
         return Predictive(clean, torch.einsum("ki,bij,kj->bk", rows, covariance, rows).clamp_min(0), noise)
 
-    def check_fit(self, f: Tensor, y: Tensor) -> None:
-        self._check_outputs(f)
-        self.map.check_outputs(f)
-        self._check_real(y)
-        expected = (len(f), y.shape[1] if self.map.n_measurements is None and y.ndim == 2 else self._measurements(f))
-        self._check_shape(f, y, expected)
-
     def check(self, f: Tensor, y: Tensor) -> None:
         self.check_fit(f, y)
-        self.map.check(widen(f.detach()), y)
+        self.map.check_adjoint(widen(f.detach()), y)
         super().check(f, y)
 
+    def _check_outputs(self, f: Tensor) -> None:
+        super()._check_outputs(f)
+        self.map.check_outputs(f)
+
+    def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        super()._check_targets(f, y)
+        # `check_adjoint` compares the measurements of functions with the targets, without a call per batch.
+        d_y = y.shape[1] if self.map.n_measurements is None and y.ndim == 2 else self._n_measurements(f)
+        self._check_shape(f, y, (len(f), d_y))
+
     def _errors(self, f: Tensor, y: Tensor) -> Tensor:
-        self.check_fit(f, y)
-        f = widen(f)
+        f = self._outputs(f, y)
         return y.to(f.dtype) - self.map(f)
 
-    def _measurements(self, f: Tensor) -> int:
-        """`d_y`; of functions, what they return."""
+    def _n_measurements(self, f: Tensor) -> int:
+        """`d_y`; for functions, the size of what they return."""
         if self.map.n_measurements is not None:
             return self.map.n_measurements
         with torch.no_grad():
             return int(self.map(torch.zeros_like(widen(f[:1]))).shape[1])
 
 
-_PROBES = 4
-Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-
-
 class LinearMap:
     """`A`, applied to a batch.
+
+    A matrix `[d_y, d_x]` sees the outputs of an example as one vector, whatever their layout. A pair of functions sees
+    them in their layout: `apply` maps `[B, *outputs]` to `[B, d_y]`, and `adjoint` maps `[B, d_y]` back.
 
     >>> A = LinearMap(torch.tensor([[1.0, 1.0, 0.0]]))
     >>> A(torch.tensor([[1.0, 2.0, 3.0]])), A.adjoint(torch.tensor([[2.0]]), torch.Size([3]))
     (tensor([[3.]]), tensor([[2., 2., 0.]]))
     """
 
-    def __init__(self, A: Tensor | Pair) -> None:
-        self.matrix: Tensor | None = None
-        self._apply: Callable[[Tensor], Tensor] | None = None
-        if isinstance(A, Tensor):
-            self.matrix = _checked(A)
-        elif isinstance(A, tuple) and len(A) == 2 and all(callable(function) for function in A):
-            self._apply, self._adjoint = A
-        else:
+    def __init__(self, A: Tensor | Functions) -> None:
+        self.matrix = _checked_matrix(A) if isinstance(A, Tensor) else None
+        self._functions = None if isinstance(A, Tensor) else A
+        if self.matrix is None and not (isinstance(A, tuple) and len(A) == 2 and all(map(callable, A))):
             raise LikelihoodError(
                 "A must be a matrix [measurements, outputs], dense or sparse, or a pair of functions (apply, adjoint), "
                 f"got {shown(A)}."
             )
 
     @property
-    def n_outputs(self) -> int | None:
-        """`d_x`, which functions do not tell."""
-        return None if self.matrix is None else self.matrix.shape[1]
-
-    @property
     def n_measurements(self) -> int | None:
-        """`d_y`, likewise."""
+        """`d_y`; None if `A` is a pair of functions."""
         return None if self.matrix is None else self.matrix.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """`Ax` of each example.  # [B, *outputs] -> [B, d_y]"""
-        if self.matrix is None:
-            assert self._apply is not None
-            return self._apply(x)
+        if self._functions is not None:
+            return self._functions[0](x)
         self.check_outputs(x)
-        return (self._in(x) @ x.reshape(len(x), -1).mT).mT
+        return (self._matrix_like(x) @ x.reshape(len(x), -1).mT).mT
 
     def adjoint(self, y: Tensor, shape: torch.Size) -> Tensor:
         """`Aᵀy` in the shape of an example's outputs.  # [B, d_y] -> [B, *outputs]"""
-        if self.matrix is None:
-            return self._adjoint(y).reshape(len(y), *shape)
-        return (self._in(y).mT @ y.mT).mT.reshape(len(y), *shape)
-
-    def to(self, device: torch.device) -> LinearMap:
-        """Functions do as they are: they see tensors on the device of the outputs."""
-        return self if self.matrix is None else LinearMap(self.matrix.to(device))
+        x = (self._matrix_like(y).mT @ y.mT).mT if self._functions is None else self._functions[1](y)
+        return x.reshape(len(y), *shape)
 
     def check_outputs(self, x: Tensor) -> None:
-        """Refuse a matrix of other outputs, which is free."""
+        """Raise an error if a matrix does not fit the number of outputs."""
         if self.matrix is not None and x.shape[1:].numel() != self.matrix.shape[1]:
             raise LikelihoodError(
                 f"A has {self.matrix.shape[1]} columns, but an example has {x.shape[1:].numel()} outputs, of shape "
                 f"{list(x.shape[1:])}: A maps all outputs of one example, in that order."
             )
 
-    def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse an adjoint that is none, and a map that measures nothing of these outputs."""
-        if self.matrix is not None:
+    def check_adjoint(self, f: Tensor, y: Tensor) -> None:
+        """Raise an error unless the second function is the adjoint of the first: `⟨Ax, y⟩ = ⟨x, Aᵀy⟩` for random `x`,
+        and for `y` that are random or `Ax`. The latter reveals a wrong factor for any number of measurements."""
+        if self._functions is None:
             return
-        g = torch.Generator().manual_seed(0)
-        u = torch.randn(_PROBES, *f.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
-        v = torch.randn(_PROBES, *y.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
+        n, g = 4, torch.Generator().manual_seed(0)
+        u = torch.randn(n, *f.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
+        v = torch.randn(n, *y.shape[1:], generator=g, dtype=torch.float64, device="cpu").to(f)
         Au = self(u)
         if Au.shape != v.shape:
             raise LikelihoodError(
                 f"the first function of A takes outputs of shape {list(u.shape)} to {list(Au.shape)}, but the targets "
                 f"are {list(v.shape)}: it must return [B, measurements]."
             )
-        v[: _PROBES // 2] = Au[: _PROBES // 2]
-        Aᵀv = self._adjoint(v)
+        v[: n // 2] = Au[: n // 2]
+        Aᵀv = self._functions[1](v)
         if Aᵀv.numel() != u.numel():
             raise LikelihoodError(
                 f"the second function of A takes measurements of shape {list(v.shape)} to {list(Aᵀv.shape)}, but "
@@ -247,21 +217,21 @@ class LinearMap:
             )
         if not (Au.isfinite().all() and Aᵀv.isfinite().all()) or not Au.any():
             raise LikelihoodError("A measures nothing, or returns NaN or infinity, for random outputs: check it.")
-        one, other = (in_float64(t).sum(1) for t in (Au * v, u.flatten(1) * Aᵀv.reshape(_PROBES, -1)))  # [4]
+        left, right = (in_float64(t).sum(1) for t in (Au * v, u.flatten(1) * Aᵀv.reshape(n, -1)))  # [n]
         scale = in_float64(Au).norm(dim=1) * in_float64(v).norm(dim=1)
-        off, worst = ((one - other).abs() / scale).max(0)
-        if off > 1e-3:  # float32's rounding is far below
+        error, worst = ((left - right).abs() / scale).max(0)
+        if error > 1e-3:  # far above the rounding of float32
             raise LikelihoodError(
-                f"the second function of A is not the adjoint of the first: ⟨Ax, y⟩ is {one[worst]:.6g} and ⟨x, Aᵀy⟩ "
-                f"is {other[worst]:.6g} for the same random x and y."
+                f"the second function of A is not the adjoint of the first: ⟨Ax, y⟩ is {left[worst]:.6g} and ⟨x, Aᵀy⟩ "
+                f"is {right[worst]:.6g} for the same random x and y."
             )
 
-    def _in(self, like: Tensor) -> Any:
+    def _matrix_like(self, t: Tensor) -> Tensor:
         assert self.matrix is not None
-        return self.matrix.to(device=like.device, dtype=like.dtype)
+        return self.matrix.to(device=t.device, dtype=t.dtype)
 
 
-def _checked(A: Tensor) -> Tensor:
+def _checked_matrix(A: Tensor) -> Tensor:
     if A.ndim != 2 or not A.is_floating_point():
         raise LikelihoodError(
             f"A must be a floating-point matrix [measurements, outputs], got {A.dtype} of shape {list(A.shape)}."
@@ -275,5 +245,5 @@ def _checked(A: Tensor) -> Tensor:
     if not values.isfinite().all():
         raise LikelihoodError("A has entries that are NaN or infinite.")
     if not values.any():
-        raise LikelihoodError("A is zero everywhere, so that nothing is measured.")
+        raise LikelihoodError("A is zero everywhere, so it measures nothing.")
     return A

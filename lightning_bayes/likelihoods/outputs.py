@@ -1,14 +1,13 @@
-"""Network outputs: their layouts, and the few operations on them that every likelihood shares.
+"""The layouts of network outputs, and the operations on outputs that all likelihoods share.
 
 A network's output `f` has one of the layouts
 
 - `[B]`                   one output per example;
 - `[B, C]`                `C` outputs (classes, labels, channels) per example;
-- `[B, C, *positions]`    dense: `C` outputs at every position, the positions independent given `f`.
+- `[B, C, *positions]`    dense: `C` outputs at each position; positions are independent given `f`.
 
-A Gaussian over outputs is a mean `m` in one of these layouts with either its variances (the same shape) or, for
-`[B, C]` only, its covariances `Σ` `[B, C, C]`. Dense outputs never need a full covariance.
-Half precision is widened: everything is computed, and returned, in at least float32.
+A Gaussian over outputs is a mean `m` in one of these layouts, with variances of the same shape or, for `[B, C]` only,
+covariances `Σ` `[B, C, C]`. Results are computed and returned in at least float32.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from lightning_bayes.arguments import count, instance, shown
 
 
 class LikelihoodError(ValueError):
-    """Outputs, targets or settings that do not fit the likelihood; the message names the culprit and the way out."""
+    """Outputs, targets or settings do not fit the likelihood."""
 
 
 class UnknownLikelihoodError(LikelihoodError):
-    """A name that no likelihood of this program has."""
+    """No likelihood has the requested name."""
 
 
 def widen(t: Tensor) -> Tensor:
-    """`t` in at least float32: float16 and bfloat16 are too coarse for sums and tails."""
+    """`t` in at least float32, because float16 and bfloat16 are too coarse for sums and tails."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def sum_per_example(t: Tensor) -> Tensor:
-    """The sum over everything but the batch: `[B, …]` to `[B]`."""
+    """The sum over all dimensions but the batch: `[B, …]` to `[B]`."""
     return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
 def diagonal_root(d: Tensor) -> Tensor:
-    """The columns `[C, B, C, …]` of the root `diag(d)` at every example and position; `[1, B]` for `d` of shape `[B]`.
+    """The columns `[C, B, C, …]` of the root `diag(d)` at each example and position; `[1, B]` for `d` of shape `[B]`.
 
     >>> diagonal_root(torch.tensor([[2.0, 3.0]]))
     tensor([[[2., 0.]],
@@ -56,7 +55,7 @@ def diagonal_root(d: Tensor) -> Tensor:
 
 
 def standard_normal(uniform: Tensor) -> Tensor:
-    """Standard normal draws by inverse CDF; `torch.rand` can return an exact 0, which must not become −∞."""
+    """Standard normal draws by inverse CDF. `torch.rand` can return exactly 0, which must not become −∞."""
     eps = torch.finfo(uniform.dtype).eps
     return torch.special.ndtri(uniform.clamp(eps, 1 - eps))
 
@@ -64,9 +63,9 @@ def standard_normal(uniform: Tensor) -> Tensor:
 def marginal_variance(mean: Tensor, covariance: Tensor) -> Tensor:
     """The variances, in the shape of `mean`, of a Gaussian given by its variances or by covariances `[B, C, C]`."""
     if covariance.shape == mean.shape:
-        return _without_rounding(covariance)
+        return _clamp_rounding(covariance)
     if mean.ndim == 2 and covariance.shape == (*mean.shape, mean.shape[1]):
-        return _without_rounding(covariance.diagonal(dim1=1, dim2=2))  # [B, C]
+        return _clamp_rounding(covariance.diagonal(dim1=1, dim2=2))  # [B, C]
     full = f" or covariances of shape {[*mean.shape, mean.shape[1]]}" if mean.ndim == 2 else ""
     raise LikelihoodError(
         f"an output mean of shape {list(mean.shape)} needs variances of the same shape{full}, "
@@ -74,8 +73,9 @@ def marginal_variance(mean: Tensor, covariance: Tensor) -> Tensor:
     )
 
 
-def _without_rounding(variance: Tensor) -> Tensor:
-    """Variances, or a covariance's eigenvalues: what rounding has left just below zero is zero, more is an error."""
+def _clamp_rounding(variance: Tensor) -> Tensor:
+    """Clamp variances, or eigenvalues of a covariance, that rounding made negative; larger negative values raise an
+    error."""
     if variance.numel() and bool(variance.amin() < -1e-3 * variance.abs().amax()):
         raise LikelihoodError(
             f"the covariance of the outputs must be positive semi-definite, but has a variance of "
@@ -85,19 +85,17 @@ def _without_rounding(variance: Tensor) -> Tensor:
 
 
 def draw_gaussian(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
-    """`samples` draws from the Gaussian over outputs. All examples share the noise, so that an example's draws depend
-    on the generator and on its own mean and covariance, not on its batch.  # [S, B, …]"""
+    """`samples` draws from the Gaussian over outputs. All examples share the noise, so the draws of an example do not
+    depend on its batch.  # [S, B, …]"""
     count("samples", samples, error=LikelihoodError)
-    check_generator(generator)
     device = mean.device if generator is None else generator.device
     noise = torch.randn((samples, 1, *mean.shape[1:]), generator=generator, device=device, dtype=mean.dtype)
     return _at_noise(mean, covariance, noise.to(mean.device))
 
 
 def gaussian_nodes(mean: Tensor, covariance: Tensor, samples: int) -> Tensor:
-    """`samples` points of equal weight that stand for the Gaussian over outputs. Nothing is random: standard normal
-    points, the same for every example and position, are moved and scaled.  # [S, B, …]"""
-    count("samples", samples, error=LikelihoodError)
+    """`samples` points of equal weight that represent the Gaussian over outputs. They are deterministic: the same
+    standard normal points are shifted and scaled for each example and position.  # [S, B, …]"""
     outputs = mean.shape[1:2]  # none, or C
     nodes = _standard_nodes(samples, outputs.numel()).to(mean.dtype).to(mean.device)
     return _at_noise(mean, covariance, nodes.view(samples, 1, *outputs, *[1] * (mean.ndim - 2)))
@@ -106,11 +104,11 @@ def gaussian_nodes(mean: Tensor, covariance: Tensor, samples: int) -> Tensor:
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _standard_nodes(S: int, C: int) -> Tensor:
-    """Sobol points as standard normal ones, with mean zero and, where they are more than `C`, the identity as their
-    covariance. So the variance of what is linear in the outputs is exact.  # [S, C]"""
+    """Standard normal Sobol points with mean zero and, if `S > C`, identity covariance: the variance of any linear
+    function of the outputs is then exact.  # [S, C]"""
     engine = torch.quasirandom.SobolEngine(min(C, torch.quasirandom.SobolEngine.MAXDIM), scramble=True, seed=0)
     z = standard_normal(engine.draw(S, dtype=torch.float64))
-    z = z[:, torch.arange(C, device="cpu") % engine.dimension]  # of more classes than Sobol has dimensions
+    z = z[:, torch.arange(C, device="cpu") % engine.dimension]  # repeated beyond MAXDIM
     z = z - z.mean(0)
     if S <= C:
         return z
@@ -126,9 +124,9 @@ def _at_noise(mean: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
 
 
 def _triangular_root(covariance: Tensor) -> Tensor:
-    """`L` with `LLᵀ = Σ`, of each example by itself. Singular covariances, such as that of a common shift of all
-    logits, need a jitter: the least that works, relative to the largest variance. Without any variance `L` is zero,
-    and has no gradient.  # [B, C, C]"""
+    """`L` with `LLᵀ = Σ`, independently for each example. A singular covariance, such as a common shift of all logits,
+    gets the smallest jitter that works, relative to its largest variance. Without any variance `L` is zero and has no
+    gradient.  # [B, C, C]"""
     C, eps = covariance.shape[-1], torch.finfo(covariance.dtype).eps
     eye = torch.eye(C, dtype=covariance.dtype, device=covariance.device)
     scale = covariance.detach().abs().amax((-2, -1), keepdim=True)  # [B, 1, 1]
@@ -140,13 +138,13 @@ def _triangular_root(covariance: Tensor) -> Tensor:
         failed = info > 0  # [B]
         if not failed.any():
             return L * scale.sqrt()
-        if jitter.amax() > 1e-3 * C:  # more than rounding
-            _without_rounding(torch.linalg.eigvalsh(covariance[failed]))
+        if jitter.amax() > 1e-3 * C:  # larger than rounding errors
+            _clamp_rounding(torch.linalg.eigvalsh(covariance[failed]))
         jitter = torch.where(failed[:, None, None], 10 * jitter, jitter)
 
 
 def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
-    """A real number or a vector of them, as a tensor."""
+    """A real number, or a vector of real numbers, as a tensor."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -159,6 +157,5 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
 
 
 def check_generator(generator: Any) -> None:
-    if generator is not None:
-        meaning = "a torch.Generator, such as torch.Generator().manual_seed(0)"
-        instance("generator", generator, torch.Generator, meaning)
+    meaning = "a torch.Generator, such as torch.Generator().manual_seed(0)"
+    instance("generator", generator, (torch.Generator, type(None)), meaning)

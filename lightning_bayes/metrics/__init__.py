@@ -1,7 +1,6 @@
-"""Metrics of uncertainty, as torchmetrics: right for any split of the data, in any order, on any number of processes.
+"""Metrics of uncertainty as torchmetrics: the same value for any split, order and number of processes.
 
-They need torch and torchmetrics only, and know nothing of the rest of this package; `functional` holds the same
-metrics as plain functions.
+They depend on torch and torchmetrics only. `functional` has the same metrics as plain functions.
 
 | | `update` |
 |---|---|
@@ -18,7 +17,7 @@ from lightning_bayes.metrics.classification import (
     NegativeLogLikelihood,
 )
 from lightning_bayes.metrics.functional.inputs import MetricInputError
-from lightning_bayes.metrics.ood_detection import OODDetection
+from lightning_bayes.metrics.ranking import OODDetection, RiskCoverage
 from lightning_bayes.metrics.regression import (
     GaussianCRPS,
     GaussianNLL,
@@ -26,7 +25,6 @@ from lightning_bayes.metrics.regression import (
     IntervalWidth,
     RegressionCalibrationError,
 )
-from lightning_bayes.metrics.risk_coverage import RiskCoverage
 
 __all__ = [
     "BrierDecomposition",

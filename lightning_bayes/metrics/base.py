@@ -1,15 +1,18 @@
-"""What the metrics here share: one additive float64 state, the same value for any split, order or number of processes.
+"""The base of the metrics: one additive float64 state, and the same value for any split, order or number of processes.
 
-A metric's state is either `sums`, a tensor that batches and processes add up, or `rows`, all the values seen where
-only the whole sample gives the exact answer. Three habits of torchmetrics are dealt with once, here:
+The state of a metric is either `sums`, a tensor that batches and processes add up, or `rows`, all values seen, for
+metrics that need the whole sample. Three properties of torchmetrics shape this file:
 
-- `module.to(torch.bfloat16)` would cast the states, and a bfloat16 count stops at 256: ours keep their dtype;
-- a process without data sends an empty placeholder of the metric's dtype and one axis: so rows are flat float64;
-- `MetricCollection` merges metrics for good if their states agree after the first batch, as those of 90 % and 95 %
-  coverage may: so a state's name carries every setting that matters to `update`.
+- `module.to(torch.bfloat16)` would cast the states, and a bfloat16 count stops at 256; these states keep their dtype.
+- A process without data sends an empty placeholder with the metric's dtype and one axis; rows are therefore stored as
+  flat float64 tensors.
+- `MetricCollection` merges metrics permanently if their states agree after the first batch, as the states of 90 % and
+  95 % coverage may; a state's name therefore carries every setting that `update` depends on.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -17,15 +20,22 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype, mean_compute
+from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype
+from lightning_bayes.metrics.functional.sums import mean_compute
+
+
+@singledispatch
+def draw(metric: Metric, ax: Any, val: Any = None) -> tuple[Any, Any]:
+    """Draw a metric and return (fig, ax). `lightning_bayes.plots` registers the function for each type of metric."""
+    raise NotImplementedError(f"no plot is registered for {type(metric).__name__}: import lightning_bayes.plots.")
 
 
 class AdditiveMetric(Metric):
-    """Base of the metrics here; a subclass declares its state in `__init__` with `keep_sums` or `keep_rows`.
+    """Base class of the metrics. A subclass declares its state in `__init__` with `keep_sums` or `keep_rows`.
 
     Args:
-        validate_args: check the values of every batch. Off, it saves the device a synchronisation per batch.
-        kwargs: torchmetrics' own, such as `process_group` or `sync_on_compute`.
+        validate_args: check the values of each batch. `False` saves one device synchronisation per batch.
+        kwargs: arguments of torchmetrics, such as `process_group` or `sync_on_compute`.
     """
 
     is_differentiable = False
@@ -34,52 +44,58 @@ class AdditiveMetric(Metric):
     def __init__(self, validate_args: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.validate_args = flag("validate_args", validate_args, MetricInputError)
-        self._state_name = ""
         self.set_dtype(accumulation_dtype(torch.get_default_device()))
 
     def keep_sums(self, *shape: int, settings: Sequence[Any] = ()) -> None:
-        """Let the state be one tensor of sums."""
-        self._state_name = _state_name("sums", type(self), settings)
+        """Declare one tensor of sums as the state."""
         dtype = accumulation_dtype(torch.get_default_device())
-        self.add_state(self._state_name, torch.zeros(shape, dtype=dtype), dist_reduce_fx="sum")
+        self._declare(torch.zeros(shape, dtype=dtype), "sum", settings)
 
     def keep_rows(self, *shape: int, settings: Sequence[Any] = ()) -> None:
-        """Let the state be all values seen, each a row of `shape`."""
-        self._state_name = _state_name("rows", type(self), settings)
+        """Declare all values seen as the state, each a row of `shape`."""
         self._row_shape = shape
-        self.add_state(self._state_name, [], dist_reduce_fx="cat")
+        self._declare([], "cat", settings)
+
+    def _declare(self, empty: Tensor | list[Tensor], reduction: str, settings: Sequence[Any]) -> None:
+        self.keeps_rows = isinstance(empty, list)
+        parts = ["rows" if self.keeps_rows else "sums", type(self).__name__, *map(str, settings)]
+        self._state_name = "_".join(parts).replace(".", "_")  # torch allows no dots in names of buffers
+        self.add_state(self._state_name, empty, dist_reduce_fx=reduction)
 
     def accumulate(self, new: Tensor) -> None:
-        """Add a batch's sums, or append its rows `[N, *shape]`."""
+        """Add the sums of a batch, or append its rows `[N, *shape]`."""
         new, state = new.detach(), getattr(self, self._state_name)
-        if isinstance(state, list):
+        if self.keeps_rows:
             state.append(new.reshape(-1))
         else:
             setattr(self, self._state_name, state + new)
 
     @property
     def sums(self) -> Tensor:
-        """The sums so far; over all processes inside `compute`."""
+        """The sums so far; over all processes inside `compute` and `gathered`."""
         return getattr(self, self._state_name)
 
     @property
     def rows(self) -> Tensor:
-        """All rows so far, `[N, *shape]`; over all processes inside `compute`."""
+        """All rows so far, `[N, *shape]`; over all processes inside `compute` and `gathered`."""
         state = getattr(self, self._state_name)
-        if isinstance(state, list):
-            nothing = torch.empty(0, dtype=accumulation_dtype(self.device), device=self.device)
-            state = torch.cat(state) if state else nothing
+        if isinstance(state, list):  # not yet gathered
+            empty = torch.empty(0, dtype=accumulation_dtype(self.device), device=self.device)
+            state = torch.cat(state) if state else empty
         return state.reshape(-1, *self._row_shape)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which the state is gathered from all processes. Enter it on all of them."""
+        return self.sync_context(dist_sync_fn=self.dist_sync_fn)
+
     def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """Draw `val`, a value or a list of values over time; without it, what the metric holds. Returns (fig, ax).
+        """Draw the metric's state, or the values `val` over time. Returns (fig, ax).
 
-        Under several processes call it on all of them: what the metric holds is gathered first.
+        `CalibrationError`, `RegressionCalibrationError`, `OODDetection` and `RiskCoverage` draw a diagram of their
+        state, all other metrics the current value. With several processes, call it on all of them: the state is
+        gathered first.
         """
-        from lightning_bayes.plots.figure import require_matplotlib
-
-        require_matplotlib()
-        return self._plot(val, ax)
+        return draw.dispatch(type(self) if val is None else AdditiveMetric)(self, ax, val)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
         def move(state: Tensor) -> Tensor:
@@ -93,7 +109,7 @@ class AdditiveMetric(Metric):
 
 
 class MeanMetric(AdditiveMetric):
-    """A metric that is a mean over examples, from the sums (Σ, n). NaN where nothing was counted."""
+    """A mean over examples, from the sums (Σ, n). NaN if nothing was counted."""
 
     def __init__(self, settings: Sequence[Any] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -102,7 +118,3 @@ class MeanMetric(AdditiveMetric):
     def compute(self) -> Tensor:
         """The mean over everything seen."""
         return mean_compute(self.sums)
-
-
-def _state_name(kind: str, metric: type, settings: Sequence[Any]) -> str:
-    return "_".join([kind, metric.__name__, *map(str, settings)]).replace(".", "_")  # a state's name takes no dots

@@ -1,18 +1,6 @@
-"""Negative log-likelihood of a Gaussian predictive: (1/N) Σₙ ½ [log 2πσₙ² + (yₙ - μₙ)²/σₙ²], in nats.
+"""Metrics of a Gaussian predictive; `lightning_bayes.metrics.functional.regression` has the formulas.
 
-The formula's conventions are in `lightning_bayes.metrics.functional.gaussian_nll`.
-
-Continuous ranked probability score of a Gaussian predictive, in the unit of the target.
-
-The formula is in `lightning_bayes.metrics.functional.gaussian_crps`.
-
-Central prediction intervals of a Gaussian predictive: coverage (PICP) and mean width (MPIW).
-
-The formulas are in `lightning_bayes.metrics.functional.interval`.
-
-Quantile calibration of a Gaussian predictive: expected against observed levels.
-
-The formula is in `lightning_bayes.metrics.functional.regression_calibration_error`.
+Every `update` takes `mean`, `variance` (noise included) and `target` of one shape.
 """
 
 from typing import Any
@@ -20,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bayes.metrics.base import AdditiveMetric, MeanMetric
-from lightning_bayes.metrics.functional.classification import Norm
-from lightning_bayes.metrics.functional.inputs import check_choice
+from lightning_bayes.metrics.functional.inputs import regression_inputs
 from lightning_bayes.metrics.functional.regression import (
     _gaussian_crps_update,
     _gaussian_nll_update,
@@ -31,9 +18,10 @@ from lightning_bayes.metrics.functional.regression import (
     _regression_calibration_compute,
     _regression_calibration_curve,
     _regression_calibration_update,
-    check_levels,
+    check_quantiles,
     interval_z,
 )
+from lightning_bayes.metrics.functional.sums import Norm
 
 
 class GaussianNLL(MeanMetric):
@@ -49,8 +37,8 @@ class GaussianNLL(MeanMetric):
     higher_is_better = False
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Count every element of three tensors of one shape."""
-        self.accumulate(_gaussian_nll_update(mean, variance, target, self.validate_args))
+        """Add every element of three tensors of one shape."""
+        self.accumulate(_gaussian_nll_update(*regression_inputs(mean, variance, target, self.validate_args)))
 
 
 class GaussianCRPS(MeanMetric):
@@ -67,12 +55,12 @@ class GaussianCRPS(MeanMetric):
     plot_lower_bound = 0.0
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Count every element of three tensors of one shape."""
-        self.accumulate(_gaussian_crps_update(mean, variance, target, self.validate_args))
+        """Add every element of three tensors of one shape."""
+        self.accumulate(_gaussian_crps_update(*regression_inputs(mean, variance, target, self.validate_args)))
 
 
 class IntervalCoverage(MeanMetric):
-    """Share of the targets inside their central interval; a calibrated model's is `level`. NaN if nothing counted.
+    """Share of the targets inside their central interval, ideally `level`. NaN if nothing was counted.
 
     >>> import torch
     >>> metric = IntervalCoverage(level=0.95)
@@ -89,8 +77,9 @@ class IntervalCoverage(MeanMetric):
         self.level, self._z = level, interval_z(level)
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Count every element of three tensors of one shape."""
-        self.accumulate(_interval_coverage_update(mean, variance, target, self._z, self.validate_args))
+        """Add every element of three tensors of one shape."""
+        inputs = regression_inputs(mean, variance, target, self.validate_args)
+        self.accumulate(_interval_coverage_update(*inputs, self._z))
 
 
 class IntervalWidth(MeanMetric):
@@ -110,8 +99,8 @@ class IntervalWidth(MeanMetric):
         self.level, self._z = level, interval_z(level)
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Count every element of three tensors of one shape; mean and target do not change the width."""
-        self.accumulate(_interval_width_update(mean, variance, target, self.validate_args))
+        """Add every element of three tensors of one shape; only `variance` changes the width."""
+        self.accumulate(_interval_width_update(*regression_inputs(mean, variance, target, self.validate_args)))
 
     def compute(self) -> Tensor:
         """The mean width over everything seen."""
@@ -124,7 +113,7 @@ class RegressionCalibrationError(AdditiveMetric):
     Args:
         n_bins: the levels are k/n_bins for 0 < k < n_bins.
         norm: `"l1"`, the mean absolute distance; `"l2"`, the root mean square; `"max"`, the largest.
-        kwargs: `validate_args`, and torchmetrics' own.
+        kwargs: `validate_args`, and arguments of torchmetrics.
 
     >>> import torch
     >>> metric = RegressionCalibrationError(n_bins=4)
@@ -139,14 +128,14 @@ class RegressionCalibrationError(AdditiveMetric):
 
     def __init__(self, n_bins: int = 20, norm: Norm = "l1", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_levels(n_bins)
-        check_choice("norm", norm, ("l1", "l2", "max"))
+        check_quantiles(n_bins, norm)
         self.n_bins, self.norm = n_bins, norm
         self.keep_sums(n_bins)
 
     def update(self, mean: Tensor, variance: Tensor, target: Tensor) -> None:
-        """Count every element of three tensors of one shape."""
-        self.accumulate(_regression_calibration_update(mean, variance, target, self.n_bins, self.validate_args))
+        """Add every element of three tensors of one shape."""
+        inputs = regression_inputs(mean, variance, target, self.validate_args)
+        self.accumulate(_regression_calibration_update(*inputs, self.n_bins))
 
     def compute(self) -> Tensor:
         """The calibration error in the metric's norm."""
@@ -154,13 +143,5 @@ class RegressionCalibrationError(AdditiveMetric):
 
     def curve(self) -> tuple[Tensor, Tensor]:
         """Expected levels and observed shares `[n_bins - 1]`, over all processes."""
-        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+        with self.gathered():
             return _regression_calibration_curve(self.sums)
-
-    def plot(self, val: Any = None, ax: Any = None) -> tuple[Any, Any]:
-        """The calibration curve; or, given values of `compute`, those over time. Returns (fig, ax)."""
-        if val is not None:
-            return super().plot(val, ax)
-        from lightning_bayes.plots.metric_plots import draw_regression_calibration
-
-        return draw_regression_calibration(*self.curve(), self.compute(), norm=self.norm, ax=ax)

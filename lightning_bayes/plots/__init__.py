@@ -1,6 +1,5 @@
-"""Pictures of uncertainty: plain tensors in, `(fig, ax)` out. They need matplotlib, which is optional."""
+"""Plots of uncertainty: they take plain tensors and return `(fig, ax)`. matplotlib is an optional dependency."""
 
-from lightning_bayes.plots.decision_map import decision_map
 from lightning_bayes.plots.figure import log_figure
 from lightning_bayes.plots.metric_plots import (
     ood_histogram,
@@ -8,8 +7,7 @@ from lightning_bayes.plots.metric_plots import (
     reliability_diagram,
     risk_coverage_curve,
 )
-from lightning_bayes.plots.regression_bands import regression_bands
-from lightning_bayes.plots.uncertainty_maps import uncertainty_maps
+from lightning_bayes.plots.prediction_plots import decision_map, regression_bands, uncertainty_maps
 
 __all__ = [
     "decision_map",

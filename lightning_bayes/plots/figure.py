@@ -1,14 +1,8 @@
-"""The look that all pictures share, and the one place that knows matplotlib is optional.
+"""The style and the checks that all plots share, and where finished figures go.
 
-Colours are Okabe & Ito's (2008), told apart with any colour vision; no picture relies on colour alone, so each reads in
-grey print too, by lightness, hatching, line style or marker. Figures are made without pyplot: nothing is registered,
-leaked or left behind in the user's settings, and no display is needed. For a pyplot figure, pass one of its axes.
-
-Hand a figure to whatever logger is there, or write it as a PNG file.
-
-Loggers are told apart by what they can do, so none of their packages is imported: TensorBoard's experiment has
-`add_figure`, the Weights & Biases logger `log_image`, and an MLflow logger a `run_id` and a client with
-`log_figure(run_id, figure, file)`.
+Colours are from Okabe & Ito (2008) and work with any colour vision. No plot relies on colour alone: lightness,
+hatching, line style and markers keep it readable in grey print. Figures do not use pyplot, so they need no display and
+change neither its open figures nor the user's settings. For a pyplot figure, pass one of its axes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_bayes.arguments import count, instance, shown, text
+from lightning_bayes.metrics.functional.inputs import check_tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +39,7 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def require_matplotlib() -> None:
-    """Say how to install matplotlib where it is missing."""
+    """Raise an error that says how to install matplotlib if it is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -57,61 +52,69 @@ def require_matplotlib() -> None:
 def canvas(
     ax: Any = None, panels: int = 1, size: tuple[float, float] = (4.2, 4.2), rows: int = 1
 ) -> Iterator[tuple["Figure", Any]]:
-    """A figure and its axes in the house style: one Axes, or an array of `panels`, and of `rows` of them where there
-    are several. The user's settings are put back.
+    """A figure and its axes in the package's style: one Axes, or an array of `rows` × `panels`. The user's matplotlib
+    settings are restored on exit.
 
-    `size` is that of one panel, in inches. A given `ax` is drawn into, its figure and layout left alone.
+    `size` is the size of one panel in inches. If `ax` is given, the plot goes there and the figure's layout is kept.
     """
     require_matplotlib()
     import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    n = rows * panels
     with matplotlib.rc_context(_SETTINGS):
         if ax is None:
             figure = Figure(figsize=(size[0] * panels, size[1] * rows), layout="constrained", dpi=120)
             ax = figure.subplots(rows, panels)
         else:
-            given = np.asarray(ax, dtype=object).reshape(-1)
-            if not all(isinstance(axis, Axes) for axis in given):
+            axes = np.asarray(ax, dtype=object).reshape(-1)
+            if not all(isinstance(axis, Axes) for axis in axes):
                 raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
-            if len(given) != rows * panels:
-                raise ValueError(f"ax must hold {rows * panels} Axes, one per panel, got {len(given)}.")
-            ax = given[0] if rows * panels == 1 else given
-        yield (ax if rows * panels == 1 else ax.flat[0]).figure, ax
+            if len(axes) != n:
+                raise ValueError(f"ax must hold {n} Axes, one per panel, got {len(axes)}.")
+            ax = axes[0] if n == 1 else axes
+        yield (ax if n == 1 else ax.flat[0]).figure, ax
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    """A tensor from any device, of any float type, as float64."""
+    """A tensor from any device and of any dtype as a float64 array."""
     return x.detach().cpu().double().numpy()
 
 
-def check_each(name: str, value: Any, of: str, n: int) -> None:
-    """Refuse what does not have one value for each of `n`: `[n]` or `[n, 1]`."""
-    if list(value.shape) not in ([n], [n, 1]):
-        raise ValueError(f"{name} must have a value for each of the {n} of {of}, got shape {list(value.shape)}.")
+def check_shape(name: str, value: Tensor, expected: str, *shapes: list[int]) -> None:
+    """Raise an error unless `value` is a tensor of one of the `shapes`, which the message calls `expected`."""
+    check_tensors(**{name: value})
+    if list(value.shape) not in shapes:
+        raise ValueError(f"{name} must {expected}, got shape {list(value.shape)}.")
 
 
-def draw_diagonal(ax: "Axes", label: str) -> None:
-    """The line of perfect calibration."""
-    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1.2, label=label)
+def check_one_each(name: str, value: Tensor, owner: str, n: int) -> None:
+    """Raise an error unless `value` is `[n]` or `[n, 1]`, with one value for each element of `owner`."""
+    check_shape(name, value, f"have a value for each of the {n} of {owner}", [n], [n, 1])
 
 
-def unit_square(ax: "Axes", xlabel: str, ylabel: str) -> None:
-    """Both axes from 0 to 1, labelled, equally scaled, with a light grid."""
+def draw_diagonal(ax: "Axes", xlabel: str, ylabel: str) -> None:
+    """The line of perfect calibration on the unit square, with a light grid."""
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1.2, label="perfect calibration")
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=xlabel, ylabel=ylabel, aspect="equal")
     ax.grid(color="0.9", linewidth=0.6)
 
 
+def label_box(pad: float, edge: str, alpha: float) -> dict[str, Any]:
+    """A white box that keeps a text readable on top of a picture."""
+    return {"boxstyle": f"round,pad={pad}", "facecolor": "white", "edgecolor": edge, "alpha": alpha}
+
+
 def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: str | Path) -> Path | None:
-    """Send `figure` to every logger that takes figures; if none does, write `directory/name_step.png`.
+    """Send `figure` to every logger that accepts figures; if there is none, write `directory/name_step.png`.
 
     Args:
         loggers: a logger, several, or None.
-        name: of the figure; slashes make groups in a logger, and folders on disk.
+        name: name of the figure; slashes make groups in a logger, and folders on disk.
         figure: a matplotlib figure; it stays open.
         step: the trainer's global step.
-        directory: where the PNG goes, made if need be.
+        directory: folder of the PNG file, created if necessary.
 
     Returns:
         The path of the PNG, or None if a logger took the figure. Call it on rank zero only.
@@ -122,16 +125,19 @@ def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: 
         raise TypeError(f"figure must be a matplotlib Figure, got {shown(figure)}")
     instance("directory", directory, (str, PathLike), "a path")
     loggers = list(loggers) if isinstance(loggers, Iterable) else [loggers]
-    taken = [_send(logger, name, figure, step) for logger in loggers]
-    if any(taken):
+    file_name = f"{name}_{step:06d}.png"
+    sent = [_send(logger, name, figure, step, file_name) for logger in loggers]
+    if any(sent):
         return None
-    path = Path(directory) / _file_name(name, step)
+    path = Path(directory) / file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path
 
 
-def _send(logger: Any, name: str, figure: "Figure", step: int) -> bool:
+def _send(logger: Any, name: str, figure: "Figure", step: int, file_name: str) -> bool:
+    """Whether the logger took the figure. Loggers are recognised by their methods, so their packages are not imported:
+    Weights & Biases by `log_image`, TensorBoard by `add_figure`, MLflow by `run_id` and `log_figure`."""
     if hasattr(logger, "log_image"):
         logger.log_image(key=name, images=[figure], step=step)
         return True
@@ -139,12 +145,8 @@ def _send(logger: Any, name: str, figure: "Figure", step: int) -> bool:
     if hasattr(experiment, "add_figure"):
         experiment.add_figure(name, figure, global_step=step, close=False)
         return True
-    # Comet's experiment has a log_figure of another signature, and no run_id.
+    # Comet's experiment has a log_figure with another signature, and no run_id.
     if hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):
-        experiment.log_figure(logger.run_id, figure, _file_name(name, step))
+        experiment.log_figure(logger.run_id, figure, file_name)
         return True
     return False
-
-
-def _file_name(name: str, step: int) -> str:
-    return f"{name}_{step:06d}.png"

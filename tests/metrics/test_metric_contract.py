@@ -1,4 +1,4 @@
-"""What holds for every metric: split, order, dtype, copies, collections, emptiness, and the functional twin."""
+"""Facts about every metric: its functional twin, splits, order, dtypes, copies, collections and empty data."""
 
 import copy
 import pickle
@@ -12,100 +12,94 @@ from torchmetrics import MetricCollection
 
 from lightning_bayes import metrics
 
-every_metric = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_metric = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+HEAD, TAIL = slice(0, 25), slice(25, None)
 
 
-def updated(metric: Any, inputs: tuple[Tensor, ...], sizes: list[int]) -> Any:
-    for batch in zip(*(x.split(sizes) for x in inputs), strict=True):
+def part(inputs: tuple[Tensor, ...], rows: Any) -> tuple[Tensor, ...]:
+    return tuple(x[rows] for x in inputs)
+
+
+def updated(metric: Any, inputs: tuple[Tensor, ...], sizes: list[int] | None = None) -> Any:
+    for batch in zip(*(x.split(sizes or [len(x)]) for x in inputs), strict=True):
         metric.update(*batch)
     return metric
 
 
-@every_metric
-def test_equals_its_functional_twin(case: Case) -> None:
-    torch.testing.assert_close(
-        flat(updated(case.make(), case.inputs, [61]).compute()), flat(case.twin(*case.inputs)), rtol=1e-12, atol=1e-14
-    )
+def assert_value(metric: Any, expected: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(flat(metric.compute()), flat(expected), **tolerance)
 
 
-@every_metric
-def test_any_split_and_order_give_the_same_value(case: Case) -> None:
-    whole = flat(case.twin(*case.inputs))
-    order = torch.randperm(61, generator=torch.Generator().manual_seed(1))
-    shuffled = tuple(x[order] for x in case.inputs)
+@each_metric
+def test_any_split_and_order_give_the_value_of_the_functional_twin(case: Case) -> None:
+    whole = case.twin(*case.inputs)
+    assert_value(updated(case.make(), case.inputs), whole, rtol=1e-12, atol=1e-14)
+    shuffled = part(case.inputs, torch.randperm(61, generator=torch.Generator().manual_seed(1)))
     for sizes in ([1, 40, 0, 20], [61], [1] * 61):
-        value = flat(updated(case.make(), shuffled, sizes).compute())
-        torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12)
+        assert_value(updated(case.make(), shuffled, sizes), whole, rtol=1e-12, atol=1e-12)
 
 
-@every_metric
+@each_metric
 def test_forward_gives_the_batch_value_and_accumulates(case: Case) -> None:
     metric = case.make()
-    first, second = (tuple(x[part] for x in case.inputs) for part in (slice(0, 25), slice(25, None)))
-    torch.testing.assert_close(flat(metric(*first)), flat(case.twin(*first)))
-    torch.testing.assert_close(flat(metric(*second)), flat(case.twin(*second)))
-    torch.testing.assert_close(flat(metric.compute()), flat(case.twin(*case.inputs)))
+    for rows in (HEAD, TAIL):
+        batch = part(case.inputs, rows)
+        torch.testing.assert_close(flat(metric(*batch)), flat(case.twin(*batch)))
+    assert_value(metric, case.twin(*case.inputs))
 
 
-@every_metric
+@each_metric
 def test_nothing_counted_is_nan(case: Case) -> None:
-    metric = case.make()
-    metric.update(*(x[:0] for x in case.inputs))
-    assert flat(metric.compute()).isnan().all()
-    metric = updated(case.make(), case.inputs, [61])
+    assert flat(updated(case.make(), part(case.inputs, slice(0))).compute()).isnan().all()
+    metric = updated(case.make(), case.inputs)
     metric.reset()
     with pytest.warns(UserWarning, match="before the ``update`` method"):
         assert flat(metric.compute()).isnan().all()
 
 
-@every_metric
-def test_copies_and_pickles_carry_on_counting(case: Case) -> None:
-    head, tail = (tuple(x[part] for x in case.inputs) for part in (slice(0, 25), slice(25, None)))
-    metric = updated(case.make(), head, [25])
+@each_metric
+def test_copies_and_pickles_continue_counting(case: Case) -> None:
+    head = part(case.inputs, HEAD)
+    metric = updated(case.make(), head)
     for other in (pickle.loads(pickle.dumps(metric)), copy.deepcopy(metric), metric.clone()):
-        other.update(*tail)
-        torch.testing.assert_close(flat(other.compute()), flat(case.twin(*case.inputs)))
-    torch.testing.assert_close(flat(metric.compute()), flat(case.twin(*head)))
+        assert_value(updated(other, part(case.inputs, TAIL)), case.twin(*case.inputs))
+    assert_value(metric, case.twin(*head))
 
 
-@every_metric
+@each_metric
 def test_state_dict_restores_the_value(case: Case) -> None:
-    metric = updated(case.make(), case.inputs, [30, 31])
+    metric, other = updated(case.make(), case.inputs, [30, 31]), case.make()
     metric.persistent(True)
-    other = case.make()
     other.persistent(True)
     other.load_state_dict(metric.state_dict())
-    other.update(*(x[:0] for x in case.inputs))
-    torch.testing.assert_close(flat(other.compute()), flat(metric.compute()))
+    assert_value(updated(other, part(case.inputs, slice(0))), metric.compute())
 
 
-@every_metric
+@each_metric
 def test_casting_the_module_around_it_leaves_the_sums_exact(case: Case) -> None:
     parent = torch.nn.Module()
     parent.metric = updated(case.make(), case.inputs, [30, 31])
     for cast in (parent.half, parent.bfloat16, lambda: parent.to(torch.bfloat16), lambda: parent.to("cpu")):
         cast()
-    parent.metric.update(*(x[:0] for x in case.inputs))
-    untouched = updated(case.make(), case.inputs, [30, 31])
-    torch.testing.assert_close(flat(parent.metric.compute()), flat(untouched.compute()), rtol=0, atol=0)
+    untouched = updated(case.make(), case.inputs, [30, 31]).compute()
+    assert_value(updated(parent.metric, part(case.inputs, slice(0))), untouched, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@every_metric
+@each_metric
 def test_narrow_floats_are_upcast_before_anything_is_computed(case: Case, dtype: torch.dtype) -> None:
     narrow = tuple(x.to(dtype) if x.is_floating_point() else x for x in case.inputs)
     wide = tuple(x.double() if x.is_floating_point() else x for x in narrow)
-    value = flat(updated(case.make(), narrow, [30, 31]).compute())
-    metric = case.make()
-    metric.validate_args = False  # rounded to bfloat16, probabilities sum to one only roughly
-    torch.testing.assert_close(value, flat(updated(metric, wide, [61]).compute()), rtol=1e-12, atol=1e-12)
+    expected = case.make()
+    expected.validate_args = False  # rounded to bfloat16, probabilities sum to one only roughly
+    updated(expected, wide)
+    assert_value(updated(case.make(), narrow, [30, 31]), expected.compute(), rtol=1e-12, atol=1e-12)
 
 
-@every_metric
+@each_metric
 def test_a_gradient_of_the_model_is_not_kept_alive(case: Case) -> None:
-    inputs = tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in case.inputs)
     metric = case.make()
-    metric(*inputs)
+    metric(*(x.clone().requires_grad_() if x.is_floating_point() else x for x in case.inputs))
     states = [s for state in metric.metric_state.values() for s in (state if isinstance(state, list) else [state])]
     assert not any(state.requires_grad for state in states)
 
@@ -145,9 +139,9 @@ def test_a_cloned_collection_has_its_prefix_and_its_own_state() -> None:
 
 
 def test_directions_and_plot_bounds() -> None:
-    table = {c.make().__class__: c.make() for c in CASES}
-    found = {t.__name__: (m.higher_is_better, m.plot_lower_bound, m.plot_upper_bound) for t, m in table.items()}
-    assert found == {
+    types = {type(case.make()) for case in CASES}
+    bounds = {t.__name__: (t.higher_is_better, t.plot_lower_bound, t.plot_upper_bound) for t in types}
+    assert bounds == {
         "NegativeLogLikelihood": (False, 0.0, None),
         "BrierScore": (False, 0.0, 2.0),
         "BrierDecomposition": (None, None, None),
@@ -160,4 +154,4 @@ def test_directions_and_plot_bounds() -> None:
         "OODDetection": (None, 0.0, 1.0),
         "RiskCoverage": (False, 0.0, 1.0),
     }
-    assert set(found) == set(metrics.__all__) - {"MetricInputError", "functional"}
+    assert set(bounds) == set(metrics.__all__) - {"MetricInputError", "functional"}

@@ -1,4 +1,4 @@
-"""Two real processes give the value of one: data shared out unevenly, all on one of them, or none at all."""
+"""Two real processes give the value of one, with data split unevenly, all on one of them, or without data."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from helpers.programs import context
 from metric_cases import CASES, DATA, N, flat
 
-from lightning_bayes import metrics
+from lightning_bayes import metrics, plots
 
 SPLITS = {
     "uneven": (0, 38, N),
@@ -32,10 +32,14 @@ def worker(rank: int, folder: str) -> None:
         results[name, "curve"] = risk_coverage.curve()[1]
         thresholds = (risk_coverage.threshold_for_risk(0.9), risk_coverage.threshold_for_coverage(0.4))
         results[name, "thresholds"] = torch.stack(thresholds)
-    # Afterwards a metric must go on counting its own part, not the gathered whole.
+    # After `compute` a metric continues with its own part, not with the gathered data.
     metric = filled(metrics.OODDetection(), "score", slice(0, 30) if rank == 0 else slice(30, N))
     metric.compute()
     results["local", ""] = torch.tensor(len(metric.rows))
+    if rank == 0:  # plots of tensors wait for no other process
+        _, ax = plots.reliability_diagram(*DATA["classification"])
+        plots.ood_histogram(*DATA["score"])
+        results["plot", ""] = torch.tensor([bar.get_height() for bar in ax.containers[0]])
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -88,3 +92,8 @@ def test_no_data_anywhere_is_nan(ranks: list[dict[Any, torch.Tensor]]) -> None:
 
 def test_a_process_keeps_only_its_own_part(ranks: list[dict[Any, torch.Tensor]]) -> None:
     assert [int(results["local", ""]) for results in ranks] == [30, N - 30]
+
+
+def test_plots_of_tensors_show_the_data_of_one_process(ranks: list[dict[Any, torch.Tensor]]) -> None:
+    bins = metrics.functional.reliability_bins(*DATA["classification"])
+    torch.testing.assert_close(ranks[0]["plot", ""], bins.accuracy[bins.count > 0], check_dtype=False)

@@ -1,4 +1,4 @@
-"""A figure reaches every logger that takes figures, and a PNG file where there is none."""
+"""A figure goes to every logger that accepts figures, or to a PNG file if there is none."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def figure() -> Figure:
 
 
 class Recorder:
-    """Notes each call of the one method it is given, under that method's genuine name."""
+    """Records the calls of its one method."""
 
     def __init__(self, method: str) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

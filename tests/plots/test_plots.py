@@ -1,8 +1,9 @@
-"""The pictures show the numbers they are made of, are labelled, fit their figure and leave matplotlib as it was."""
+"""The plots show their numbers, are labelled, fit their figure and leave the user's matplotlib settings unchanged."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_bayes import Prediction, metrics, plots
 from lightning_bayes.metrics import functional as F
+from lightning_bayes.plots import figure as style
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -36,58 +38,50 @@ GRID_PROBS = (4 * torch.stack([GRID[:, 0], -GRID[:, 0], GRID[:, 1]], dim=1)).sof
 POINTS, LABELS = randn(30, 2), torch.arange(30) % 3
 CURVE_X = torch.linspace(-1, 1, 40)
 
-PICTURES: dict[str, Callable[..., Any]] = {
-    "reliability": lambda ax=None: plots.reliability_diagram(PROBS, TARGET, ax=ax),
-    "reliability by mass": lambda ax=None: plots.reliability_diagram(PROBS, TARGET, binning="mass", ax=ax),
-    "risk-coverage": lambda ax=None: plots.risk_coverage_curve(SCORE, IS_OOD, ax=ax),
-    "ood": lambda ax=None: plots.ood_histogram(SCORE, IS_OOD, ax=ax),
-    "regression calibration": lambda ax=None: plots.regression_calibration_curve(MEAN, VARIANCE, OBSERVED, ax=ax),
-    "bands": lambda ax=None: plots.regression_bands(
-        CURVE_X, CURVE_X**2, 0.1 + CURVE_X**2, 0.2 + 0 * CURVE_X, randn(9), randn(9), ax=ax
+COVERAGE = ("coverage (share of predictions kept)", "risk (error rate)")
+SHARES = ("score (larger: more out-of-distribution)", "share of inputs")
+BANDS = (CURVE_X, CURVE_X**2, 0.1 + CURVE_X**2, 0.2 + 0 * CURVE_X, randn(9), randn(9))
+MAP = (X, Y, GRID_PROBS, GRID.norm(dim=1), GRID_PROBS.var(1), POINTS, LABELS)
+PICTURES: dict[str, tuple[Callable[..., Any], tuple[str, str]]] = {
+    "reliability": (partial(plots.reliability_diagram, PROBS, TARGET), ("confidence", "accuracy")),
+    "reliability by mass": (
+        partial(plots.reliability_diagram, PROBS, TARGET, binning="mass"),
+        ("confidence", "accuracy"),
     ),
-    "map": lambda ax=None: plots.decision_map(
-        X, Y, GRID_PROBS, GRID.norm(dim=1), GRID_PROBS.var(1), POINTS, LABELS, ax=ax
+    "risk-coverage": (partial(plots.risk_coverage_curve, SCORE, IS_OOD), COVERAGE),
+    "ood": (partial(plots.ood_histogram, SCORE, IS_OOD), SHARES),
+    "regression calibration": (
+        partial(plots.regression_calibration_curve, MEAN, VARIANCE, OBSERVED),
+        ("expected level", "observed share of targets below"),
     ),
-}  # fmt: skip
+    "bands": (partial(plots.regression_bands, *BANDS), ("x", "y")),
+    "map": (partial(plots.decision_map, *MAP), ("x₁", "x₂")),
+}
 DENSE_PROBS = (2 * randn(2, 3, 6, 5)).softmax(1)
 DENSE = Prediction(DENSE_PROBS.square(), DENSE_PROBS, DENSE_PROBS[:, 0], probs=DENSE_PROBS)
 VALUES = Prediction(randn(2, 1, 6, 5).exp(), randn(2, 1, 6, 5).exp(), randn(2, 6, 5), mean=randn(2, 1, 6, 5))
-LABELS_OF = {
-    "reliability": ("confidence", "accuracy"),
-    "reliability by mass": ("confidence", "accuracy"),
-    "risk-coverage": ("coverage (share of predictions kept)", "risk (error rate)"),
-    "ood": ("score (larger: more out-of-distribution)", "share of inputs"),
-    "regression calibration": ("expected level", "observed share of targets below"),
-    "bands": ("x", "y"),
-    "map": ("x₁", "x₂"),
-}
-every_picture = pytest.mark.parametrize("name", PICTURES)
+each_picture = pytest.mark.parametrize("name", PICTURES)
 
 
-@every_picture
-def test_axes_are_labelled_and_no_text_is_clipped(name: str) -> None:
-    figure, ax = PICTURES[name]()
-    first = np.atleast_1d(ax)[0]
-    assert (first.get_xlabel(), first.get_ylabel()) == LABELS_OF[name]
-    assert_nothing_clipped(figure)
-
-
-@every_picture
-def test_settings_and_open_figures_of_the_user_are_left_alone(name: str) -> None:
+@each_picture
+def test_a_new_figure_is_labelled_fits_and_changes_no_setting_of_the_user(name: str) -> None:
+    draw, labels = PICTURES[name]
     before, open_figures = dict(matplotlib.rcParams), plt.get_fignums()
-    figure, _ = PICTURES[name]()
+    figure, ax = draw()
     assert isinstance(figure, Figure)
     assert dict(matplotlib.rcParams) == before
     assert plt.get_fignums() == open_figures
+    first = np.atleast_1d(ax)[0]
+    assert (first.get_xlabel(), first.get_ylabel()) == labels
+    assert_nothing_clipped(figure)
 
 
-@every_picture
+@each_picture
 def test_a_given_axes_is_drawn_into(name: str) -> None:
-    panels = 3 if name in ("bands", "map") else 1
-    mine = Figure(layout="constrained")
-    ax = mine.subplots(1, panels)
-    figure, returned = PICTURES[name](ax=ax)
-    assert figure is mine
+    own = Figure(layout="constrained")
+    ax = own.subplots(1, 3 if name in ("bands", "map") else 1)
+    figure, returned = PICTURES[name][0](ax=ax)
+    assert figure is own
     assert np.atleast_1d(returned)[0] is np.atleast_1d(ax)[0]
     assert np.atleast_1d(ax)[0].has_data()
 
@@ -134,9 +128,8 @@ def test_the_ood_histograms_are_each_ones_share() -> None:
         values, drawn_edges, _ = patch.get_data()
         np.testing.assert_allclose(drawn_edges, edges)
         np.testing.assert_allclose(values, np.histogram(scores.double(), edges)[0] / len(scores))
-    shown = texts(figure)
-    assert f"AUROC = {float(F.ood_detection(SCORE, IS_OOD)['auroc']):.4f}" in shown
-    assert {"in-distribution (100)", "out-of-distribution (50)"} <= set(shown)
+    auroc = float(F.ood_detection(SCORE, IS_OOD)["auroc"])
+    assert {f"AUROC = {auroc:.4f}", "in-distribution (100)", "out-of-distribution (50)"} <= set(texts(figure))
 
 
 def test_the_histogram_mode_draws_its_own_cells_merged_to_bars() -> None:
@@ -151,7 +144,7 @@ def test_the_histogram_mode_draws_its_own_cells_merged_to_bars() -> None:
 
 
 def test_the_bands_are_one_two_and_three_sigma_of_each_source() -> None:
-    x = torch.tensor([2.0, 0.0, 1.0])  # unsorted, as data are
+    x = torch.tensor([2.0, 0.0, 1.0])  # unsorted
     mean, epistemic, aleatoric = 10 * x, torch.tensor([4.0, 1.0, 9.0]), torch.tensor([12.0, 3.0, 16.0])
     figure, axes = plots.regression_bands(x, mean, epistemic, aleatoric)
     assert [ax.get_title() for ax in axes] == ["epistemic", "aleatoric", "total"]
@@ -168,14 +161,14 @@ def test_the_bands_are_one_two_and_three_sigma_of_each_source() -> None:
 
 
 def test_the_bands_differ_in_grey_print() -> None:
-    _, axes = PICTURES["bands"]()
+    _, axes = PICTURES["bands"][0]()
     for ax in axes:
         grey = [band.get_facecolor()[0, :3] @ [0.299, 0.587, 0.114] for band in ax.collections[:3]]
         assert (np.diff(grey) < -0.05).all()  # darker towards the mean
 
 
 def test_the_decision_map_shows_classes_uncertainties_and_data() -> None:
-    figure, (classes, epistemic, aleatoric) = PICTURES["map"]()
+    figure, (classes, epistemic, aleatoric) = PICTURES["map"][0]()
     np.testing.assert_allclose(epistemic.collections[0].get_array().ravel(), GRID.norm(dim=1), rtol=1e-6)
     np.testing.assert_allclose(aleatoric.collections[0].get_array().ravel(), GRID_PROBS.var(1), rtol=1e-6)
     assert (epistemic.get_title(), aleatoric.get_title()) == ("epistemic uncertainty", "aleatoric uncertainty")
@@ -203,8 +196,8 @@ def test_the_regression_calibration_curve_shows_levels_and_the_error() -> None:
 
 def test_colours_are_okabe_and_itos() -> None:
     okabe_ito = {"#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"}
-    assert {to_hex(colour) for colour in plots.figure.CLASS_COLOURS} <= okabe_ito
-    assert {plots.figure.BLUE.lower(), plots.figure.SKY.lower(), plots.figure.VERMILION.lower()} <= okabe_ito
+    assert {to_hex(colour) for colour in style.CLASS_COLOURS} <= okabe_ito
+    assert {style.BLUE.lower(), style.SKY.lower(), style.VERMILION.lower()} <= okabe_ito
 
 
 @pytest.mark.parametrize(
@@ -230,9 +223,9 @@ def test_a_metric_draws_its_picture_with_its_value_in_it(metric: Any, inputs: tu
 @pytest.mark.parametrize("metric", [metrics.BrierScore(), metrics.CalibrationError()])
 def test_given_values_are_drawn_over_time_as_torchmetrics_does(metric: Any) -> None:
     values = [metric(PROBS[i : i + 100], TARGET[i : i + 100]) for i in (0, 100, 200)]
-    mine = Figure().subplots()
-    _, ax = metric.plot(values, ax=mine)
-    assert ax is mine
+    own = Figure().subplots()
+    _, ax = metric.plot(values, ax=own)
+    assert ax is own
     np.testing.assert_allclose(ax.lines[0].get_ydata(), torch.stack(values))
 
 
@@ -253,12 +246,12 @@ def test_without_matplotlib_the_message_says_how_to_install_it(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     metric = metrics.BrierScore()
     metric.update(PROBS, TARGET)
-    for draw in (PICTURES["reliability"], metric.plot):
+    for draw in (PICTURES["reliability"][0], metric.plot):
         with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-bayes\[recipes\]"'):
             draw()
 
 
-def shown(ax: Any) -> Tensor:
+def pixels(ax: Any) -> Tensor:
     return torch.as_tensor(np.ma.getdata(ax.images[0].get_array()))
 
 
@@ -269,12 +262,12 @@ def test_uncertainty_maps_of_classes(channels: int) -> None:
     figure, axes = plots.uncertainty_maps(randn(2, channels, 6, 5), DENSE, target)
     assert [ax.get_title() for ax in axes[0]] == ["input", "truth", "prediction", "epistemic", "aleatoric"]
     for n, row in enumerate(axes):
-        assert torch.equal(shown(row[1])[1:], target[n, 1:].double())
-        assert torch.equal(shown(row[2]), DENSE_PROBS[n].argmax(0).double())
+        assert torch.equal(pixels(row[1])[1:], target[n, 1:].double())
+        assert torch.equal(pixels(row[2]), DENSE_PROBS[n].argmax(0).double())
         for ax, values in zip(row[3:], (DENSE.epistemic, DENSE.aleatoric), strict=True):
-            torch.testing.assert_close(shown(ax), values[n].sum(0).double())
+            torch.testing.assert_close(pixels(ax), values[n].sum(0).double())
             assert ax.images[0].get_clim() == (0, pytest.approx(float(values.sum(1).max())))  # one scale for all rows
-    assert (shown(axes[0, 1])[0] == -1).all()  # grey
+    assert (pixels(axes[0, 1])[0] == -1).all()  # grey
     assert plots.uncertainty_maps(randn(2, 1, 6, 5), DENSE)[1].shape == (2, 4)
     assert_nothing_clipped(figure)
 
@@ -289,5 +282,5 @@ def test_uncertainty_maps_of_values() -> None:
     expected = ((target - VALUES.mean).abs(), VALUES.epistemic.sqrt(), VALUES.aleatoric.sqrt())
     for n, row in enumerate(axes):
         for ax, values in zip(row[3:], expected, strict=True):
-            torch.testing.assert_close(shown(ax), values[n, 0].double())
+            torch.testing.assert_close(pixels(ax), values[n, 0].double())
     assert_nothing_clipped(figure)

@@ -1,4 +1,4 @@
-"""The metrics as plain functions of tensors, for data that fits in memory at once."""
+"""The metrics as plain functions of tensors, for data that fits in memory."""
 
 from lightning_bayes.metrics.functional.classification import (
     ReliabilityBins,
@@ -9,7 +9,13 @@ from lightning_bayes.metrics.functional.classification import (
     reliability_bins,
 )
 from lightning_bayes.metrics.functional.inputs import MetricInputError
-from lightning_bayes.metrics.functional.ood_detection import ood_detection
+from lightning_bayes.metrics.functional.ranking import (
+    ood_detection,
+    risk_coverage,
+    risk_coverage_curve,
+    threshold_for_coverage,
+    threshold_for_risk,
+)
 from lightning_bayes.metrics.functional.regression import (
     gaussian_crps,
     gaussian_nll,
@@ -17,12 +23,6 @@ from lightning_bayes.metrics.functional.regression import (
     interval_width,
     regression_calibration_curve,
     regression_calibration_error,
-)
-from lightning_bayes.metrics.functional.risk_coverage import (
-    risk_coverage,
-    risk_coverage_curve,
-    threshold_for_coverage,
-    threshold_for_risk,
 )
 
 __all__ = [

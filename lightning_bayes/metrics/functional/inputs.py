@@ -1,14 +1,12 @@
-"""What a metric accepts, checked in one place, and the flat float64 tensors it works on.
+"""The metrics' input checks, and the flat float64 tensors that the metrics compute with.
 
-A metric never guesses. Probabilities are probabilities: values in [0, 1] that sum to one over the class axis, up to the
-rounding of their dtype; logits are refused. Shapes alone tell the two layouts apart:
+Metrics take probabilities, not logits: values in [0, 1] that sum to one over the class axis, up to the rounding of
+their dtype. The shapes of `probs` and `target` select the layout:
 
 - `probs` `[B, C, ...]` with `target` `[B, ...]`: one probability per class;
-- `probs` of `target`'s own shape: P(y = 1), read as the two classes `[1 - p, p]`.
+- `probs` with the shape of `target`: P(y = 1), read as the two classes `[1 - p, p]`.
 
-Everything is upcast to float64 (float32 on devices without it), so that sums do not depend on how the data is split.
-
-A mean over examples as two additive numbers, (Σ, n), which any number of processes can add up.
+Inputs are upcast to float64 (float32 on devices without it), so results do not depend on how the data is split.
 """
 
 from functools import cache
@@ -17,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, integer, shown, word
+from lightning_bayes.arguments import integer, shown
 
 
 class MetricInputError(ValueError):
-    """A metric was given something it cannot use; the message says what, and what to give instead."""
+    """A metric received an input or setting that it cannot use; the message says what to pass instead."""
 
 
 @cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The widest float of a device: float64, or float32 where it has none, as on Apple's MPS."""
+    """The widest float of a device: float64, or float32 on devices without it, such as Apple's MPS."""
     try:
         return torch.zeros(1, dtype=torch.float64, device=device).dtype
     except (TypeError, RuntimeError):
@@ -36,7 +34,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 def classification_inputs(
     probs: Tensor, target: Tensor, ignore_index: int | None = None, validate: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities `[N, C]` and labels `[N]`, flattened over dense positions, ignored labels dropped."""
+    """Probabilities `[N, C]` and labels `[N]`, flattened over dense positions, without ignored labels."""
     check_tensors(probs=probs, target=target)
     check_label(ignore_index)
     if not probs.is_floating_point():
@@ -47,7 +45,7 @@ def classification_inputs(
     probs, target = _widen(probs), target.long()
     if probs.shape == target.shape:
         if validate:
-            _refuse_one_hot(probs, target, tolerance)
+            _check_not_one_hot(probs, target, tolerance)
         probs = torch.stack([1 - probs, probs], dim=-1)  # [..., 2]
     elif probs.ndim >= 2 and probs.shape[:1] + probs.shape[2:] == target.shape:
         probs = probs.movedim(1, -1)  # [B, ..., C]
@@ -74,7 +72,7 @@ def classification_inputs(
 def regression_inputs(
     mean: Tensor, variance: Tensor, target: Tensor, validate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and target as flat `[N]` tensors; every element counts once."""
+    """Mean, variance and target as flat `[N]` tensors; each element is one prediction."""
     check_tensors(mean=mean, variance=variance, target=target)
     if not mean.shape == variance.shape == target.shape:
         raise MetricInputError(
@@ -92,53 +90,48 @@ def regression_inputs(
 
 
 def score_inputs(score: Tensor, label: Tensor, names: tuple[str, str], validate: bool = True) -> tuple[Tensor, Tensor]:
-    """A real-valued score and a 0/1 label as flat `[N]` tensors; infinite scores are ordered like any other."""
-    check_tensors(**{names[0]: score, names[1]: label})
+    """A real-valued score and a 0/1 label as flat `[N]` tensors."""
+    score_name, label_name = names
+    check_tensors(**{score_name: score, label_name: label})
     if score.shape != label.shape:
         raise MetricInputError(
-            f"{names[0]} and {names[1]} must have one shape, got {list(score.shape)} and {list(label.shape)}."
+            f"{score_name} and {label_name} must have one shape, got {list(score.shape)} and {list(label.shape)}."
         )
-    score, label = _widen(score).reshape(-1), _widen(label).reshape(-1)  # [N]
-    if validate:
-        if bool(score.isnan().any()):
-            raise MetricInputError(f"{names[0]} holds NaN.")
-        if not bool(((label == 0) | (label == 1)).all()):
-            raise MetricInputError(f"{names[1]} must be boolean, or hold only 0 and 1.")
+    score, label = flat_score(score_name, score, validate), _widen(label).reshape(-1)  # [N]
+    if validate and not bool(((label == 0) | (label == 1)).all()):
+        raise MetricInputError(f"{label_name} must be boolean, or hold only 0 and 1.")
     return score, label
 
 
-def check_tensors(**given: Any) -> None:
-    """Refuse what is no tensor of real numbers (or of truth values)."""
-    for name, value in given.items():
+def flat_score(name: str, score: Tensor, validate: bool = True) -> Tensor:
+    """A real-valued score as a flat `[N]` tensor. Infinite scores are allowed: only their order matters."""
+    check_tensors(**{name: score})
+    score = _widen(score).reshape(-1)  # [N]
+    if validate and bool(score.isnan().any()):
+        raise MetricInputError(f"{name} holds NaN.")
+    return score
+
+
+def check_tensors(**values: Any) -> None:
+    """Raise an error for values that are not real (or boolean) tensors."""
+    for name, value in values.items():
         if not isinstance(value, Tensor):
             raise MetricInputError(f"{name} must be a tensor, got {shown(value)}; use torch.as_tensor.")
         if value.is_complex():
             raise MetricInputError(f"{name} must be real, got {value.dtype}.")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse an option that is not one of `choices`."""
-    word(name, value, choices, MetricInputError)
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse a number, of bins or classes, that is not a whole one."""
-    count(name, value, least, MetricInputError)
-
-
-def check_label(ignore_index: Any) -> None:
-    """Refuse a label that no target can have."""
-    if ignore_index is not None:
-        integer("ignore_index", ignore_index, MetricInputError)
+def check_label(ignore_index: int | None) -> int | None:
+    return None if ignore_index is None else integer("ignore_index", ignore_index, MetricInputError)
 
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.device))
 
 
-def _refuse_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
-    """By their shape they would be read as labels of their own, but labels of their own hardly ever sum to one in every
-    example, in `probs` and in `target` alike."""
+def _check_not_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
+    """One-hot targets have the shape of `probs`, like independent yes/no labels. Only for one-hot targets do the rows
+    of both tensors all sum to one."""
     if probs.ndim < 2 or probs.shape[1] < 2 or probs.numel() == 0:
         return
     if bool((target.sum(1) == 1).all()) and bool(((probs.sum(1) - 1).abs() <= tolerance).all()):
@@ -151,7 +144,7 @@ def _refuse_one_hot(probs: Tensor, target: Tensor, tolerance: float) -> None:
 def _check_probabilities(probs: Tensor, tolerance: float) -> None:
     if probs.shape[-1] < 2:
         raise MetricInputError(
-            "probs has a class axis of length 1; squeeze it, and P(y = 1) of target's shape is read as two classes."
+            "probs has a class axis of length 1. Squeeze it to pass P(y = 1) in the shape of target."
         )
     if not bool(((probs >= 0) & (probs <= 1 + tolerance)).all()):
         raise MetricInputError("probs must lie in [0, 1] and hold no NaN; apply a softmax or sigmoid to logits first.")
@@ -160,13 +153,3 @@ def _check_probabilities(probs: Tensor, tolerance: float) -> None:
         raise MetricInputError(
             f"probs must sum to one over the class axis (1), but are off by up to {float(error.max()):.3g}."
         )
-
-
-def sum_and_count(value: Tensor) -> Tensor:
-    """(Σ value, number of values) of a tensor `[N]`: `[2]`."""
-    return torch.stack([value.sum(), value.new_tensor(value.numel())])
-
-
-def mean_compute(sums: Tensor) -> Tensor:
-    """Σ / n; NaN where nothing was counted."""
-    return sums[0] / sums[1]

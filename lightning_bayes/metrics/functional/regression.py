@@ -1,49 +1,48 @@
-"""Negative log-likelihood of a Gaussian predictive, in nats.
+"""Scores and calibration of a Gaussian predictive N(μ, σ²).
+
+`variance` is the variance of the observation: epistemic plus noise. Several outputs per example are averaged.
+
+**Negative log-likelihood** in nats:
 
     NLL = (1/N) Σₙ ½ [log 2πσₙ² + (yₙ - μₙ)²/σₙ²]
 
-`variance` is that of the observation: epistemic plus noise. Several outputs per example are averaged, not summed.
-
-Continuous ranked probability score of a Gaussian predictive, in the unit of the target.
+**Continuous ranked probability score**, in the unit of the target (Gneiting & Raftery, 2007, eq. 21, with the sign that
+makes smaller better). It is strictly proper like the log score, but grows linearly in the error; for σ → 0 it becomes
+the absolute error.
 
     CRPS(N(μ, σ²), y) = ∫ (F(t) - 1[t ≥ y])² dt = σ [z (2Φ(z) - 1) + 2φ(z) - 1/√π],  z = (y - μ)/σ
 
-Gneiting & Raftery (2007, eq. 21, with the sign that makes smaller better). Strictly proper like the log score, but it
-grows only linearly in the error, and for σ → 0 becomes the absolute error.
-
-Central prediction intervals of a Gaussian predictive: how often they hold the target, and how wide they are.
+**Central prediction intervals** (Khosravi et al., 2011). Report coverage and width together: an infinitely wide
+interval always covers the target.
 
     I(level) = [μ - zσ, μ + zσ],  z = Φ⁻¹((1 + level)/2)
-    coverage = (1/N) Σₙ 1[yₙ ∈ Iₙ]        PICP; a calibrated model's is `level`
+    coverage = (1/N) Σₙ 1[yₙ ∈ Iₙ]        PICP; equals `level` for a calibrated model
     width    = (1/N) Σₙ 2zσₙ              MPIW; narrower is better at equal coverage
 
-Khosravi et al. (2011). Quote the two together: an infinitely wide interval always covers.
-
-Quantile calibration of a Gaussian predictive (Kuleshov, Fenner & Ermon, 2018, eq. 9).
-
-A forecast is calibrated if a share p of the targets lies below its p-quantile, for every p. With the probability
-integral transform uₙ = Φ((yₙ - μₙ)/σₙ), uniform for a calibrated forecast, and levels p_j = j/n_bins, 0 < j < n_bins:
+**Quantile calibration** (Kuleshov, Fenner & Ermon, 2018, eq. 9). A forecast is calibrated if a share p of the targets
+lies below its p-quantile, for every p. With the probability integral transform uₙ = Φ((yₙ - μₙ)/σₙ), which is uniform
+for a calibrated forecast, and levels p_j = j/n_bins, 0 < j < n_bins:
 
     p̂_j = (1/N) Σₙ 1[uₙ < p_j]
     l1   mean_j |p̂_j - p_j|       l2   √ mean_j (p̂_j - p_j)²       max   max_j |p̂_j - p_j|
 
-A histogram of u is all that is kept. Kuleshov's own score with equal weights is (n_bins - 1) · l2².
+The state is a histogram of u. Kuleshov's score with equal weights is (n_bins - 1) · l2².
 """
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between
-from lightning_bayes.metrics.functional.binning import cell_sums, running_sum
-from lightning_bayes.metrics.functional.classification import Norm
-from lightning_bayes.metrics.functional.inputs import (
-    MetricInputError,
-    check_choice,
-    check_count,
+from lightning_bayes.arguments import between, count, word
+from lightning_bayes.metrics.functional.inputs import MetricInputError, regression_inputs
+from lightning_bayes.metrics.functional.sums import (
+    Norm,
+    cell_sums,
     mean_compute,
-    regression_inputs,
+    norm_of_gaps,
+    running_sum,
     sum_and_count,
 )
 
@@ -51,15 +50,13 @@ from lightning_bayes.metrics.functional.inputs import (
 def gaussian_nll(mean: Tensor, variance: Tensor, target: Tensor, validate_args: bool = True) -> Tensor:
     """Mean negative log-likelihood of `target` under N(mean, variance), all of one shape.
 
-    >>> import torch
     >>> gaussian_nll(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(1.5155, dtype=torch.float64)
     """
-    return mean_compute(_gaussian_nll_update(mean, variance, target, validate_args))
+    return mean_compute(_gaussian_nll_update(*regression_inputs(mean, variance, target, validate_args)))
 
 
-def _gaussian_nll_update(mean: Tensor, variance: Tensor, target: Tensor, validate: bool) -> Tensor:
-    mean, variance, target = regression_inputs(mean, variance, target, validate)
+def _gaussian_nll_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     return sum_and_count(0.5 * ((2 * math.pi * variance).log() + (target - mean).square() / variance))  # [2]
 
 
@@ -69,11 +66,10 @@ def gaussian_crps(mean: Tensor, variance: Tensor, target: Tensor, validate_args:
     >>> gaussian_crps(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 1.0]))
     tensor(0.5349, dtype=torch.float64)
     """
-    return mean_compute(_gaussian_crps_update(mean, variance, target, validate_args))
+    return mean_compute(_gaussian_crps_update(*regression_inputs(mean, variance, target, validate_args)))
 
 
-def _gaussian_crps_update(mean: Tensor, variance: Tensor, target: Tensor, validate: bool) -> Tensor:
-    mean, variance, target = regression_inputs(mean, variance, target, validate)
+def _gaussian_crps_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
     std = variance.sqrt()
     z = (target - mean) / std
     density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
@@ -90,19 +86,34 @@ def interval_coverage(
     >>> interval_coverage(zeros, ones, torch.tensor([-3.0, -1.0, 0.5, 1.9]))
     tensor(0.7500, dtype=torch.float64)
     """
-    return mean_compute(_interval_coverage_update(mean, variance, target, interval_z(level), validate_args))
+    z = interval_z(level)
+    return mean_compute(_interval_coverage_update(*regression_inputs(mean, variance, target, validate_args), z))
+
+
+def _interval_coverage_update(mean: Tensor, variance: Tensor, target: Tensor, z: float) -> Tensor:
+    return sum_and_count(((target - mean).abs() <= z * variance.sqrt()).to(mean.dtype))  # [2]
 
 
 def interval_width(
     mean: Tensor, variance: Tensor, target: Tensor, level: float = 0.95, validate_args: bool = True
 ) -> Tensor:
-    """Mean width of the central interval of N(mean, variance); `target` is taken for a uniform signature only.
+    """Mean width of the central interval of N(mean, variance). The width does not depend on `target`.
 
     >>> zeros = torch.zeros(2)
     >>> interval_width(zeros, torch.tensor([1.0, 4.0]), zeros)
     tensor(5.8799, dtype=torch.float64)
     """
-    return _interval_width_compute(_interval_width_update(mean, variance, target, validate_args), interval_z(level))
+    z = interval_z(level)
+    return _interval_width_compute(_interval_width_update(*regression_inputs(mean, variance, target, validate_args)), z)
+
+
+def _interval_width_update(mean: Tensor, variance: Tensor, target: Tensor) -> Tensor:
+    """Σσ and n, which do not depend on the level."""
+    return sum_and_count(variance.sqrt())  # [2]
+
+
+def _interval_width_compute(sums: Tensor, z: float) -> Tensor:
+    return 2 * z * mean_compute(sums)
 
 
 def interval_z(level: float) -> float:
@@ -115,21 +126,6 @@ def interval_z(level: float) -> float:
     return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64, device="cpu")))
 
 
-def _interval_coverage_update(mean: Tensor, variance: Tensor, target: Tensor, z: float, validate: bool) -> Tensor:
-    mean, variance, target = regression_inputs(mean, variance, target, validate)
-    return sum_and_count(((target - mean).abs() <= z * variance.sqrt()).to(mean.dtype))  # [2]
-
-
-def _interval_width_update(mean: Tensor, variance: Tensor, target: Tensor, validate: bool) -> Tensor:
-    """Σσ and n, which do not depend on the level."""
-    _, variance, _ = regression_inputs(mean, variance, target, validate)
-    return sum_and_count(variance.sqrt())  # [2]
-
-
-def _interval_width_compute(sums: Tensor, z: float) -> Tensor:
-    return 2 * z * mean_compute(sums)
-
-
 def regression_calibration_error(
     mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, norm: Norm = "l1", validate_args: bool = True
 ) -> Tensor:
@@ -139,35 +135,32 @@ def regression_calibration_error(
     >>> regression_calibration_error(zeros, ones, torch.tensor([-3.0, -2.0, -1.0, 1.0]), n_bins=4)
     tensor(0.2500, dtype=torch.float64)
     """
-    check_levels(n_bins)
-    check_choice("norm", norm, ("l1", "l2", "max"))
-    sums = _regression_calibration_update(mean, variance, target, n_bins, validate_args)
-    return _regression_calibration_compute(sums, norm)
+    check_quantiles(n_bins, norm)
+    inputs = regression_inputs(mean, variance, target, validate_args)
+    return _regression_calibration_compute(_regression_calibration_update(*inputs, n_bins), norm)
 
 
 def regression_calibration_curve(
     mean: Tensor, variance: Tensor, target: Tensor, n_bins: int = 20, validate_args: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Expected levels p_j and the observed shares p̂_j, both `[n_bins - 1]`.
+    """Expected levels p_j and observed shares p̂_j, both `[n_bins - 1]`.
 
     >>> zeros, ones = torch.zeros(4), torch.ones(4)
     >>> _, observed = regression_calibration_curve(zeros, ones, torch.tensor([-3.0, -2.0, -1.0, 1.0]), n_bins=4)
     >>> observed.tolist()
     [0.75, 0.75, 0.75]
     """
-    check_levels(n_bins)
-    return _regression_calibration_curve(_regression_calibration_update(mean, variance, target, n_bins, validate_args))
+    check_quantiles(n_bins)
+    inputs = regression_inputs(mean, variance, target, validate_args)
+    return _regression_calibration_curve(_regression_calibration_update(*inputs, n_bins))
 
 
-def check_levels(n_bins: int) -> None:
-    """Refuse a number of bins that leaves no level strictly between 0 and 1."""
-    check_count("n_bins", n_bins, 2)
+def check_quantiles(n_bins: int, norm: Norm = "l1") -> None:
+    count("n_bins", n_bins, 2, MetricInputError)  # at least one level strictly between 0 and 1
+    word("norm", norm, get_args(Norm), MetricInputError)
 
 
-def _regression_calibration_update(
-    mean: Tensor, variance: Tensor, target: Tensor, n_bins: int, validate: bool
-) -> Tensor:
-    mean, variance, target = regression_inputs(mean, variance, target, validate)
+def _regression_calibration_update(mean: Tensor, variance: Tensor, target: Tensor, n_bins: int) -> Tensor:
     u = torch.special.ndtr((target - mean) / variance.sqrt())  # [N]
     return cell_sums(u[:, None], torch.ones_like(u)[:, None, None], n_bins).reshape(-1)  # [n_bins]
 
@@ -179,9 +172,5 @@ def _regression_calibration_curve(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _regression_calibration_compute(counts: Tensor, norm: Norm) -> Tensor:
     expected, observed = _regression_calibration_curve(counts)
-    gap = (observed - expected).abs()  # [n_bins - 1]; NaN where nothing was counted
-    if norm == "l1":
-        return gap.mean()
-    if norm == "l2":
-        return gap.square().mean().sqrt()
-    return gap.max()
+    gap = (observed - expected).abs()  # [n_bins - 1]; NaN if nothing was counted
+    return norm_of_gaps(gap, torch.full_like(gap, 1 / len(gap)), norm)

@@ -1,18 +1,44 @@
-"""Sums over bins of a score: the one statistic behind calibration, OOD detection and risk–coverage.
+"""The additive statistics behind the metrics: sums that batches and processes add up.
 
-Let every example carry a score `s` and a row of values `v`. Two groupings are used:
+A mean over examples is the pair (Σ, n). The other metrics sum a row of values `v` per example, grouped by a score `s`:
 
-- **cells**: `n` cells of equal width on `[low, high]`; `sums[k] = Σ v` over the examples in cell `k`. Constant
-  memory, additive over batches and processes. Scores outside the range fall into the outermost cells.
-- **ties**: one group per distinct score. A function of these sums cannot depend on the order in which equal scores
-  arrived, which makes every metric here invariant to order and split, ties or not.
+- **cells**: `n` cells of equal width on `[low, high]`, with `sums[k] = Σ v` over the examples in cell `k`. Memory is
+  constant. Scores outside the range count in the outermost cells.
+- **ties**: one group per distinct score. The sums do not depend on the order of equal scores, so the metrics do not
+  depend on the order or split of the data.
 
-Both yield rows in ascending order of the score, so a metric that keeps every score and one that keeps a histogram share
-the same final computation.
+Both groupings return rows in ascending order of the score, so exact metrics and histograms share their final
+computation.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Norm = Literal["l1", "l2", "max"]
+
+
+def sum_and_count(value: Tensor) -> Tensor:
+    """(Σ value, number of values) of a tensor `[N]`: `[2]`."""
+    return torch.stack([value.sum(), value.new_tensor(value.numel())])
+
+
+def mean_compute(sums: Tensor) -> Tensor:
+    """Σ / n; NaN if nothing was counted."""
+    return sums[0] / sums[1]
+
+
+def norm_of_gaps(gap: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """The weighted mean (`"l1"`), root mean square (`"l2"`) or largest (`"max"`) of gaps `[K]`.
+
+    The weights add up to one, or are NaN if nothing was counted; then the result is NaN.
+    """
+    if norm == "l1":
+        return (weight * gap).sum()
+    if norm == "l2":
+        return (weight * gap.square()).sum().sqrt()
+    return torch.where(weight.isnan(), weight, gap).max()
 
 
 def cell_sums(score: Tensor, values: Tensor, n: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -25,7 +51,7 @@ def cell_sums(score: Tensor, values: Tensor, n: int, low: float = 0.0, high: flo
              [1.]]])
     """
     columns = score.shape[1]
-    # Clamped before the conversion: the integer value of an infinite score is undefined.
+    # Clamp before the conversion: the integer value of an infinite score is undefined.
     cell = ((score - low) / (high - low) * n).clamp(0, n - 1).long()  # [N, K]
     index = (cell + n * torch.arange(columns, device=cell.device)).reshape(-1)  # [N·K]
     flat = values.reshape(-1, values.shape[-1])  # [N·K, V]
@@ -44,9 +70,9 @@ def tie_sums(score: Tensor, values: Tensor) -> Tensor:
 
 
 def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
-    """Cut ordered groups `[G, V]`, whose first value is a count, into `n` bins of exactly equal count: `[n, V]`.
+    """Regroup ordered sums `[G, V]`, whose first value is a count, into `n` bins of exactly equal count: `[n, V]`.
 
-    A group that straddles a border is shared out in proportion, as if its examples were in random order.
+    A group that straddles a border is split in proportion, as if its examples were in random order.
 
     >>> equal_mass_sums(torch.tensor([[3.0, 6.0], [1.0, 9.0]]), n=2)  # count, value
     tensor([[ 2.,  4.],
@@ -64,7 +90,7 @@ def equal_mass_sums(sums: Tensor, n: int) -> Tensor:
 
 
 def running_sum(t: Tensor) -> Tensor:
-    """Over the first dimension; on the host under `torch.use_deterministic_algorithms`, for which CUDA has no kernel.
+    """`t.cumsum(0)`; on the host under `torch.use_deterministic_algorithms`, for which CUDA has no kernel.
 
     >>> running_sum(torch.tensor([1.0, 2.0, 4.0]))
     tensor([1., 3., 7.])
