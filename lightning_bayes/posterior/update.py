@@ -64,7 +64,7 @@ def _sum(old: Curvature, new: Curvature) -> Curvature:
 
     sums = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
     totals = {name: plus(getattr(old, name), getattr(new, name)) for name in sums}
-    return replace(old, structure=old.structure.grown(new.structure), **totals)
+    return replace(old, structure=old.structure.add_data(new.structure), **totals)
 
 
 def _check(posterior: LaplacePosterior) -> None:
@@ -82,7 +82,7 @@ def _check(posterior: LaplacePosterior) -> None:
             f"data cannot be added to structure={H.word!r}, which takes several passes over all of them: fit it again "
             "to the old and new data, or use 'full', 'diag' or 'kron'"
         )
-    if not all(block.can_grow for _, block in H.named_blocks):
+    if not all(block.can_add_data for _, block in H.named_blocks):
         raise PosteriorError(
             "this Kronecker posterior has kept the decompositions of its factors alone: to add data, fit it with "
             "updatable=True"

@@ -21,7 +21,7 @@ from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS, layer_argume
 from lightning_bayes.jacobian.layers import PLAIN, Layer
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.structures import Layout
-from lightning_bayes.structures.base import eigh
+from lightning_bayes.structures.eigendecomposition import eigh
 
 MEMORY = 2**25  # bytes that are worked on at a time
 KINKS = frozenset(
