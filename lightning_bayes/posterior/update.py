@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
-from lightning_bayes.curvature.fit import GROWING
+from lightning_bayes.curvature.fit import UPDATABLE
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
@@ -77,7 +77,7 @@ def _check(posterior: LaplacePosterior) -> None:
         raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")
     if posterior.points is not None:
         raise PosteriorError("the training points of predictive='gp' are of the first data: fit again to all of them")
-    if H.word not in GROWING:
+    if H.word not in UPDATABLE:
         raise PosteriorError(
             f"data cannot be added to structure={H.word!r}, which takes several passes over all of them: fit it again "
             "to the old and new data, or use 'full', 'diag' or 'kron'"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.structures.eigendecomposition import eigh
 
-Rank = int | Literal["auto"] | None  # the number of eigenpairs a factor keeps: at most this many, "auto", or all
+Rank = int | str | None  # the number of eigenpairs a factor keeps: at most this many, "auto", or all
 
 WIDE = 1000  # "auto" decomposes narrower factors completely
 SHARE = 0.99  # of the trace, which "auto" keeps in eigenpairs
