@@ -34,7 +34,6 @@ from lightning_bayes.callbacks.sharded_fit import (
 )
 from lightning_bayes.callbacks.trainer_subnetwork import asks_trainer, source_of, with_posterior
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.fit import check_options, check_passes, check_updatable
 from lightning_bayes.curvature.low_rank import n_vectors
 from lightning_bayes.curvature.sharded_diagonal import check_layers
@@ -418,7 +417,7 @@ class LaplaceCallback(PosteriorCallback):
             check_memory("full", 2 * weights.size, weights.size, first)
         if weights.size > _TRIED.get(self.structure, math.inf):  # the gradients are the same, the matrices are not made
             words.update(structure="diag", damping=None, rank=None)
-        tried = fit_laplace(network, [(x, y)], **words, subset=subset, processes=Undecomposed())
+        tried = fit_laplace(network, [(x, y)], **words, subset=subset, dry_run=True)
         if self.structure == "lowrank" and not isinstance(self.rank, str):  # of whose memory the outputs decide
             n = n_vectors(weights.size, self.rank, tried.curvature.n_outputs // tried.n_data)
             check_memory("lowrank", n, weights.size, first)

@@ -153,7 +153,7 @@ class SampledNetwork:
                 f"be sampled: {', '.join(subset.names)}; resume with the subset= (and frozen layers) it began with"
             )
         self.diagonal, self.memory, self._module, self._seed, self._rank = diagonal, memory, module, seed, rank
-        memory.look = diagonal.look
+        memory.look = diagonal.raise_pending
         names_in_module = {id(p): name for name, p in module.named_parameters()}
         self._names = [names_in_module[id(p)] for p in subset.parameters(diagonal.network).values()]
 
@@ -176,7 +176,7 @@ def trace(
     chosen = choose_subset(network, x, subset)
     mode = hessian
     if hessian != "exact":
-        best = choose_mode(network, chosen, likelihood, x, 0.0 if hessian == "approx" else threshold)
+        best = choose_mode(network, chosen, x, 0.0 if hessian == "approx" else threshold)
         mode = best if hessian == "auto" else hessian
     return BatchDiagonal(network, chosen, likelihood, mode, threshold)
 

@@ -1,23 +1,22 @@
-"""The curvature of all chosen parameters, added up batch by batch: one accumulator for each word of `structure=`.
+"""Sums of the curvature over the batches of a pass: one accumulator for each value of `structure=`.
 
-An accumulator of your own is known by its `word` as soon as its class is defined: subclass `BlockAccumulator` for a
-matrix with one block per layer, `JacobianAccumulator` for any other.
+To add a structure, subclass `BlockAccumulator` for a matrix with one block per layer, or `JacobianAccumulator` for any
+other, and give the class a `word`: defining the class registers it.
 
-The second pass of `structure="ekfac"`: eigenvalues of their own for the eigenvectors of the Kronecker blocks.
-
-The first pass ends in `Q = Q_G ⊗ Q_A` for every block `G ⊗ A`. The second adds up (George et al. 2018)
+`structure="ekfac"` takes a second pass. The first pass ends with `Q = Q_G ⊗ Q_A` for every block `G ⊗ A`. The second
+pass sums (George et al. 2018)
 
     Λ = diag(QᵀHQ) = Σₙ Σ_k (Q_Gᵀ Jₙₖ Q_A)²,    Jₙₖ = Σ_t g [a 1]ᵀ   [O, I + 1],
 
-with each example's own gradient, summed over shared positions before it is squared: `H` is the block of the exact GGN,
-whatever `weight_sharing` the eigenvectors come from. Either `a` and `g` are rotated or `J` is, whichever is smaller.
+with the gradient of each example, summed over shared positions before it is squared. `H` is the block of the exact GGN,
+for any `weight_sharing` of the eigenvectors. Either `a` and `g` are rotated, or `J`, whichever is smaller.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -38,7 +37,7 @@ from lightning_bayes.jacobian.layers import RowIndex, strip_products
 from lightning_bayes.jacobian.plan import Plan, Site
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
-from lightning_bayes.network import Processes, SubsetError
+from lightning_bayes.network import Processes, Subset, SubsetError
 from lightning_bayes.network.loaders import Bar, progress_bar
 from lightning_bayes.structures import (
     EKFAC,
@@ -55,25 +54,31 @@ from lightning_bayes.structures import (
 from lightning_bayes.structures.factor import Rank
 
 SHARINGS = ("expand", "reduce")
-SMALL = 1024  # an exact block of at most this size is kept whole
-STRUCTURES: dict[str, type[Accumulator]] = {}  # by the words of `structure=`
+LARGEST_DENSE = 1024  # parameters of an exact dense block; larger exact blocks are diagonal
+STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
 
 
-class Undecomposed(Processes):
-    """One process that takes a factor's diagonal for its eigenvalues: a trial need not wait for decompositions."""
+@dataclass(frozen=True)
+class FactorOptions:
+    """How Kronecker factors are decomposed."""
+
+    keep_matrix: bool = False  # beside the eigenpairs, so that data can be added
+    rank: Rank = None  # the number of eigenpairs to keep
+    dry_run: bool = False  # use the diagonals instead, without a decomposition
+    progress: bool = False  # show a progress bar
 
 
 class Accumulator(ABC):
-    """For every batch: `add_inputs`; then for every chunk of columns `begin_chunk`, `add_site` for every site,
+    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_site` for every site,
     `add_leftover`, `end_chunk`."""
 
-    word: ClassVar[str | None] = None  # by which `structure=` means it
-    passes: ClassVar[int] = 1  # over the data, that the structure takes
-    needs_axes = False  # whether an example's rows must lie along an axis
-    keeps_factors = False  # whether a decomposed factor keeps its matrix, to which data can be added
-    rank: Rank = None  # eigenpairs that a decomposed factor keeps
-    keeps_rows: ClassVar[bool] = True  # of wide layers with few examples, whose factors then have fewer eigenvectors
-    shows_progress = False  # of decompositions
+    word: ClassVar[str | None] = None  # the value of `structure=`
+    passes: ClassVar[int] = 1  # over the data
+    needs_axes = False  # whether the rows of an example must lie along an axis
+    keeps_rows: ClassVar[bool] = (
+        True  # whether wide factors of few examples are stored by rows, with fewer eigenvectors
+    )
+    factor_options = FactorOptions()
     _plan: Plan
 
     def __init_subclass__(cls) -> None:
@@ -83,30 +88,30 @@ class Accumulator(ABC):
     @abstractmethod
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None: ...
 
-    def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, not every one needs it
-        """Once per batch."""
+    def add_inputs(self, matched: list[list[Call]]) -> None:  # noqa: B027, optional
+        """Add the layers' inputs, once per batch."""
 
-    def begin_chunk(self, columns: int, examples: int) -> None:  # noqa: B027, not every one needs it
-        """A chunk of columns starts."""
+    def begin_chunk(self, columns: int, examples: int) -> None:  # noqa: B027, optional
+        """Begin a chunk of columns."""
 
     @abstractmethod
     def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        """One site and one chunk of columns."""
+        """Add the gradients at one site for one chunk of columns."""
 
     @abstractmethod
     def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        """Per-example gradients of some examples for one parameter without a rule.  # [K, b, p]"""
+        """Add per-example gradients of one parameter without a rule, for some examples.  # [K, b, p]"""
 
-    def end_chunk(self) -> None:  # noqa: B027, not every one needs it
-        """One chunk of columns is complete."""
+    def end_chunk(self) -> None:  # noqa: B027, optional
+        """End a chunk of columns."""
 
-    def gather(self, processes: Processes) -> None:  # noqa: B027, not every one needs it
-        """Before `sums` are summed: bring them into the form in which they can be."""
+    def gather(self, processes: Processes) -> None:  # noqa: B027, optional
+        """Prepare `sums` for the addition over processes."""
 
     @property
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """The tensors to sum over processes."""
+        """The tensors to add over processes, in place."""
 
     @abstractmethod
     def overflowing(self) -> str | None:
@@ -114,31 +119,31 @@ class Accumulator(ABC):
 
     @abstractmethod
     def finish(self, processes: Processes) -> Structure:
-        """The curvature; its decompositions are shared out over the processes. The sums are given up."""
+        """The curvature. The processes share the decompositions. Frees the sums."""
 
-    def again(self, fitted: Structure) -> Accumulator | None:
-        """What a second pass over the data adds up, given the curvature of the first; None where one is enough."""
+    def second_pass(self, fitted: Structure) -> Accumulator | None:
+        """The accumulator of a second pass, given the curvature of the first; None if one pass is enough."""
         return None
 
     @property
     def plan(self) -> Plan:
-        """The layers and parameters of which it takes gradients."""
+        """The layers and parameters whose gradients it needs."""
         return self._plan
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, str]]:
-        """Which parameter is in which kind of block, for the log."""
+        """The kind of block of each parameter, for the log."""
 
 
 class JacobianAccumulator(JacobianRows, Accumulator):
-    """For a matrix that is made of the whole Jacobian, `add_rows` of which comes after each chunk of columns."""
+    """For a matrix made from the whole Jacobian: `add_rows` gets the rows of each chunk of columns."""
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(plan, dtype, device)
 
     @abstractmethod
     def add_rows(self, J: Tensor) -> None:
-        """The Jacobian of one chunk of columns.  # [K, B, P]"""
+        """Add the Jacobian for one chunk of columns.  # [K, B, P]"""
 
     def end_chunk(self) -> None:
         self.add_rows(self.rows)
@@ -162,8 +167,7 @@ class FullAccumulator(JacobianAccumulator):
         return self._block.sums
 
     def overflowing(self) -> str | None:
-        bad = (~self._block.sums[0][0].diagonal().isfinite()).nonzero()
-        return self._plan.subset.name_at(int(bad[0])) if len(bad) else None
+        return first_nonfinite(self._block.sums[0][0].diagonal(), self._plan.subset)
 
     def finish(self, processes: Processes) -> Dense:
         return self._block.structure([])
@@ -172,7 +176,7 @@ class FullAccumulator(JacobianAccumulator):
 class BlockAccumulator(Accumulator):
     """One block for each layer and for each parameter without a layer rule."""
 
-    form: ClassVar[str | None] = "block"  # what single weights of a layer do not have; None where they have it
+    form: ClassVar[str | None] = "block"  # the form that needs whole layers; None if single weights have it, too
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         if plan.subset.mask is not None and self.form is not None:
@@ -184,11 +188,11 @@ class BlockAccumulator(Accumulator):
         self._leftovers = {name: self.exact_block(plan.leftover_layout(name).size) for name in plan.leftovers}
 
     def block(self, site: Site) -> Block:
-        """What adds up the block of a layer."""
+        """The running sum for one layer."""
         return self.exact_block(site.layout.size)
 
     def exact_block(self, size: int) -> DenseBlock | DiagonalBlock:
-        kind = DenseBlock if size <= SMALL else DiagonalBlock
+        kind = DenseBlock if size <= LARGEST_DENSE else DiagonalBlock
         return kind(size, self._dtype, self._device)
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
@@ -220,28 +224,33 @@ class BlockAccumulator(Accumulator):
         self._sites, self._leftovers = [], {}
         structures: list[Structure] = []
         total = sum(block.n_factors for block in blocks)
-        with progress_bar("Laplace: decomposing factors", total, self.shows_progress and total > 0, "factor") as bar:
-            while blocks:  # alone, block by block: eigenvectors take the place of sums; with others, all at once
-                few = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
-                grams = [gram for block in few for gram in block.factors()]
+        with progress_bar(
+            "Laplace: decomposing factors", total, self.factor_options.progress and total > 0, "factor"
+        ) as bar:
+            # One process goes block by block, so that eigenvectors replace sums; several share all blocks at once.
+            while blocks:
+                taken = [blocks.pop(0) for _ in range(1 if processes.size == 1 else len(blocks))]
+                grams = [gram for block in taken for gram in block.factors()]
                 factors = iter(self._decompose(grams, processes, bar))
-                structures += [block.structure([next(factors) for _ in range(block.n_factors)]) for block in few]
-                del few, grams
+                structures += [block.structure([next(factors) for _ in range(block.n_factors)]) for block in taken]
+                del taken, grams
         return BlockDiagonal(tuple(structures), tuple(layouts), tuple(names))
 
     def _decompose(self, grams: list[Gram], processes: Processes, bar: Bar) -> list[Factor]:
-        """Each process does its part, by cost, and all end with all of them."""
-        if isinstance(processes, Undecomposed):
+        """The processes divide the decompositions by cost and exchange the results."""
+        options = self.factor_options
+        if options.dry_run:
             return [Factor(None, gram.diagonal.clone()) for gram in grams]
         owner = _owners(grams, processes.size)
-        keep, rank, whole = self.keeps_factors, self.rank, not self.keeps_rows
         factors = []
         for i, gram in enumerate(grams):
-            factors.append(Factor.of(gram, keep, rank, whole) if owner[i] == processes.rank else None)
+            is_owner = owner[i] == processes.rank
+            all_vectors = not self.keeps_rows
+            factors.append(Factor.of(gram, options.keep_matrix, options.rank, all_vectors) if is_owner else None)
             bar.update()
         if grams and processes.size > 1:
             shares = zip(grams, factors, _ranks(factors, grams, processes), strict=True)
-            return [_shared(gram, factor, k, processes, keep, rank) for gram, factor, k in shares]
+            return [_shared(gram, factor, k, processes, options) for gram, factor, k in shares]
         return [factor for factor in factors if factor is not None]
 
     def blocks(self) -> list[tuple[str, str]]:
@@ -262,11 +271,6 @@ class DiagonalAccumulator(BlockAccumulator):
 
     def exact_block(self, size: int) -> DiagonalBlock:
         return DiagonalBlock(size, self._dtype, self._device)
-
-    def add_diagonal(self, diagonal: Tensor) -> None:
-        """The whole diagonal of a batch.  # [P]"""
-        for _, layout, block in self._all():
-            block.sums[0] += layout.gather(diagonal)
 
     def finish(self, processes: Processes) -> Diagonal:
         subset = self._plan.subset
@@ -291,14 +295,14 @@ class KroneckerAccumulator(BlockAccumulator):
 
 
 def _rows_for(block: Block, calls: list[Call]) -> list[Call]:
-    """Rows without a pattern are taken together where it does not matter whose they are."""
+    """The calls with all rows together, if rows have no pattern and the block need not know their examples."""
     if block.needs_examples or not any(isinstance(call.rows, RowIndex) for call in calls):
         return calls
     return [replace(call, rows=all_rows(call)) for call in calls]
 
 
 def _owners(grams: list[Gram], size: int) -> dict[int, int]:
-    """Which process decomposes which."""
+    """The process that decomposes each factor: the next largest goes to the least loaded process."""
     load, owner = [0] * size, {}
     costs = [len(gram.array) * min(gram.array.shape[-2:]) ** 3 for gram in grams]
     for i in sorted(range(len(grams)), key=lambda i: -costs[i]):
@@ -308,37 +312,44 @@ def _owners(grams: list[Gram], size: int) -> dict[int, int]:
 
 
 def _ranks(factors: list[Factor | None], grams: list[Gram], processes: Processes) -> list[int]:
-    """How many eigenpairs each factor has, which only its owner knows."""
+    """The number of eigenpairs of each factor, which only its owner knows."""
     ranks = [0 if factor is None else factor.values.shape[-1] for factor in factors]
     total = torch.tensor(ranks, device=grams[0].array.device)
     processes.sum_([total])
     return [int(k) for k in total]
 
 
-def _shared(gram: Gram, factor: Factor | None, k: int, processes: Processes, keep: bool, rank: Rank) -> Factor:
-    """A factor that one process has, on all of them."""
+def _shared(gram: Gram, factor: Factor | None, k: int, processes: Processes, options: FactorOptions) -> Factor:
+    """The factor of one process on all processes."""
     g, _, d = gram.array.shape
     parts = [gram.array.new_zeros(shape) for shape in ((g, d, k), (g, k), (g, 1))]  # vectors, values, remainder
     if factor is not None:
-        held = (factor.vectors, factor.values, factor.remainder)
-        parts = [zeros if part is None else part.contiguous() for part, zeros in zip(held, parts, strict=True)]
+        own = (factor.vectors, factor.values, factor.remainder)
+        parts = [zeros if part is None else part.contiguous() for part, zeros in zip(own, parts, strict=True)]
     processes.sum_(parts)
     vectors, values, remainder = parts
-    return Factor(vectors, values, gram.matrix if keep else None, remainder if k < d else None, rank)
+    matrix = gram.matrix if options.keep_matrix else None
+    return Factor(vectors, values, matrix, remainder if k < d else None, options.rank)
+
+
+def first_nonfinite(values: Tensor, subset: Subset) -> str | None:
+    """The parameter of the first entry that is not finite.  # [P]"""
+    places = (~values.isfinite()).nonzero()
+    return subset.name_at(int(places[0])) if len(places) else None
 
 
 class EKFACAccumulator(KroneckerAccumulator):
     word = "ekfac"
     passes = 2
-    keeps_rows = False  # all eigenvectors have eigenvalues of their own
+    keeps_rows = False  # each of all eigenvectors gets a refitted eigenvalue
 
     def finish(self, processes: Processes) -> EKFACBlockDiagonal:
         fitted = super().finish(processes)
         assert isinstance(fitted, BlockDiagonal)
         return EKFACBlockDiagonal(fitted.blocks, fitted.layouts, fitted.names)
 
-    def again(self, fitted: Structure) -> Accumulator | None:
-        """Blocks without a Kronecker form are exact already."""
+    def second_pass(self, fitted: Structure) -> Accumulator | None:
+        """For the Kronecker blocks only; other blocks are already exact."""
         sites = tuple(site for site in self._plan.sites if site.kronecker)
         if not sites:
             return None
@@ -348,7 +359,7 @@ class EKFACAccumulator(KroneckerAccumulator):
 
 
 class EigenvalueAccumulator(BlockAccumulator):
-    """Of the Kronecker blocks of a first pass."""
+    """The second pass of EKFAC: refitted eigenvalues for the Kronecker blocks of the first."""
 
     def __init__(
         self, plan: Plan, fitted: EKFACBlockDiagonal, sharing: str, dtype: torch.dtype, device: torch.device
@@ -385,10 +396,10 @@ class EigenvalueBlock(Block):
             self._add_shared(site, calls, g)
 
     def _add_shared(self, site: Site, calls: list[Call], g: Tensor) -> None:
-        """A few examples at a time."""
+        """Layers with shared positions, a few examples at a time."""
         (K, G, B, T, O), I = g.shape, self._values.shape[2]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
-        of_inputs = Q_A if site.weight is not None and T < K * O else None  # the smaller of the two is rotated
+        of_inputs = Q_A if site.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
         if T < I:
             g, Q_G = _rotated_gradients(g, Q_G), None
         chunk = max(1, CACHE // (G * I * (T + K * O) * g.element_size()))
@@ -408,13 +419,13 @@ class EigenvalueBlock(Block):
 
     def structure(self, factors: list[Factor]) -> EKFAC:
         left, right, values = self._basis.left, self._basis.right, self._values
-        if self._spans_gradients:  # then no gradient points where a factor is zero: what is there is rounding
+        if self._spans_gradients:  # no gradient points where a factor is zero: anything there is rounding
             values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
         return EKFAC(left, right, refitted=values)
 
 
 def _rotated(rows: Tensor, Q: Tensor | None) -> Tensor:
-    """One product for all rows of a group: a batched one would copy `Q` for each.  # [G, ..., d] -> [G, ..., d']"""
+    """One product for each group: a batched product would copy `Q` for each row.  # [G, ..., d] -> [G, ..., d']"""
     return rows if Q is None else (rows.flatten(1, -2) @ Q).reshape(*rows.shape[:-1], -1)
 
 
@@ -429,5 +440,5 @@ def _strips(site: Site, calls: list[Call], examples: slice, Q: Tensor | None) ->
     if strips is None or Q is None:
         return strips
     I = Q.shape[1] - (site.bias is not None)
-    ones = Q[:, I:].sum(1)[:, None, None]  # what the bias's own input, a one, becomes: nothing without a bias
+    ones = Q[:, I:].sum(1)[:, None, None]  # the rotated one of the bias; zero without a bias
     return (_rotated(a.to(Q.dtype), Q[:, :I]) + ones for a in strips)

@@ -1,18 +1,14 @@
-"""Running sums of a block's curvature, and the structure they end in.
+"""Running sums of the curvature of one block, and the structure they end in.
 
 For a layer with inputs `a` and output gradients `g` (format in `layers`), with `N` examples and `T` shared positions:
 
 - exact:      `Σₙ Σ_k j jᵀ`, `j = Σ_t g [a 1]ᵀ`, the whole block (`DenseBlock`) or its diagonal (`DiagonalBlock`);
-- Kronecker:  `G ⊗ A` with `A = Σ aaᵀ / (N·T)` and `G = Σ ggᵀ`, every example–position pair counting once ("expand",
-  Eschenhagen et al. 2023), or, "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients.
+- Kronecker:  `G ⊗ A` with `A = Σ aaᵀ / (N·T)` and `G = Σ ggᵀ`, where every example–position pair counts once ("expand",
+  Eschenhagen et al. 2023), or, with "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients.
 
-Only lower triangles are accumulated; `structure` mirrors them. Of a wide factor `A` the inputs themselves are kept, as
-long as they are fewer than half of its columns.
-
-The factor `A = Σ [a 1][a 1]ᵀ / n` of a layer's inputs, added up batch by batch.
-
-A wide layer of a few examples has fewer inputs than columns. Then the inputs themselves are kept: they take less memory
-than `A`, and their `n × n` products have its eigenvalues (see `structures.factor`).
+Only lower triangles are accumulated; `structure` mirrors them. A wide layer with few examples has fewer inputs than
+columns. `InputSum` then keeps the inputs themselves: they need less memory than `A`, and their `n × n` products have
+the eigenvalues of `A` (see `structures.factor`).
 """
 
 from __future__ import annotations
@@ -33,35 +29,40 @@ from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.structures import Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
+PANEL = 256  # columns of a triangular product at a time
+FULL = 1024  # rows that make a product efficient
+WIDE = 512  # columns of a layer that keeps few rows
+PART = 2  # rows are few up to this part of the columns
+
 
 class Block(ABC):
     """The running sum of one block."""
 
     label: str
-    needs_examples = True  # whether it matters which example a row belongs to
+    needs_examples = True  # whether it needs to know the example of each row
     n_factors = 0  # to decompose
 
-    def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, not every one needs it
-        """Once per batch."""
+    def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, optional
+        """Add the inputs, once per batch."""
 
     @abstractmethod
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
-        """Once per chunk of columns.  # g [K, G, B, T, O]"""
+        """Add the gradients of one chunk of columns.  # g [K, G, B, T, O]"""
 
     @property
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """What is summed over processes, in place."""
+        """The tensors to add over processes, in place."""
 
     @property
     def is_finite(self) -> bool:
         return all(bool(t.isfinite().all()) for t in self.sums)
 
-    def gather(self, processes: Processes) -> None:  # noqa: B027, not every one needs it
-        """Bring `sums` into the form in which those of all processes can be added."""
+    def gather(self, processes: Processes) -> None:  # noqa: B027, optional
+        """Prepare `sums` for the addition over processes."""
 
     def factors(self) -> list[Gram]:
-        """The matrices to decompose before `structure` is made of them."""
+        """The matrices whose decompositions `structure` needs."""
         return []
 
     @abstractmethod
@@ -81,7 +82,7 @@ class DiagonalBlock(Block):
         add_diagonal_(self._values.view(site.layout.shape), partial(site.strips, calls), g)
 
     def add_jacobian(self, J: Tensor) -> None:
-        """Per-example gradients themselves.  # [K, B, p]"""
+        """Add per-example gradients.  # [K, B, p]"""
         self._values += J.to(self._values.dtype).square().sum((0, 1))
 
     @property
@@ -102,7 +103,7 @@ class DenseBlock(Block):
         self.add_jacobian(site.jacobian(calls, g.to(self._matrix.dtype)))
 
     def add_jacobian(self, J: Tensor) -> None:
-        """Per-example gradients themselves.  # [K, B, p]"""
+        """Add per-example gradients.  # [K, B, p]"""
         add_gram_(self._matrix, J.flatten(0, 1).unsqueeze(0))
 
     @property
@@ -149,7 +150,7 @@ class KroneckerBlock(Block):
             return
         if self._reduce:
             self._A.add(_mean_input(a.to(self._G.dtype) for a in strips))
-        for a in strips:  # none are left where they were reduced
+        for a in strips:  # empty after a reduction
             self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
     def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
@@ -159,7 +160,7 @@ class KroneckerBlock(Block):
         G, O = g.shape[1], g.shape[4]
         if g.stride(-1) == 1 or g.shape[3] == 1:
             rows = g.transpose(0, 1).reshape(G, -1, O)
-        else:  # channels before pixels: keep the pixels contiguous and let the product transpose
+        else:  # channels before pixels: keep the pixels contiguous and let the product transpose them
             rows = g.permute(1, 4, 0, 2, 3).reshape(G, O, -1).mT
         add_gram_(self._G, rows)
 
@@ -194,7 +195,7 @@ class KroneckerBlock(Block):
         self._n_tokens += counts.sum()
 
     def _count(self, site: Site, calls: list[Call]) -> int:
-        """How many inputs there are."""
+        """The number of inputs."""
         if self._reduce:
             axis = calls[0].rows
             assert isinstance(axis, BatchAxis)
@@ -203,18 +204,18 @@ class KroneckerBlock(Block):
 
 
 def _mean_input(strips: Iterable[Tensor]) -> Tensor:
-    """Over the positions of each example.  # [G, B, t, I] each -> [G, B, I]"""
+    """The mean over the positions of each example.  # [G, B, t, I] each -> [G, B, I]"""
     sums, positions = zip(*((a.sum(2), a.shape[2]) for a in strips), strict=True)
     return torch.stack(sums).sum(0) / sum(positions)
 
 
 def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | None], g: Tensor) -> None:
-    """`total += Σₙ Σ_k j²`, from the inputs of some examples at a time, which come in `strips`.
-    # [G, O, I + 1], or I without a bias"""
+    """`total += Σₙ Σ_k j²`; `strips` gives the inputs of some examples at a time.  # [G, O, I + 1], or I without a
+    bias"""
     K, G, B, T, O = g.shape
     if T == 1:
-        of_all = strips(slice(None))
-        _add_unshared_diagonal(total, None if of_all is None else next(of_all), g)
+        all_inputs = strips(slice(None))
+        _add_unshared_diagonal(total, None if all_inputs is None else next(all_inputs), g)
         return
     chunk = max(1, CACHE // (G * total.shape[2] * (T + K * O) * total.element_size()))
     for start in range(0, B, chunk):
@@ -224,7 +225,7 @@ def add_diagonal_(total: Tensor, strips: Callable[[slice], Iterator[Tensor] | No
 
 
 def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
-    """One position: `Σₙ (Σ_k g²) (a²)ᵀ`, one matrix product, and the bias's column last.  # values [G, O, I + 1]"""
+    """One position: `Σₙ (Σ_k g²) (a²)ᵀ` in one product, with the bias in the last column.  # values [G, O, I + 1]"""
     g2 = g.squeeze(3).to(values.dtype).square().sum(0)  # [G, B, O]
     I = 0 if a is None else a.shape[3]
     if a is not None:
@@ -238,7 +239,7 @@ def _add_unshared_diagonal(values: Tensor, a: Tensor | None, g: Tensor) -> None:
 
 
 def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
-    """Tokens that an example repeats are summed before the square; all others meet no one.  # [p]"""
+    """Gradients of a token that an example repeats are summed before they are squared.  # [p]"""
     embeddings = _embeddings(calls)
     layer = embeddings[0][0]
     V, D = layer.weight_shape
@@ -251,23 +252,17 @@ def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
 
 
 def _embeddings(calls: list[Call]) -> list[tuple[Embedding, Rows]]:
-    """The layers of an embedding's calls, with each example's rows."""
+    """The layers of an embedding's calls, with the rows of each example."""
     return [(call.layer, call.rows) for call in calls if isinstance(call.layer, Embedding)]
 
 
-PANEL = 256  # columns of a triangular product at a time
-FULL = 1024  # rows that make a product efficient
-WIDE = 512  # columns from which on few rows are kept
-PART = 2  # rows are few up to this part of the columns
-
-
 class InputSum:
-    """`Σ [a 1][a 1]ᵀ` with its lower triangle alone, or a few rows `[a 1]`.
+    """The lower triangle of `Σ [a 1][a 1]ᵀ`, or a few rows `[a 1]`.
 
     Args:
-        shape: groups and columns, the bias's own among them.
+        shape: groups and columns, including the column of the bias.
         bias: whether the last column is a one.
-        keeps_rows: whether few rows of a wide layer are kept.
+        keeps_rows: whether to keep few rows of a wide layer.
     """
 
     def __init__(
@@ -277,27 +272,27 @@ class InputSum:
         self._dtype, self._device = dtype, device
         self._most = self._columns // PART if keeps_rows and self._columns >= WIDE else 0
         self._sum: Tensor | None = None  # [G, I, I]
-        self._pending: list[Tensor] = []  # rows of a few small batches: one large product is faster than many small
+        self._pending: list[Tensor] = []  # rows of small batches: one large product is faster than many small
         self.count = torch.zeros((), dtype=torch.float64, device=float64_device(device))  # n
 
     def add(self, a: Tensor) -> None:
         """# [G, rows, I], without the one"""
-        self._pending.append(a.to(self._dtype, copy=self._most > 0))  # kept beyond the batch, rows are our own
+        self._pending.append(a.to(self._dtype, copy=self._most > 0))  # a copy, if rows may outlive the batch
         if self._n_pending >= max(FULL, self._most + 1):
             self._add_pending()
 
     def add_product(self, gram: Tensor, total: Tensor, rows: int) -> None:
-        """`Σ aaᵀ`, `Σ a` and the number of rows.  # [G, I, I], [G, I]"""
+        """Add `Σ aaᵀ`, `Σ a` and the number of rows.  # [G, I, I], [G, I]"""
         I = total.shape[1]
         self._whole[:, :I, :I] += gram
         self._add_border(total, rows)
 
     def keeps(self, rows: int) -> bool:
-        """Whether so many more rows would be kept."""
+        """Whether this many more rows would be kept as rows."""
         return 0 < self._n_pending + rows <= self._most and self._sum is None
 
     def gather(self, processes: Processes) -> None:
-        """Rows of all processes, each in its own places, or their products."""
+        """Place the rows among those of all processes, or multiply them."""
         n = self._n_pending if self._sum is None else self._most + 1
         counts = torch.zeros(processes.size, dtype=torch.int64, device=self._device)
         counts[processes.rank] = n
@@ -320,16 +315,16 @@ class InputSum:
 
     @property
     def sums(self) -> list[Tensor]:
-        """After `gather`, what is to be summed over processes; before, what there is so far."""
+        """The tensors to add over processes after `gather`; before, the sums so far."""
         return [*self._pending, *([] if self._sum is None else [self._sum]), self.count]
 
     @property
     def products(self) -> list[Tensor]:
-        """Numbers that are finite where `A` is."""
+        """Numbers that are finite if `A` is."""
         return [self._sum] if self._sum is not None else [a.square().sum() for a in self._pending]
 
     def gram(self) -> Gram:
-        """`A`, after `gather`; the sums are given up."""
+        """`A`, after `gather`. Frees the sums."""
         n = self.count.to(self._device, self._dtype).clamp(min=1)
         if self._sum is None:
             return Gram(self._pending.pop() / n.sqrt(), is_rows=True)
@@ -358,7 +353,7 @@ class InputSum:
         self._add_border(a.sum(1), a.shape[1])
 
     def _add_border(self, total: Tensor, rows: int) -> None:
-        """The number of inputs, and their sum where the bias's own input, a one, meets them.  # total [G, I]"""
+        """Add the number of inputs, and their products with the one of the bias.  # total [G, I]"""
         I = total.shape[1]
         if self._bias:
             self._whole[:, I, :I] += total
@@ -367,7 +362,7 @@ class InputSum:
 
 
 def add_gram_(total: Tensor, x: Tensor) -> None:
-    """`total += xᵀx`, of which wide matrices get the lower triangle only, panel by panel.  # [G, D, D], [G, N, D]"""
+    """`total += xᵀx`; wide matrices get only the lower triangle, panel by panel.  # [G, D, D], [G, N, D]"""
     x = x.to(total.dtype)
     D = x.shape[2]
     if len(x) > 1 or D <= 2 * PANEL:

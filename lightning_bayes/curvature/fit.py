@@ -1,5 +1,7 @@
-"""`fit_curvature`: `H = Σₙ JₙᵀΛₙJₙ`, a sum over the data and never a mean, in the chosen structure: one pass over the
-data, two for "ekfac", or several for a low rank."""
+"""`fit_curvature`: `H = Σₙ JₙᵀΛₙJₙ`, a sum over the data and never a mean, in the chosen structure.
+
+A fit takes one pass over the data, two for "ekfac", and several for "lowrank".
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,29 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, instance, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
-from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
+from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, FactorOptions
+from lightning_bayes.curvature.column_sum import ColumnSum
+from lightning_bayes.curvature.data_pass import BatchSum, Curvature, DataPass, Fisher
 from lightning_bayes.curvature.diagonal.batch_diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.diagonal.batch_diagonal import DiagonalSum
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
 from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
-from lightning_bayes.jacobian.checks import BatchChecks
 from lightning_bayes.jacobian.normalised import normalised_layers
 from lightning_bayes.jacobian.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
-from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
 from lightning_bayes.network.containers import Sequences, Together
 from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
 from lightning_bayes.network.subset import check_subset, resolve_subset
+from lightning_bayes.structures.factor import Rank
 
 logger = logging.getLogger("lightning_bayes")
 
-GROWING = ("full", "diag", "kron")  # structures to which data can be added
+UPDATABLE = ("full", "diag", "kron")  # structures to which data can be added
 
 
 def fit_curvature(
@@ -51,7 +53,7 @@ def fit_curvature(
     seed: int = 0,
     weight_sharing: str = "expand",
     hessian: str = "exact",
-    rank: int | str | None = None,
+    rank: Rank = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
@@ -59,39 +61,41 @@ def fit_curvature(
     class_dim: int | None = None,
     updatable: bool = False,
     first_example: int = 0,
+    dry_run: bool = False,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
 
     Args:
-        network: maps x to f(x): logits, or the mean of a regression. It is run in eval mode and left as it was.
+        network: maps x to f(x): logits, or the mean of a regression. It runs in eval mode and is left unchanged.
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag", "kron", "ekfac", which takes a second pass over the loader, or "lowrank", which takes
-            several.
-        subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
+        structure: "full", "diag", "kron", "ekfac" (two passes over the loader) or "lowrank" (several passes).
+        subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, a mask over (or
             positions of) the trainable weights, or the `subset` of a posterior.
         curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
-            of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
-            outputs at many positions.
+            of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but "fisher_mc" for images
+            and other outputs at many positions.
         samples: labels drawn per example for "fisher_mc".
-        seed: of those labels; each example has its own random numbers, whatever batch it comes in.
-        weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce"; of "ekfac", for
-            its eigenvectors.
-        hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
-            pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
-        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default. Of
-            "kron", how many each factor keeps beside a remainder: at most so many, or, "auto", those of factors wider
-            than 1,000 that hold 99 % of the trace, up to a half; all by default.
+        seed: for those labels; the labels of an example do not depend on its batch.
+        weight_sharing: how "kron" and the eigenvectors of "ekfac" treat weights that are shared over positions:
+            "expand" or "reduce".
+        hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or in one backward
+            pass by "approx", "mixed" or "auto"; see `lightning_bayes.curvature.diagonal`.
+        rank: the number of eigenpairs that "lowrank" keeps, 100 by default. For "kron", the largest number that each
+            factor keeps beside a remainder; "auto" keeps 99 % of the trace, at most half of the eigenpairs, of factors
+            wider than 1,000. By default all.
         progress: show a progress bar.
-        processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
-            over all of them.
-        probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
-            that of the first batch. Then nothing is learned from the shape of the targets.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        processes: the processes that share the data, each with every `size`-th example from its `rank`. Sums are over
+            all of them.
+        probe: an input to trace the network on, for a process whose share of the data may be empty; by default the
+            first batch. With a probe, the shape of the targets is not used.
+        output: the key, attribute or index of f in the network's output; by default a tensor, or its `logits`.
+        class_dim: the class dimension of f; by default it follows from the shape of the targets.
         updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
-        first_example: the number of the first example, for what is drawn: how many were fitted before these.
+        first_example: the number of the first example, for sampled labels: how many examples were fitted before.
+        dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn" is
+            "fisher_mc" for many outputs. The result is not a curvature.
     """
     check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
     count("samples", samples)
@@ -99,78 +103,75 @@ def fit_curvature(
     check_processes(processes)
     check_updatable(updatable, structure)
     count("first_example", first_example, least=0)
+    flag("dry_run", dry_run)
     likelihood = resolve(likelihood)
     network = read_as(check_network(unwrap(network)), output, class_dim)
     check_loader(loader)
     check_passes(structure, loader)
-    total: CurvatureSum | LowRankSum | None = None
     normalised: tuple[str, ...] = ()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(inputs.device_of(network)))
         stack.enter_context(torch.inference_mode(False))
 
-        def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
-            """Of one pass."""
-            shown = iter(ShownLoader(loader, f"Laplace: curvature{which}", progress))
-            stack.callback(shown.close)  # after an error as well
-            for batch in shown:
+        def batches(description: str) -> Iterator[tuple[Any, Tensor]]:
+            loaded = iter(ShownLoader(loader, f"Laplace: curvature{description}", progress))
+            stack.callback(loaded.close)  # after an error as well
+            for batch in loaded:
                 yield _prepare(network, batch)
 
-        def begin(x: Any, y: Tensor | None = None) -> CurvatureSum | LowRankSum:
+        def make_sum(x: Any, y: Tensor | None = None) -> BatchSum:
             nonlocal normalised, network
             chosen = choose_subset(network, x, subset)
             if y is not None:
                 network = read_by_targets(network, x, y, likelihood)
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
-            begun: CurvatureSum | LowRankSum
-            if hessian == "exact":
-                kind = choose_curvature(curvature, likelihood, plan.output_shape, isinstance(processes, Undecomposed))
-                drawn = (kind, samples, seed, processes)
+            total: ColumnSum | DiagonalSum | LowRankSum
+            if hessian != "exact":
+                total = DiagonalSum(network, chosen, likelihood, hessian)
+            else:
+                fisher = Fisher(choose_curvature(curvature, likelihood, plan.output_shape, dry_run), samples, seed)
                 if structure == LOW_RANK:
                     assert not isinstance(rank, str)
-                    begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
+                    total = LowRankSum(network, plan, likelihood, fisher, rank, dry_run)
                 else:
-                    options = (structure, weight_sharing, *drawn, None, updatable, first_example, rank)
-                    begun = CurvatureSum(network, plan, likelihood, *options)
-            else:
-                begun = DiagonalSum(network, plan, likelihood, hessian, processes)
-            describe(begun.blocks())
+                    factors = FactorOptions(updatable, rank, dry_run, progress)
+                    total = ColumnSum(network, plan, likelihood, structure, weight_sharing, fisher, factors)
+            describe(total.blocks())
             normalised = normalised_layers(network, x, chosen)
-            return begun
+            return total
 
+        total = None
         if probe is not None:
             probe = inputs.contained(network, probe)
-            total = begin(inputs.to_device(probe, inputs.device_of(network)))
-        with (processes or Processes()).raising_together():
-            for x, y in batches():
-                total = total or begin(x, y)
-                total.add(x, y)
-            if total is None:
-                raise DataError("the loader is empty: curvature needs at least one batch")
-            total.look()
-        fitted = total.finish(progress)
-        if isinstance(total, CurvatureSum):
-            fitted = total.refitted(fitted, batches(", eigenvalues"))
-        fitted = replace(fitted, normalised=normalised, output=output_of(network))
-        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian, samples=samples, seed=seed)
+            total = make_sum(inputs.to_device(probe, inputs.device_of(network)))
+        fitted = DataPass(likelihood, processes, first_example).fit(batches, make_sum, total)
+        return replace(
+            fitted,
+            normalised=normalised,
+            output=output_of(network),
+            weight_sharing=weight_sharing,
+            hessian=hessian,
+            samples=samples,
+            seed=seed,
+        )
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
-    """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
-    output alone."""
-    inputs.batch_size(x)  # an error where x holds no tensor
+    """A view of the network for the form of the first batch: its class dimension, and whether examples are rows of the
+    output only."""
+    inputs.batch_size(x)  # raises an error if x holds no tensor
     output = replace(output_of(network), together=isinstance(x, Together), listed=isinstance(x, Sequences))
     if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
-            own = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
-            args, kwargs = inputs.arguments(network, inputs.to_device(own, inputs.device_of(network)))
+            copy = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
+            args, kwargs = inputs.arguments(network, inputs.to_device(copy, inputs.device_of(network)))
             returned = unviewed(network)(*args, **kwargs)
         output = output.with_targets(returned, y, likelihood.chooses_one_class)
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
             logger.warning(
                 "outputs for targets of shape %s have as many positions as classes: classes are taken to be in "
-                "dimension 1; class_dim=-1 says that they are in the last",
+                "dimension 1; if they are in the last dimension, set class_dim=-1",
                 list(y.shape),
             )
     return viewed(network, output)
@@ -179,7 +180,7 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
 def check_options(
     structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
 ) -> None:
-    """Refuse what is known to be wrong without a network or data."""
+    """Check the options that need no network or data."""
     word("structure", structure, (*STRUCTURES, LOW_RANK))
     check_rank(rank, structure)
     word("curvature", curvature, tuple(CURVATURES))
@@ -196,19 +197,19 @@ def check_options(
 
 
 def check_passes(structure: str, loader: Any) -> None:
-    """Refuse an iterator for a structure that takes several passes."""
+    """Raise an error for an iterator if the structure takes several passes."""
     if (structure == LOW_RANK or STRUCTURES[structure].passes > 1) and reads_once(loader):
         raise DataError(
-            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which gives "
-            "them once: pass a list or a DataLoader"
+            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which can be "
+            "read only once: pass a list or a DataLoader"
         )
 
 
 def check_updatable(updatable: Any, structure: str) -> bool:
-    if flag("updatable", updatable) and structure not in GROWING:
+    if flag("updatable", updatable) and structure not in UPDATABLE:
         raise ValueError(
-            f"updatable=True is for structure={', '.join(map(repr, GROWING))}: {structure!r} takes several passes over "
-            "all data"
+            f"updatable=True is for structure={', '.join(map(repr, UPDATABLE))}: {structure!r} takes several passes "
+            "over all data"
         )
     return bool(updatable)
 
@@ -221,27 +222,18 @@ def check_processes(processes: Any) -> None:
 def log_likelihood(
     network: nn.Module, loader: Iterable[Any], likelihood: Likelihood, processes: Processes | None = None
 ) -> dict[str, Any]:
-    """What a pass over the data learns beside the curvature: its size, log-likelihood and squared error."""
+    """The size, log-likelihood and squared error of the data, from a pass without a curvature."""
     check_loader(loader)
     check_processes(processes)
-    totals = torch.zeros(5, dtype=torch.float64, device=float64_device(inputs.device_of(network)))
+    data = DataPass(likelihood, processes)
     with preserved_rng(inputs.device_of(network)), torch.inference_mode(False), borrowed(network, ()), torch.no_grad():
-        checks, processes = BatchChecks(likelihood), processes or Processes()
-        with processes.raising_together():
-            for batch in loader:
-                x, y = _prepare(network, batch)
-                f = inputs.call(network, x)
-                totals += data_totals(likelihood, f, checks.add(x, f, y))
-                checks.end_batch()
-            checks.look()
-    processes.sum_([totals])
-    if totals[0] == 0:
-        raise DataError("the loader is empty: a log-likelihood needs at least one batch")
-    return name_totals(totals)
+        nothing = BatchSum(network, None, likelihood, Fisher())
+        data.run(lambda _: (_prepare(network, batch) for batch in loader), total=nothing)
+    return data.learned()
 
 
 def choose_subset(network: nn.Module, x: Any, subset: str | Sequence[str] | Tensor | Subset) -> Subset:
-    """The parameters that `subset` means; the last layer is found by tracing `network` on `x`."""
+    """Resolve `subset` to parameters; tracing `network` on `x` finds the last layer."""
     if isinstance(subset, Subset):
         return subset
     last_layer: tuple[str, ...] = ()

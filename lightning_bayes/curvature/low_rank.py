@@ -1,44 +1,35 @@
-"""The largest eigenpairs of `H = Σₙ JₙᵀΛₙJₙ`, by products with blocks of vectors (see `lanczos`, `ggn_product`).
+"""The largest eigenpairs of `H = Σₙ JₙᵀΛₙJₙ` from products with blocks of vectors, one pass over the data for each.
 
-Each product is one pass over the data. The first pass learns also what all fits learn of the data, and the later ones
-see the same examples; labels that are drawn belong to an example's place in the order of the data.
-
-The largest eigenpairs of a symmetric positive semi-definite matrix `H` that is known by products with blocks of
-vectors: block Lanczos with full reorthogonalisation (Golub and Underwood 1977).
-
-From a random block `Q₁`, each product `HQⱼ` is made orthogonal to the whole basis, twice, and what is left of it is the
-next block. A block of `b` vectors meets an eigenvalue `b` times at most, so that it must be as wide as eigenvalues are
-repeated. Directions that vanish are replaced by random ones, orthogonal to the basis: where `H` has nothing left to
-give, they show it.
+Block Lanczos with full reorthogonalisation (Golub and Underwood 1977) starts from a random block `Q₁`. Each product
+`HQⱼ` is orthogonalised twice against the whole basis, and the rest is the next block. A block of `b` vectors finds an
+eigenvalue at most `b` times, so it must be as wide as eigenvalues are repeated. Random directions, orthogonal to the
+basis, replace those that vanish: they show when nothing of `H` is left.
 
 After `m` vectors, `HQ = [Q Q⁺] B` with the next block `Q⁺` and a small matrix `B`. Ritz pairs that have not converged
-could overstate `H`. The Nyström approximation of the same subspace cannot, and needs no further product:
+could overestimate `H`. The Nyström approximation of the same subspace cannot, and needs no further product:
 
     Ĥ = HQ (QᵀHQ)⁺ (HQ)ᵀ = [Q Q⁺] B T⁺ Bᵀ [Q Q⁺]ᵀ ⪯ H,    T = QᵀHQ.
 
-It grows with the subspace, and is `H` where this holds all of it. Its largest eigenpairs are the answer. Those of `T`
-that are only rounding are left out. In a null space half of the rounding is negative, which shows how large it is.
+It grows with the subspace and equals `H` once that holds the whole range. The result is its largest eigenpairs, without
+eigenvalues of `T` that are only rounding. In a null space half of the rounding is negative, which shows its size.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, shown
-from lightning_bayes.curvature.accumulate import Undecomposed
-from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
-from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_output
+from lightning_bayes.curvature.accumulate import first_nonfinite
+from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
 from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.jacobian.products import GGNProduct, output_fisher
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
-from lightning_bayes.network.accumulation import float64_device, in_float64
-from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network import CurvatureError, Processes
+from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.structures import LowRank
 
 logger = logging.getLogger("lightning_bayes")
@@ -46,183 +37,114 @@ logger = logging.getLogger("lightning_bayes")
 WORD = "lowrank"
 RANK = 100  # by default
 BLOCK = 16  # vectors in a block, at least
-Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # of one more pass, with what a progress bar says of it
+ZERO = 1  # times the rounding of the largest eigenvalue: a smaller direction has vanished
+NOTHING = 10  # times the same: a smaller product shows that nothing is left
+CONVERGED = 0.1  # the residual of an eigenpair relative to its eigenvalue, which costs 1e-5 to 1e-3 of their sum
 
 
-class LowRankSum:
-    """The products of one pass after the other."""
+class LowRankSum(BatchSum):
+    """The product of `H` with one block of vectors in each pass. A dry run makes one product with two vectors."""
+
+    needs_same_labels = True
 
     def __init__(
         self,
         network: nn.Module,
         plan: Plan,
         likelihood: Likelihood,
-        rank: int | None,
-        curvature: str,
-        samples: int,
-        seed: int,
-        processes: Processes | None,
-        batches: Batches,
+        fisher: Fisher,
+        rank: int | None = None,
+        dry_run: bool = False,
     ) -> None:
-        self._network, self._plan, self._likelihood, self._curvature = network, plan, likelihood, curvature
-        self._drawn = (samples, seed)
-        self._processes, self._batches = processes or Processes(), batches
-        self._order = PassOrder(curvature)
-        self._parameters = plan.subset.parameters(network)
-        first = next(iter(self._parameters.values()))
-        dtype, P = torch.promote_types(first.dtype, torch.float32), plan.subset.size
-        rank, width, most = _sizes(P, rank, plan.n_outputs)
-        if isinstance(self._processes, Undecomposed):  # a trial
-            rank, width, most = 1, 2, 2
-        self._most_passes = -(-most // width)
-        self._lanczos = BlockLanczos(P, rank, width, most, seed, dtype, first.device)
+        super().__init__(network, plan.subset, likelihood, fisher)
+        rank, width, most = (1, 2, 2) if dry_run else _sizes(plan.subset.size, rank, plan.n_outputs)
+        self._most_passes, self._n_passes = -(-most // width), 0
+        self._lanczos = BlockLanczos(plan.subset.size, rank, width, most, fisher.seed, self.dtype, self.device)
         self._product = GGNProduct(network, plan.subset, plan.n_activations)
-        self._sum = torch.zeros_like(self._lanczos.block)
-        self._gradient = torch.zeros(P, dtype=dtype, device=first.device)
-        self._totals = torch.zeros(5, dtype=torch.float64, device=float64_device(first.device))  # see `data_totals`
-        self._checks, self._n_data = BatchChecks(likelihood, self._overflowing), 0  # of the pass
+        self._begin_pass()
 
     def blocks(self) -> list[tuple[str, str]]:
-        return [(name, WORD) for name in self._plan.subset.names]
+        return [(name, WORD) for name in self.subset.names]
 
-    def add(self, x: Any, y: Tensor) -> None:
-        """A batch of the first pass."""
-        f, y = self._add(x, y)
-        outputs = f.detach()
-        self._totals += data_totals(self._likelihood, outputs, y)
-        cotangent = -self._likelihood.residual(outputs, y)
-        parameters = list(self._parameters.values())
-        gradients = torch.autograd.grad(f, parameters, cotangent.to(f.dtype), materialize_grads=True)
-        self._gradient += self._plan.subset.narrow(torch.cat([g.reshape(-1) for g in gradients]))
+    def add(self, batch: Batch) -> None:
+        sampled = (batch.examples, self.fisher.samples, self.fisher.seed)
+        Λ = output_fisher(self.likelihood, self.fisher.kind, batch.outputs, batch.y, *sampled)
+        self._sum += self._product(batch.x, batch.f, Λ, self._lanczos.block)
 
-    def look(self) -> None:
-        """Raise what was wrong with the batches so far."""
-        self._checks.look()
+    @property
+    def sums(self) -> list[Tensor]:
+        return [self._sum, self._start]
 
-    def finish(self, progress: bool = False) -> Curvature:
-        """All further passes."""
-        self._processes.sum_([self._gradient, self._totals])
-        if self._totals[0] == 0:
-            raise DataError("the loader is empty: curvature needs at least one batch")
-        lanczos, n_data, n_passes = self._lanczos, int(self._totals[0]), 1
-        lanczos.add(self._summed())
-        while not self._over_all(lanczos.finished):
-            self._sum = torch.zeros_like(lanczos.block)
-            self._checks, self._n_data = BatchChecks(self._likelihood, self._overflowing), 0
-            n_passes += 1
-            self._order.begin()
-            with self._processes.raising_together():
-                for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
-                    self._add(x, y)
-                self._checks.look()
-            seen = self._over_all(self._n_data)
-            if seen != n_data:
-                raise DataError(
-                    f"structure='lowrank' passes over the same data several times, but the loader gave {n_data} "
-                    f"examples in the first pass and {seen} in pass {n_passes}: pass a list or a DataLoader"
-                )
-            if not self._order.is_same(self._processes, self._sum.device):
-                raise DataError(f"structure='lowrank' with curvature='fisher_mc' needs {WANTED}: {REMEDY}")
-            lanczos.add(self._summed())
-        values, vectors = lanczos.eigenpairs()
-        largest = max(lanczos.residuals()[: len(values)].tolist(), default=0.0)
+    def overflowing(self) -> str | None:
+        return first_nonfinite(self._sum.abs().amax(0), self.subset)
+
+    def end_pass(self, processes: Processes) -> str | None:
+        start = in_float64(self._lanczos.block[:, :8])
+        if not torch.allclose(self._start, processes.size * start, rtol=0, atol=1e-3 * float(start.abs().max())):
+            raise CurvatureError(
+                "structure='lowrank' computed other vectors on another process, whose machine rounds differently: fit "
+                "it on one process, or on machines of the same kind"
+            )
+        self._lanczos.add(self._sum)
+        self._n_passes += 1
+        finished = torch.tensor([int(self._lanczos.finished)], device=self._sum.device)
+        processes.sum_([finished])  # if only one process stopped, the others would wait for it
+        if finished:
+            return None
+        self._begin_pass()
+        return f", pass {self._n_passes + 1} of at most {self._most_passes}"
+
+    def structure(self) -> LowRank:
+        values, vectors = self._lanczos.eigenpairs()
         logger.info(
             "lowrank: %d eigenpairs, with residuals of at most %.1g of their eigenvalues, by %d products in %d passes",
             len(values),
-            largest,
-            lanczos.n_products,
-            n_passes,
+            max(self._lanczos.residuals()[: len(values)].tolist(), default=0.0),
+            self._lanczos.n_products,
+            self._n_passes,
         )
-        return Curvature(
-            structure=LowRank(vectors.mT.contiguous(), values, rounding=lanczos.rounding),
-            subset=self._plan.subset,
-            likelihood=self._likelihood,
-            kind=self._curvature,
-            **name_totals(self._totals),
-            gradient=self._gradient,
-        )
+        return LowRank(vectors.mT.contiguous(), values, rounding=self._lanczos.rounding)
 
-    def _add(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs, with their graph, and the targets, without those that are wrong."""
-        B = inputs.batch_size(x)
-        f = inputs.call(self._network, x)
-        check_output(f, B)
-        outputs = f.detach()
-        y = self._checks.add(x, outputs, y)
-        examples = self._processes.examples(self._n_data, B, f.device)
-        self._order.add(outputs, examples)
-        fisher = output_fisher(self._likelihood, self._curvature, outputs, y, examples, *self._drawn)
-        self._sum += self._product(x, f, fisher, self._lanczos.block)
-        self._n_data += B
-        self._checks.end_batch()
-        return f, y
-
-    def _summed(self) -> Tensor:
-        """Over all data.  # [b, P]"""
-        own = in_float64(self._lanczos.block[:, :8])
-        total = own.clone()
-        self._processes.sum_([self._sum, total])
-        if not torch.allclose(total, self._processes.size * own, rtol=0, atol=1e-3 * float(own.abs().max())):
-            raise CurvatureError(
-                "structure='lowrank' has come to other vectors on another process, whose machine decomposes matrices "
-                "in another way: fit it on one process, or on machines of one kind"
-            )
-        if (name := self._overflowing()) is not None:
-            raise not_finite(name)
-        return self._sum
-
-    def _over_all(self, number: int) -> int:
-        """The sum over processes, which raise and stop together: where only one did, the others would wait."""
-        total = torch.tensor([int(number)], device=self._sum.device)
-        self._processes.sum_([total])
-        return int(total)
-
-    def _overflowing(self) -> str | None:
-        bad = (~self._sum.isfinite()).any(0).nonzero()
-        return self._plan.subset.name_at(int(bad[0])) if len(bad) else None
+    def _begin_pass(self) -> None:
+        self._sum = torch.zeros_like(self._lanczos.block)
+        self._start = in_float64(self._lanczos.block[:, :8]).clone()  # to compare the vectors of all processes
 
 
 def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
-    """The rank, and how many vectors a block and the basis have. Outputs may repeat an eigenvalue once for each, which
-    only a block that is as wide would see; more than `rank` of them are not asked for."""
+    """The rank, and the numbers of vectors in a block and in the basis. An eigenvalue may be repeated for each output,
+    which only a block of that width finds; no more than `rank` of them are needed."""
     rank = min(RANK if rank is None else rank, P)
     width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)
 
 
 def n_vectors(P: int, rank: int | None, outputs: int) -> int:
-    """The vectors of all weights that a fit holds: its basis, the block after it, its product, and the result."""
+    """The number of vectors that a fit holds: the basis, the next block, its product, and the result."""
     rank, width, most = _sizes(P, rank, outputs)
     return most + 3 * width + rank
 
 
 def check_rank(rank: Any, structure: str) -> None:
-    """How many eigenpairs; None is the default."""
     if rank is None:
         return
     if structure not in (WORD, "kron"):
         raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
     if isinstance(rank, str) and (structure == WORD or rank != "auto"):
         raise ValueError(
-            f"rank must be a whole number of at least 1, got {shown(rank)}: 'auto' is a word for structure='kron' alone"
+            f"rank must be a whole number of at least 1, got {shown(rank)}: 'auto' is for structure='kron' only"
         )
     if rank != "auto":
         count("rank", rank)
 
 
-ZERO = 1  # times the rounding of the largest eigenvalue: below it, a direction has vanished
-NOTHING = 10  # times the same: a product below it shows that nothing is left
-CONVERGED = 0.1  # the residual of an eigenpair, relative to its eigenvalue: a tenth costs 1e-5 to 1e-3 of their sum
-
-
 class BlockLanczos:
-    """Asks for the product of `H` with `block`, again and again until it is `finished`.
+    """Call `add` with the product of `H` and `block` until `finished`.
 
     Args:
         size: of the matrix.
-        rank: how many eigenpairs are wanted.
+        rank: the number of eigenpairs.
         width: of a block.
-        most: vectors in the basis, at most.
+        most: the largest number of vectors in the basis.
         seed: of the random vectors, which are the same on every process and device.
     """
 
@@ -234,23 +156,23 @@ class BlockLanczos:
         self._generator = torch.Generator().manual_seed(seed)
         self._blocks: list[Tensor] = []  # [b, P] each
         self._blocks.append(self._random(min(width, size)))
-        self._fresh = len(self.block)  # how many vectors of the last block are random
-        # m of n vectors have been multiplied.
+        self._fresh = len(self.block)  # the number of random vectors in the last block
+        # n vectors in the basis, of which m have been multiplied
         self._B = torch.zeros(len(self.block), 0, dtype=torch.float64, device="cpu")  # [n, m]
         self.finished = False
 
     @property
     def block(self) -> Tensor:
-        """What is to be multiplied next.  # [b, P]"""
+        """The vectors to multiply next.  # [b, P]"""
         return self._blocks[-1]
 
     @property
     def n_products(self) -> int:
-        """Of `H` with a vector."""
+        """The number of products of `H` with a vector."""
         return self._B.shape[1]
 
     def add(self, product: Tensor) -> None:
-        """`H block`.  # [b, P]"""
+        """Add the product `H block`.  # [b, P]"""
         inside, rest = self._project(product)  # [n, b], [b, P]
         m, b = self._B.shape[1], len(self.block)
         self._B = torch.cat([self._B, inside], dim=1)
@@ -267,7 +189,7 @@ class BlockLanczos:
             self._B = torch.cat([self._B, self._B.new_zeros(self._fresh, m + b)])
 
     def eigenpairs(self) -> tuple[Tensor, Tensor]:
-        """The largest of `Ĥ`, in falling order; those that are zero are left out.  # [k], [k, P]"""
+        """The largest eigenpairs of `Ĥ` in descending order, without zeros.  # [k], [k, P]"""
         t, Y = self._ritz()
         kept = t > self.rounding
         root = self._B @ (Y[:, kept] * t[kept].rsqrt())  # Ĥ = [Q Q⁺] root rootᵀ [Q Q⁺]ᵀ
@@ -283,38 +205,38 @@ class BlockLanczos:
 
     @property
     def rounding(self) -> float:
-        """Below which an eigenvalue is not known."""
+        """Smaller eigenvalues cannot be told from rounding."""
         t, _ = self._ritz()
         return max(-2 * float(t[-1]), self._eps * float(t[0]))
 
     def residuals(self) -> Tensor:
-        """Of the wanted Ritz pairs, relative to their values.  # [k]"""
+        """The residuals of the largest Ritz pairs, relative to their values.  # [k]"""
         t, Y = self._ritz()
         rest = torch.linalg.vector_norm(self._B[len(t) :] @ Y, dim=0)
         return (rest / t.clamp(min=torch.finfo(t.dtype).tiny))[: self._rank]
 
     def _has_converged(self) -> bool:
-        """As many pairs as are wanted: of fewer, nothing says that they are all."""
+        """Only for `rank` pairs: with fewer, more may be missing."""
         t, _ = self._ritz()
         if len(t) < self._rank or t[self._rank - 1] <= self.rounding:
             return False
         return bool((self.residuals() <= CONVERGED).all())
 
     def _ritz(self) -> tuple[Tensor, Tensor]:
-        """Eigenpairs of `T`, in falling order.  # [m], [m, m]"""
+        """Eigenpairs of `T`, in descending order.  # [m], [m, m]"""
         T = self._B[: self._B.shape[1]]
         t, Y = torch.linalg.eigh((T + T.mT) / 2)
         return t.flip(0), Y.flip(1)
 
     def _random(self, count: int) -> Tensor:
-        """Orthonormal, and orthogonal to the basis.  # [count, P]"""
+        """Random orthonormal vectors, orthogonal to the basis.  # [count, P]"""
         noise = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
         return self._orthonormal(self._project(noise.to(self._device, self._dtype))[1], 0.0)[0]
 
     def _project(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """The coefficients within the basis, and what is left.  # [b, P] -> [n, b], [b, P]"""
+        """The coefficients within the basis, and the rest.  # [b, P] -> [n, b], [b, P]"""
         total = torch.zeros(sum(map(len, self._blocks)), len(vectors), dtype=torch.float64, device="cpu")
-        for _ in range(2):  # what is left of a vector is orthogonal to the basis up to rounding after the second time
+        for _ in range(2):  # the second time makes the rest orthogonal up to rounding
             parts = []
             for block in self._blocks:
                 part = vectors @ block.mT  # [b, b']
@@ -324,12 +246,12 @@ class BlockLanczos:
         return total, vectors
 
     def _orthonormal(self, rows: Tensor, zero: float) -> tuple[Tensor, Tensor]:
-        """An orthonormal basis of the rows but for directions below `zero`, and the rows' coefficients in it.
+        """An orthonormal basis of the rows, without directions below `zero`, and the coefficients of the rows in it.
         # [b, P] -> [b', P], [b', b]"""
         Q, triangle = torch.linalg.qr(rows.mT)  # [P, b], [b, b]
-        turn, s, Yt = torch.linalg.svd(triangle.cpu().double())
+        rotation, s, Yt = torch.linalg.svd(triangle.cpu().double())
         kept = s > zero
-        directions = (Q @ turn[:, kept].to(Q)).mT
-        _, directions = self._project(directions)  # a small rest is not as orthogonal to the basis as a large one
+        directions = (Q @ rotation[:, kept].to(Q)).mT
+        _, directions = self._project(directions)  # a small rest is less orthogonal to the basis than a large one
         gram = directions @ directions.mT
         return 1.5 * directions - 0.5 * gram @ directions, s[kept].unsqueeze(1) * Yt[kept]

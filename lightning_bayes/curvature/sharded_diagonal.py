@@ -1,12 +1,12 @@
 """The exact diagonal of a Fisher over weights that are sharded over processes: `Σₙ (∂ log p(yₙ | fₙ) / ∂θ)²`.
 
-The sharded network runs forward and backward as it is. Hooks keep each layer's input `a` and the edge of its output,
-and one backward pass gives the gradients `g` there. Then, layer by layer, the squared per-example gradients `(gₙ aₙᵀ)²`
-are summed over the examples of all processes, and each process keeps the part of its own weights. So a process holds
-shards, activations, and the whole diagonal of one layer at a time.
+The sharded network runs forward and backward unchanged. Hooks record each layer's input `a` and the graph edge of its
+output, and one backward pass gives the gradients `g` there. Then, layer by layer, the squared per-example gradients
+`(gₙ aₙᵀ)²` are summed over the examples of all processes, and each process keeps the part of its weights. A process
+therefore holds shards, activations, and the whole diagonal of one layer at a time.
 
-A layer's gradient `g aᵀ` needs no weights: the rules of `layers` are read off a copy of the layer whose weights are
-zero. That holds for linear layers, convolutions, norms and embeddings; other layers are refused by name.
+The gradient `g aᵀ` does not depend on the weights: the rules of `layers` run on a copy of the layer with zero weights.
+This holds for linear layers, convolutions, norms and embeddings; other layers raise an error that names them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_bayes.curvature.accumulate import DiagonalAccumulator
-from lightning_bayes.curvature.curvature_sum import Curvature
-from lightning_bayes.jacobian.checks import BatchChecks, check_output, random_numbers
+from lightning_bayes.curvature.data_pass import Batch, BatchSum, Curvature, DataPass, Fisher
+from lightning_bayes.jacobian.checks import random_numbers
 from lightning_bayes.jacobian.gradients import LayerGradients
 from lightning_bayes.jacobian.output_columns import output_columns
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.jacobian.recorder import Version
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
+from lightning_bayes.network import CurvatureError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.gathered_layer import plain_copy
 from lightning_bayes.network.output import output_of, unviewed
 from lightning_bayes.network.processes import reshard, whole
@@ -52,7 +51,7 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 
 def check_layers(network: nn.Module) -> None:
-    """Refuse trainable weights of which no hook sees the gradient, before training."""
+    """Raise an error, before training, for trainable weights whose gradients no hook sees."""
     modules = dict(unviewed(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
     for name, p in unviewed(network).named_parameters(remove_duplicate=False):
@@ -62,68 +61,95 @@ def check_layers(network: nn.Module) -> None:
         if not isinstance(layer, LAYERS) or isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
             kind = type(layer).__name__
             raise CurvatureError(
-                f"{name} belongs to a {kind}, but of a sharded network the diagonal is known for linear layers, "
-                f"convolutions, norms and embeddings alone: {_WAY_OUT}"
+                f"{name} belongs to a {kind}, but a sharded network's diagonal supports only linear layers, "
+                f"convolutions, norms and embeddings: {_WAY_OUT}"
             )
         if owners.setdefault(p, name) != name:
             raise CurvatureError(
-                f"{name} is the same parameter as {owners[p]}, and of a sharded network the gradients of both uses are "
-                f"not brought together: {_WAY_OUT}"
+                f"{name} is the same parameter as {owners[p]}, and tied parameters are unsupported in a sharded "
+                f"network: {_WAY_OUT}"
             )
 
 
 class ShardedDiagonalSum:
-    """The running sum; its methods are called on all processes, each with a batch."""
+    """The running sum. All processes must call its methods together, each with a batch."""
 
     def __init__(
         self, network: nn.Module, likelihood: Likelihood, curvature: str, samples: int, seed: int, processes: Processes
     ) -> None:
         check_layers(network)
         reshard(network)
-        self._network, self._likelihood, self._kind = network, likelihood, curvature
-        self._samples, self._seed, self._processes = samples, seed, processes
-        self._subset: Subset = resolve_subset(network, "all", ())
-        parameters = self._subset.parameters(network)
-        self._shards = {name: ParameterShard.of(p, 0) for name, p in parameters.items()}
-        first = next(iter(parameters.values()))
-        dtype, sizes = torch.promote_types(first.dtype, torch.float32), [s.size for s in self._shards.values()]
-        self._total = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # of this process's shards
-        parts = zip(self._shards.items(), self._total.split(sizes), strict=True)
-        self._sums = {name: part.view(shard.local_shape) for (name, shard), part in parts}
-        self._layers = {
-            layer: plain_copy(network.get_submodule(layer), zeros=True).eval() for layer in self._subset.layers
-        }
-        self._plans: dict[str, Plan] = {}
-        self._checks = BatchChecks(likelihood)
-        self._n_data = self._n_outputs = 0
+        self._sum = LayerDiagonals(network, likelihood, Fisher(curvature, samples, seed), processes)
+        self._pass = DataPass(likelihood, processes)
+        self._pass.begin(self._sum)
 
     def add(self, x: Any, y: Tensor, counts: bool = True) -> None:
-        """One that does not count runs along, for the processes that have data left."""
-        with torch.inference_mode(False), borrowed(self._network, self._subset.names):
-            x = inputs.contained(self._network, x, y)
-            x, y = inputs.to_device((x, y), inputs.device_of(self._network))
-            B = inputs.batch_size(x)
-            with _watching(self._network, self._subset.layers) as calls:
-                f = inputs.call(self._network, x)
-            check_output(f, B)
-            outputs = f.detach()
-            y = self._checks.add(x, outputs, y)
-            _check_calls(calls, self._subset.layers, B)
-            edges = [edge for _, edge in calls.values()]
-            if not self._plans:
-                _check_rows(f, edges, list(calls))
-            examples = self._processes.examples(self._n_data, B, f.device)
-            drawn = (examples, self._samples, self._seed)
-            for column in output_columns(self._likelihood, self._kind, outputs, y, 1, *drawn):  # [1, *f.shape]
-                grads = list(torch.autograd.grad(f, edges, column[0].to(f.dtype), retain_graph=True))
-                for layer, (a, _) in calls.items():
-                    self._add_layer(layer, a, whole(grads.pop(0)).unsqueeze(0), counts)
-            del f, calls, edges
-        reshard(self._network)
-        self._checks.end_batch()
-        if counts:
-            counted = y if self._likelihood.couples_outputs else outputs
-            self._n_data, self._n_outputs = self._n_data + B, self._n_outputs + counted.numel()
+        """Add a batch. One that does not count only keeps this process in step with those that have data left."""
+        network = self._sum.network
+        try:
+            with torch.inference_mode(False), borrowed(network, self._sum.subset.names):
+                x = inputs.contained(network, x, y)
+                x, y = inputs.to_device((x, y), inputs.device_of(network))
+                self._pass.add(x, y, counts)
+        finally:
+            reshard(network)
+
+    def finish(self) -> Curvature:
+        """The curvature with this process's shard of the diagonal."""
+        self._pass.raise_pending()
+        self._pass.end()
+        fisher = self._sum.fisher
+        return Curvature(
+            structure=Diagonal(self._sum.diagonal),
+            subset=self._sum.subset,
+            likelihood=self._sum.likelihood,
+            kind=fisher.kind,
+            n_data=self._pass.n_data,
+            n_outputs=self._pass.n_outputs,
+            samples=fisher.samples,
+            seed=fisher.seed,
+            output=output_of(self._sum.network),
+        )
+
+
+class LayerDiagonals(BatchSum):
+    """The diagonal of this process's shards, layer by layer. Each layer is added over processes with its batch."""
+
+    learns_likelihood = False
+
+    def __init__(self, network: nn.Module, likelihood: Likelihood, fisher: Fisher, processes: Processes) -> None:
+        super().__init__(network, resolve_subset(network, "all", ()), likelihood, fisher)
+        self._processes = processes
+        self._shards = {name: ParameterShard.of(p, 0) for name, p in self.parameters.items()}
+        sizes = [shard.size for shard in self._shards.values()]
+        self.diagonal = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
+        parts = zip(self._shards.items(), self.diagonal.split(sizes), strict=True)
+        self._parts = {name: part.view(shard.local_shape) for (name, shard), part in parts}
+        self._layers = {
+            layer: plain_copy(network.get_submodule(layer), zeros=True).eval() for layer in self.subset.layers
+        }
+        self._plans: dict[str, Plan] = {}
+
+    def forward(self, x: Any) -> tuple[Tensor, dict[str, tuple[Tensor, GradientEdge]]]:
+        with _recording(self.network, self.subset.layers) as calls:
+            f = inputs.call(self.network, x)
+        return f, calls
+
+    def add(self, batch: Batch) -> None:
+        f, calls = batch.f, batch.recorded
+        _check_calls(calls, self.subset.layers, len(f))
+        edges = [edge for _, edge in calls.values()]
+        if not self._plans:
+            _check_rows(f, edges, list(calls))
+        sampled = (batch.examples, self.fisher.samples, self.fisher.seed)
+        columns = output_columns(self.likelihood, self.fisher.kind, batch.outputs, batch.y, 1, *sampled)
+        for column in columns:  # [1, *f.shape]
+            grads = list(torch.autograd.grad(f, edges, column[0].to(f.dtype), retain_graph=True))
+            for layer, (a, _) in calls.items():
+                self._add_layer(layer, a, whole(grads.pop(0)).unsqueeze(0), batch.counts)
+
+    def overflowing(self) -> str | None:
+        return next((name for name, part in self._parts.items() if not part.isfinite().all()), None)
 
     def _add_layer(self, layer: str, a: Tensor, g: Tensor, counts: bool) -> None:
         """# a [B, ...], g [1, B, ...]"""
@@ -136,58 +162,34 @@ class ShardedDiagonalSum:
             if not counts:
                 diagonal.zero_()
             self._processes.sum_([diagonal])
-            own = diagonal[torch.meshgrid(*self._shards[f"{layer}.{name}"].indices, indexing="ij")]
-            self._sums[f"{layer}.{name}"] += own
-
-    def finish(self) -> Curvature:
-        """With this process's shard of the diagonal."""
-        self._checks.look()
-        counts = torch.tensor([self._n_data, self._n_outputs], device=inputs.device_of(self._network))
-        self._processes.sum_([counts])
-        if not counts[0]:
-            raise DataError("the loader is empty: curvature needs at least one batch")
-        for name, total in self._sums.items():
-            if not total.isfinite().all():
-                raise not_finite(name)
-        n_data, n_outputs = counts.tolist()
-        return Curvature(
-            structure=Diagonal(self._total),
-            subset=self._subset,
-            likelihood=self._likelihood,
-            kind=self._kind,
-            n_data=n_data,
-            n_outputs=n_outputs,
-            samples=self._samples,
-            seed=self._seed,
-            output=output_of(self._network),
-        )
+            local = diagonal[torch.meshgrid(*self._shards[f"{layer}.{name}"].indices, indexing="ij")]
+            self._parts[f"{layer}.{name}"] += local
 
 
 @contextmanager
-def _watching(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str, tuple[Any, GradientEdge]]]:
-    """The input of each layer and the edge of its output, in the order of their calls."""
+def _recording(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str, tuple[Any, GradientEdge]]]:
+    """The input of each layer and the graph edge of its output, in the order of the calls."""
     calls: dict[str, tuple[Any, GradientEdge]] = {}
     versions: dict[str, Version] = {}
 
-    def note(layer: str) -> Any:
-        def before(module: nn.Module, args: Any) -> None:  # after what tensor parallelism does with an input
+    def hooks(layer: str) -> Any:
+        def before(module: nn.Module, args: Any) -> None:  # after the hooks of tensor parallelism
             if layer in versions:
                 raise CurvatureError(
-                    f"{layer} runs more than once for one input, and of a sharded network the gradients of both runs "
-                    f"are not brought together: {_WAY_OUT}"
+                    f"{layer} runs more than once for one input, which is unsupported in a sharded network: {_WAY_OUT}"
                 )
             if not args:
-                raise CurvatureError(f"{layer} gets its input by a keyword, which is not noted: pass it by position")
+                raise CurvatureError(f"{layer} gets its input as a keyword argument: pass it by position")
             versions[layer] = Version.of(args[0].detach())
 
-        def after(module: nn.Module, args: Any, z: Tensor) -> None:  # before what it does with an output
+        def after(module: nn.Module, args: Any, z: Tensor) -> None:  # before the hooks of tensor parallelism
             calls[layer] = versions[layer].tensor, get_gradient_edge(z)
 
         return before, after
 
     with ExitStack() as stack:
         for layer in layers:
-            before, after = note(layer)
+            before, after = hooks(layer)
             module = network.get_submodule(layer)
             stack.callback(module.register_forward_pre_hook(before).remove)
             stack.callback(module.register_forward_hook(after, prepend=True).remove)
@@ -195,8 +197,8 @@ def _watching(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str,
     for layer, version in versions.items():
         if version.overwritten:
             raise CurvatureError(
-                f"{layer}: the layer's input was overwritten in place after the layer had used it; replace the "
-                "in-place operation on it by one that makes a new tensor"
+                f"{layer}: an in-place operation overwrites the layer's input after the layer has used it; use an "
+                "operation that makes a new tensor"
             )
     for layer, (a, edge) in list(calls.items()):
         calls[layer] = whole(a), edge
@@ -205,28 +207,27 @@ def _watching(network: nn.Module, layers: tuple[str, ...]) -> Iterator[dict[str,
 def _check_calls(calls: dict[str, Any], layers: tuple[str, ...], B: int) -> None:
     for layer in layers:
         if layer not in calls:
-            raise CurvatureError(f"{layer} has not run for this batch, and all processes must run alike: {_WAY_OUT}")
+            raise CurvatureError(f"{layer} has not run for this batch, but must run on all processes: {_WAY_OUT}")
         if len(calls[layer][0]) != B:
             raise CurvatureError(
-                f"{layer} has an input with {len(calls[layer][0])} rows for {B} examples, and of a sharded network "
-                f"only layers with a row for each example are taken: {_WAY_OUT}"
+                f"{layer} has an input with {len(calls[layer][0])} rows for {B} examples, but a sharded network needs "
+                f"one row per example: {_WAY_OUT}"
             )
 
 
 def _check_rows(f: Tensor, edges: list[GradientEdge], layers: list[str]) -> None:
-    """Row `n` of a layer's output must lead to row `n` of the network's alone."""
+    """Check that row `n` of a layer's output affects only row `n` of the network's output."""
     first = torch.zeros_like(f)
     first[:1] = random_numbers(*f[:1].shape, like=f)
     for layer, g in zip(layers, torch.autograd.grad(f, edges, first, retain_graph=True), strict=True):
         if whole(g)[1:].any():
             raise CurvatureError(
-                f"{layer} has rows of several examples, and of a sharded network only layers with a row for each "
-                f"example are taken: {_WAY_OUT}"
+                f"{layer} has rows of several examples, but a sharded network needs one row per example: {_WAY_OUT}"
             )
 
 
 def _diagonals(layer: nn.Module, plan: Plan, a: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """The whole diagonal of one layer, by parameter.  # a [B, ...], g [1, B, ...]"""
+    """The whole diagonal of each parameter of one layer.  # a [B, ...], g [1, B, ...]"""
     parameters = plan.subset.parameters(layer)
     dtype = torch.promote_types(g.dtype, torch.float32)
     accumulator = DiagonalAccumulator(plan, "expand", dtype, g.device)

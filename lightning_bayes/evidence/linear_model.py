@@ -27,10 +27,11 @@ from torch.func import jvp
 
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.accumulate import STRUCTURES
-from lightning_bayes.curvature.curvature_sum import CurvatureSum, RootAt
+from lightning_bayes.curvature.column_sum import ColumnSum, FisherRoot
+from lightning_bayes.curvature.data_pass import DataPass
 from lightning_bayes.jacobian.linearised import Linearised
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.at_mean import linearised_outputs, unflatten
@@ -274,7 +275,7 @@ def curvature_at(
     posterior: LaplacePosterior,
     shift: Tensor,
     loader: Iterable[Any],
-    root_at: RootAt | None = None,
+    root_at: FisherRoot | None = None,
 ) -> Curvature:
     """At `θ̃ + shift`, in the passes over all data `(x, y)` that the structure takes; `root_at` gives another root of
     the output Fisher."""
@@ -288,31 +289,23 @@ def curvature_at(
             )
         return posterior.likelihood.fisher_root(h, y)
 
-    word = posterior.curvature.structure.word
+    known = posterior.curvature
+    word = known.structure.word
     assert word is not None
-    total: CurvatureSum | None = None
 
-    def batches() -> Iterator[tuple[Any, Tensor]]:
+    def batches(description: str) -> Iterator[tuple[Any, Tensor]]:
         for batch in loader:
             yield inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
 
+    def make_sum(x: Any, y: Tensor) -> ColumnSum:
+        options = (word, known.weight_sharing)
+        with posterior.linearised(x) as (plan, _):
+            return ColumnSum(
+                posterior.network, plan, posterior.likelihood, *options, fisher_root=root_at or own_root_at
+            )
+
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-        for x, y in batches():
-            if total is None:
-                with posterior.linearised(x) as (plan, _):
-                    total = CurvatureSum(
-                        posterior.network,
-                        plan,
-                        posterior.likelihood,
-                        word,
-                        posterior.curvature.weight_sharing,
-                        root_at=root_at or own_root_at,
-                    )
-            total.add(x, y)
-        if total is None:
-            raise DataError("the loader is empty: a curvature needs the training data")
-        known = posterior.curvature
-        fitted = total.refitted(total.finish(), batches())
+        fitted = DataPass(posterior.likelihood).fit(batches, make_sum)
         return replace(fitted, normalised=known.normalised, weight_sharing=known.weight_sharing)
 
 

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm, trange
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.curvature_sum import RootAt
+from lightning_bayes.curvature.column_sum import FisherRoot
 from lightning_bayes.evidence.linear_model import (
     Batch,
     LinearModel,
@@ -126,7 +126,7 @@ def _laplace(
 
 
 def _around(
-    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], mean: Tensor, root_at: RootAt | None = None
+    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], mean: Tensor, root_at: FisherRoot | None = None
 ) -> LaplacePosterior:
     """With curvature at the linearised outputs of these weights. What it says of the data is of the network's own."""
     shift = mean - posterior.mean

@@ -16,6 +16,7 @@ class FitOptions(TypedDict, total=False):
     updatable: bool
     processes: Processes | None
     probe: Any
+    dry_run: bool
 
 
 class TuningOptions(TypedDict, total=False):

@@ -55,7 +55,7 @@ class Prior:
         if self.precision is None:
             return H.add_prior(per_parameter(δ, subset))
         try:
-            return H.joined(self.precision.scale(self.check(δ)))
+            return H.add_approximately(self.precision.scale(self.check(δ)))
         except StructureError as error:
             raise PriorError(f"prior= cannot be added to this curvature: {error}") from None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
-from lightning_bayes.curvature.fit import GROWING
+from lightning_bayes.curvature.fit import UPDATABLE
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
@@ -64,7 +64,7 @@ def _sum(old: Curvature, new: Curvature) -> Curvature:
 
     sums = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
     totals = {name: plus(getattr(old, name), getattr(new, name)) for name in sums}
-    return replace(old, structure=old.structure.grown(new.structure), **totals)
+    return replace(old, structure=old.structure.add_data(new.structure), **totals)
 
 
 def _check(posterior: LaplacePosterior) -> None:
@@ -77,12 +77,12 @@ def _check(posterior: LaplacePosterior) -> None:
         raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")
     if posterior.points is not None:
         raise PosteriorError("the training points of predictive='gp' are of the first data: fit again to all of them")
-    if H.word not in GROWING:
+    if H.word not in UPDATABLE:
         raise PosteriorError(
             f"data cannot be added to structure={H.word!r}, which takes several passes over all of them: fit it again "
             "to the old and new data, or use 'full', 'diag' or 'kron'"
         )
-    if not all(block.can_grow for _, block in H.named_blocks):
+    if not all(block.can_add_data for _, block in H.named_blocks):
         raise PosteriorError(
             "this Kronecker posterior has kept the decompositions of its factors alone: to add data, fit it with "
             "updatable=True"

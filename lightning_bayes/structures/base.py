@@ -1,154 +1,49 @@
 """The contract of a structure: a symmetric positive semi-definite matrix `M` over `P` parameters.
 
-Structures are immutable values. Vectors are rows, so that a stack of them is `[..., P]`. A curvature `H` becomes a
-precision by `H.add_prior(δ)`; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
+Structures are immutable values. Vectors are rows, so a stack of vectors is `[..., P]`. `H.add_prior(δ)` turns a
+curvature `H` into a precision; `sample` then draws from the Gaussian with that precision, `N(0, M⁻¹)`.
 
-A structure of your own needs the abstract methods, and a `name` if it is to be saved. All that it inherits is right for
-any matrix; a `layer_blocks` and `output_covariances` of its own make predictions faster.
+To define a structure, write a frozen dataclass with the abstract methods, and a `name` if posteriors with it are to be
+saved. The inherited methods are correct for any matrix. Override `layer_blocks` and `output_covariances` for faster
+predictions.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import register
-from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
 from lightning_bayes.network.subset import Subset
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
-logger = logging.getLogger("lightning_bayes")
-
 Self = TypeVar("Self", bound="Structure")
-_WIDE, _WIDER = 700, 1200  # columns from which on a decomposition in float64 costs time, and much
+T = TypeVar("T")
 
 
 class StructureError(ValueError):
-    """An operation that this form of matrix cannot do, or cannot do with these arguments."""
+    """This form of matrix does not support the operation, or not with these arguments."""
 
 
 def positive(eigenvalues: Tensor) -> Tensor:
-    """The eigenvalues of a matrix that is to be inverted: a singular one is refused, not answered with infinities."""
+    """Check the eigenvalues of a matrix before it is inverted: a singular matrix raises an error."""
     if not (eigenvalues > 0).all():
         raise StructureError(
             f"the matrix is not positive definite (smallest eigenvalue {eigenvalues.min().item():.3g}): add a prior "
-            "precision before solving or sampling, or raise the one there is"
+            "precision before solving or sampling, or increase it"
         )
     return eigenvalues
 
 
-def eigh(matrix: Tensor, name: str = "a matrix", wide: bool = True) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric PSD matrices `[..., d, d]`: the values in float64 and never negative,
-    the vectors in the matrix's dtype. `name` is for a warning.
-
-    In float32 an eigenvalue is wrong by about `eps · λ_max`: of a layer with one raw-scaled input, all that belongs to
-    the other inputs is lost, although the matrix itself still holds it. So float64 decomposes it. On one thread that
-    takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and 296 ms), and 3.0 times for 2,305
-    (2.9 s); a `wide` matrix is therefore left to float32 if little is lost.
-
-    LAPACK and cuSOLVER do not always converge. A fit does not end there: the host tries next, then the singular values,
-    then a matrix with a slightly larger diagonal, and at last the diagonal stands for the matrix, with a warning.
-    """
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    attempts = [_decompose_in_float64, _decompose_by_svd, _decompose_with_jitter]
-    if matrix.device.type != "cpu":
-        attempts.insert(1, _decompose_on_host)
-    if wide and matrix.dtype != torch.float64 and _loses_little(matrix):
-        attempts.insert(0, torch.linalg.eigh)
-    for attempt in attempts:
-        try:
-            values, vectors = attempt(matrix)
-        except RuntimeError:  # LinAlgError, and what cuSOLVER raises instead
-            continue
-        if values.isfinite().all() and vectors.isfinite().all():
-            break
-    else:
-        logger.warning(
-            "no eigendecomposition of %s with %d columns converged: its diagonal is used instead, which leaves out all "
-            "correlations of this block",
-            name,
-            matrix.shape[-1],
-        )
-        values, vectors = diagonal, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix)
-    error = torch.finfo(values.dtype).eps / torch.finfo(matrix.dtype).eps
-    vectors = cast_like(vectors, matrix)
-    values = in_float64(values).to(float64_device(matrix.device))
-    return without_rounding(values, vectors, diagonal, error), vectors
-
-
-def without_rounding(values: Tensor, vectors: Tensor, diagonal: Tensor, error: float = 0.0) -> Tensor:
-    """The eigenvalues of a PSD matrix `M` with zero for those that are only rounding.
-
-    An entry is rounded by about `eps √(M_ii M_jj)`, so that an eigenvalue with the vector `q` is wrong by a small
-    multiple of `eps · qᵀ diag(M) q`, and by what the decomposition itself adds, `error · eps · λ_max`. Relative to
-    that, errors in a null space are of one size, whatever the scales of the parameters, and half of them are negative,
-    which shows how large they are. Kept, the other half would count as data as soon as `1/σ²` lifts it over the prior.
-    # [..., d]
-    """
-    if not values.numel():
-        return values
-    scale = in_float64((vectors.square().mT @ diagonal.unsqueeze(-1)).squeeze(-1))  # qᵀ diag(M) q [..., d]
-    scale = scale + error * values.amax(-1, keepdim=True)
-    relative = values / scale.clamp(min=torch.finfo(scale.dtype).tiny)
-    noise = 2 * (-relative).amax(-1, keepdim=True).clamp(min=2 * torch.finfo(diagonal.dtype).eps)
-    return values.masked_fill(relative <= noise, 0.0)
-
-
-def _decompose_in_float64(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.linalg.eigh(in_float64(matrix))
-
-
-def _decompose_on_host(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.linalg.eigh(matrix.cpu().double())
-
-
-def _decompose_by_svd(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`M = U diag(s) Vᵀ`, with `U = V` but for signs in a null space; in rising order, as `eigh` has it."""
-    U, s, _ = torch.linalg.svd(matrix.cpu().double())
-    return s.flip(-1), U.flip(-1)
-
-
-def _decompose_with_jitter(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers that differ from one entry of the diagonal to the next part equal eigenvalues."""
-    matrix = matrix.cpu().double()
-    d = matrix.shape[-1]
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)  # [..., 1]
-    jitter = 1e-10 * mean * torch.arange(1, d + 1, dtype=torch.float64, device="cpu") / d
-    values, vectors = torch.linalg.eigh(matrix + torch.diag_embed(jitter))
-    return values - 1e-10 * mean, vectors
-
-
-def _loses_little(matrix: Tensor) -> bool:
-    """By a decomposition in float32."""
-    d = matrix.shape[-1]
-    return d > _WIDE and not _is_graded(matrix) and (d > _WIDER or not _is_ruled(matrix))
-
-
-def _is_graded(matrix: Tensor) -> bool:
-    """Whether rounding at the size of the trace, a bound of the largest eigenvalue, is a tenth of what the smallest
-    diagonal entry is; entries of zero (dead units) have nothing to lose."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
-    smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
-    return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())
-
-
-def _is_ruled(matrix: Tensor) -> bool:
-    """Whether a few eigenvalues are so large, as those of inputs with a mean are, that rounding at their size is well
-    above that which the entries have themselves: `‖M‖ > 4 √d max(diag M)`."""
-    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
-    return bool((torch.linalg.matrix_norm(matrix) > 4 * matrix.shape[-1] ** 0.5 * largest).any())
-
-
 @dataclass(frozen=True, eq=False)
 class ParameterBlock:
-    """A block of a matrix, the parameters that it is over, and its places in the matrix's own vectors."""
+    """A block of a matrix, the parameters it covers, and the positions of its entries in the matrix's vectors."""
 
     parameters: tuple[str, ...]
     matrix: Structure
@@ -170,18 +65,18 @@ class Eigenbasis:
     """`M = E diag(values) Eᵀ` with `EEᵀ = I`, in float64. `E` may have more columns than rows (see `factor`)."""
 
     values: Tensor  # [n]
-    counts: Tensor  # how many dimensions each column stands for: one in a basis [] or [n]
-    groups: Tensor | None  # the group of parameters that a column belongs to [n]
+    counts: Tensor  # the number of dimensions each column represents; 1 in a basis. [] or [n]
+    groups: Tensor | None  # the parameter group of each column [n]
     vectors: Tensor | None = None  # Eᵀv for each row [k, n]
 
 
 class Structure(ABC):
     """A symmetric positive semi-definite matrix `M` over `P` parameters."""
 
-    name: ClassVar[str | None] = None  # under which files know it
-    word: ClassVar[str | None] = None  # by which `structure=` means it, where it can be fitted again
+    name: ClassVar[str | None] = None  # identifies the class in files
+    word: ClassVar[str | None] = None  # the value of `structure=` that fits it
     is_truncated: ClassVar[bool] = False  # whether it is zero in directions where the curvature is not
-    is_exact: ClassVar[bool] = True  # whether the form itself leaves nothing out of the block it stands for
+    is_exact: ClassVar[bool] = True  # whether this form represents any block exactly
 
     NAMES: ClassVar[dict[str, type[Structure]]] = {}
 
@@ -194,18 +89,6 @@ class Structure(ABC):
     def size(self) -> int:
         """The number of parameters `P`."""
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    @abstractmethod
-    def to(self: Self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The same matrix on another device or in another dtype."""
-
     @abstractmethod
     def to_dense(self) -> Tensor:
         """`M` itself.  # [P, P]"""
@@ -216,19 +99,11 @@ class Structure(ABC):
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:
-        """`diag(M⁻¹)`: the marginal variances where `M` is a precision.  # [P]"""
+        """`diag(M⁻¹)`: the marginal variances if `M` is a precision.  # [P]"""
 
     @abstractmethod
     def __add__(self: Self, other: Self) -> Self:
-        """`M + M'`, of two structures of the same form."""
-
-    def joined(self, other: Structure) -> Structure:
-        """`M + M'`, or a matrix of this form for it: Kronecker products add their factors."""
-        return self + other
-
-    def grown(self, other: Structure) -> Structure:
-        """`M + M'` of two sets of data at the same weights: the matrix of one fit to both."""
-        return self + other
+        """`M + M'` for two structures of the same form."""
 
     @abstractmethod
     def scale(self: Self, factor: float | Tensor) -> Self:
@@ -236,12 +111,8 @@ class Structure(ABC):
 
     @abstractmethod
     def add_prior(self: Self, precision: float | Tensor) -> Self:
-        """`M + diag(δ)` for a scalar `δ`, or one `δ` per parameter `[P]` (a per-layer prior is one that is constant
-        within each layer); exact, and differentiable in `δ`."""
-
-    def add_damping(self: Self, precision: Tensor, split: float = 1.0) -> Self:
-        """A Kronecker product damps its factors instead of adding the prior; `split` moves scale between them."""
-        return self.add_prior(precision)
+        """`M + diag(δ)` for a scalar `δ`, or one `δ` per parameter `[P]` (a per-layer prior is constant within each
+        layer); exact, and differentiable in `δ`."""
 
     @abstractmethod
     def matmul(self, vectors: Tensor) -> Tensor:
@@ -253,20 +124,55 @@ class Structure(ABC):
 
     @abstractmethod
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """`v R` for each row, with a root `RᵀR = M⁻¹` that the matrix alone determines: the symmetric one, which is the
-        same in every basis in which it may have been diagonalised, or a triangular one.  # [..., P] -> [..., P]"""
+        """`v R` for each row, with a root `RᵀR = M⁻¹` that depends on `M` alone and not on the basis of a
+        decomposition: the symmetric root, or a triangular one.  # [..., P] -> [..., P]"""
 
     @abstractmethod
     def logdet(self) -> Tensor:
         """`log det M`, a scalar; `-inf` for a singular matrix."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(_tensors_in(self)).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(_tensors_in(self)).device
+
+    def to(self: Self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same matrix on another device or in another dtype."""
+
+        def move(part: Any) -> Any:
+            if isinstance(part, tuple):
+                return tuple(map(move, part))
+            return part.to(device=device, dtype=dtype) if hasattr(part, "to") else part
+
+        return replace(self, **{name: move(part) for name, part in self._fields().items()})  # type: ignore[type-var]
+
+    def add_approximately(self, other: Structure) -> Structure:
+        """`M + M'`, or its approximation in this form: Kronecker products add their factors."""
+        return self + other
+
+    def add_data(self, other: Structure) -> Structure:
+        """`M + M'` for two datasets at the same weights: the matrix of one fit to both."""
+        return self + other
+
+    @property
+    def can_add_data(self) -> bool:
+        """Whether it holds everything that `add_data` needs."""
+        return True
+
+    def add_damping(self: Self, precision: Tensor, split: float = 1.0) -> Self:
+        """Add the prior; a Kronecker product damps its factors instead, and `split` moves scale between them."""
+        return self.add_prior(precision)
+
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
-        """The eigenbasis, in which also each `M + diag(δ)` is diagonal whose `δ` is one number for each of `groups` of
-        parameters; None where there is none, or none that is known.  # [k, P], [P]"""
+        """A basis in which `M + diag(δ)` is diagonal for every `δ` that is constant within each of `groups` of
+        parameters, or None if no such basis is known.  # [k, P], [P]"""
         return None
 
     def trace_terms(self, other: Structure) -> Tensor:
-        """Of `tr(M⁻¹M')`: numbers whose sum over a block of both matrices is that block's own trace.  # [P]"""
+        """Terms of `tr(M⁻¹M')`: over any block of both matrices, they sum to the trace of that block.  # [P]"""
         return self.solve(other.to_dense()).diagonal()
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -284,90 +190,93 @@ class Structure(ABC):
         return J @ self.solve(J).mT
 
     @property
-    def can_grow(self) -> bool:
-        """Whether it has all that `grown` needs."""
-        return True
-
-    @property
     def floor(self) -> float | Tensor:
-        """A number that is on the whole diagonal beside a PSD matrix, as a prior's: where that is small, it is kept
-        apart from the matrix, whose rounding may be larger."""
-        return 0.0
+        """The part of the diagonal, such as a prior, that is stored apart from a PSD matrix. A small prior could be
+        lost in the rounding of that matrix."""
+        shift = getattr(self, "shift", 0.0)
+        return shift.min() if isinstance(shift, Tensor) else shift
 
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
-        """The blocks that it is made of, with their names; none for a matrix that is all of one kind."""
+        """The blocks of the matrix with their names; empty if it has no blocks."""
         return ()
 
     @property
     def sizes(self) -> str:
-        """Of what it stores, in a few signs."""
+        """The sizes of the stored arrays, for summaries."""
         return f"{self.size}×{self.size}"
 
     @property
     def has_layer_blocks(self) -> bool:
-        """Whether predictions may go layer by layer, and need no Jacobian of all weights."""
-        own = type(self)
-        return own.layer_blocks is not Structure.layer_blocks or own.inverse_terms is not Structure.inverse_terms
+        """Whether predictions can go layer by layer, without a Jacobian of all weights."""
+        cls = type(self)
+        return cls.layer_blocks is not Structure.layer_blocks or cls.inverse_terms is not Structure.inverse_terms
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
-        """The blocks that it is made of; by default it is one itself."""
+        """The blocks of the matrix; by default one block with all parameters."""
         return [ParameterBlock(subset.names, self, torch.arange(self.size, device="cpu"))]
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
-        """What finds the block of a layer by its layout in the concatenation of the subset's parameters; the answer is
-        None where `M` does not keep that layer apart from all others."""
+        """A function from a layer's layout, in the concatenation of the subset's parameters, to the layer's block. It
+        returns None if `M` has entries between that layer and another."""
         return lambda layout: None
 
     @classmethod
     def inverse_terms(cls: type[Self], matrices: Sequence[Self]) -> list[InverseTerms] | None:
-        """The inverses as a diagonal and a few columns, where they have that form; parts that several of them have in
-        common (of several priors) are the same objects."""
+        """The inverses as a diagonal and a few columns, or None if they lack that form. Parts that several matrices
+        share (several priors) are the same objects."""
         return None
 
     @classmethod
     def input_basis(cls: type[Self], blocks: Sequence[Self], g: Tensor) -> Tensor | None:
-        """What `output_covariances` for these gradients would multiply the inputs with first, for a layer that has its
-        own way to do so.  # [G, I, I]"""
+        """The matrix by which `output_covariances` would first multiply the inputs for these gradients. Some layers
+        compute that product faster.  # [G, I, I]"""
         return None
 
     @classmethod
     def output_covariances(
         cls: type[Self], blocks: Sequence[Self], a: Tensor, g: Tensor, form: CovarianceForm, in_basis: bool = False
     ) -> list[Tensor]:
-        """`J M⁻¹ Jᵀ` of one layer for several blocks `M` in one eigenbasis (several priors), from its inputs `a`
-        `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see `output_covariance`. The
-        inputs may be in their `input_basis` already."""
+        """`J M⁻¹ Jᵀ` of one layer for several blocks `M` that share an eigenbasis (several priors), from the layer's
+        inputs `a` `[G, B, T, I]` and the gradients `g` `[K, G, B, T, O]` of the network's outputs; see
+        `output_covariance`. With `in_basis`, the inputs are already multiplied by `input_basis`."""
         rows = form.arrange(layer_jacobian(a, g))
         return [form.quadratic(block, rows) for block in blocks]
 
     def to_state(self) -> dict[str, Any]:
-        """Its name and parts; a subclass without a name of its own is stored as its parent."""
+        """Name and parts. A subclass without its own name is stored as its parent."""
         if self.name is None:
             raise StructureError(f"{type(self).__name__} cannot be saved: give the class a name")
         return {"type": self.name, **self.parts()}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Structure:
-        """The structure that `to_state` described."""
+        """The structure described by `to_state`."""
         parts = dict(state)
         name = parts.pop("type")
         if name not in Structure.NAMES:
-            raise StructureError(f"no structure named {name!r} is known: import the file that defines it")
+            raise StructureError(f"unknown structure {name!r}: import the file that defines it")
         return Structure.NAMES[name].from_parts(parts)
 
     def parts(self) -> dict[str, Any]:
-        """What it is made of, as tensors, numbers, strings and lists of them; a dataclass's fields by default."""
-        if not is_dataclass(self):
-            raise StructureError(f"{type(self).__name__} cannot be saved: give it a method parts")
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The fields as tensors, numbers, strings and lists of these."""
+        return self._fields()
 
     @classmethod
     def from_parts(cls: type[Self], parts: dict[str, Any]) -> Self:
         return cls(**parts)
 
+    def _fields(self) -> dict[str, Any]:
+        if not is_dataclass(self):
+            raise StructureError(f"{type(self).__name__} must be a dataclass, or define dtype, device, to and parts")
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def _is_in_graph(self) -> bool:
+        return any(t.requires_grad for t in _tensors_in(self))
+
     @staticmethod
-    def _one_group(groups: Tensor | None) -> bool:
+    def _is_one_group(groups: Tensor | None) -> bool:
         return groups is None or bool((groups == groups[0]).all())
 
     def _check_same_form(self, other: Structure) -> None:
@@ -379,11 +288,40 @@ class Structure(ABC):
             )
 
     def _check_prior(self, precision: float | Tensor) -> Tensor:
-        """The prior as a tensor, a scalar or `[P]`."""
+        """The prior precision as a tensor, a scalar or `[P]`."""
         precision = torch.as_tensor(precision, dtype=self.dtype, device=self.device)
         if precision.shape not in ((), (1,), (self.size,)):
             raise StructureError(
-                f"a prior precision of shape {tuple(precision.shape)} fits neither a scalar nor one value for each of "
+                f"a prior precision of shape {tuple(precision.shape)} is neither a scalar nor one value for each of "
                 f"the {self.size} parameters"
             )
         return precision.reshape(()) if precision.shape == (1,) else precision
+
+
+class cached_outside_graphs(Generic[T]):
+    """A property of a structure that is computed once, unless the structure is part of an autograd graph: a value kept
+    from a call under `no_grad` would cut the graph. Inference tensors are not kept either."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self._key = compute, f"cached {compute.__name__}"
+
+    def __get__(self, structure: Structure, owner: type) -> T:
+        if structure._is_in_graph:
+            return self._compute(structure)
+        values = structure.__dict__
+        if self._key not in values:
+            with torch.inference_mode(False):
+                values[self._key] = self._compute(structure)
+        return values[self._key]
+
+
+def _tensors_in(part: Any) -> Iterator[Tensor]:
+    """All tensors in the fields of a structure, in order."""
+    if isinstance(part, Tensor):
+        yield part
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _tensors_in(getattr(part, field.name))
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _tensors_in(item)

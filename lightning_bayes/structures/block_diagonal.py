@@ -1,9 +1,9 @@
-"""A block-diagonal matrix whose blocks are structures of their own, each with its places in the flat vector."""
+"""A block-diagonal matrix. Each block is a structure with its own positions in the flat vector."""
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class BlockDiagonal(Structure):
-    """`M` with one block for each entry of `blocks`; `layouts` say where they lie and `names` what they are."""
+    """A matrix with these `blocks`; `layouts` holds their positions in the flat vector and `names` their names."""
 
     name: ClassVar[str] = "BlockDiagonal"
     word: ClassVar[str] = "kron"
@@ -31,17 +31,6 @@ class BlockDiagonal(Structure):
     @property
     def size(self) -> int:
         return sum(block.size for block in self.blocks)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.blocks[0].device
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
-        return self._with(block.to(device, dtype) for block in self.blocks)
 
     def to_dense(self) -> Tensor:
         dense = torch.zeros(self.size, self.size, dtype=self.dtype, device=self.device)
@@ -55,18 +44,16 @@ class BlockDiagonal(Structure):
         return self._assemble([block.diagonal() for block in self.blocks])
 
     def inverse_diagonal(self) -> Tensor:
-        return self._assemble(self._each(lambda block, _: block.inverse_diagonal()))
+        return self._assemble(self._each(lambda block: block.inverse_diagonal()))
 
     def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
         return self._with(first + second for first, second in zip(self.blocks, self._blocks_of(other), strict=True))
 
-    def joined(self, other: Structure) -> BlockDiagonal:
-        others = iter(self._blocks_of(other))
-        return self._with(self._each(lambda block, _: block.joined(next(others))))
+    def add_approximately(self, other: Structure) -> BlockDiagonal:
+        return self._with(self._each(lambda block, added: block.add_approximately(added), self._blocks_of(other)))
 
-    def grown(self, other: Structure) -> BlockDiagonal:
-        others = iter(self._blocks_of(other))
-        return self._with(self._each(lambda block, _: block.grown(next(others))))
+    def add_data(self, other: Structure) -> BlockDiagonal:
+        return self._with(self._each(lambda block, added: block.add_data(added), self._blocks_of(other)))
 
     @property
     def floor(self) -> Tensor:
@@ -77,19 +64,19 @@ class BlockDiagonal(Structure):
 
     def add_prior(self, precision: float | Tensor) -> BlockDiagonal:
         δ = self._check_prior(precision)
-        return self._with(self._each(lambda block, at: block.add_prior(at.gather(δ) if δ.ndim else δ)))
+        return self._with(self._each(lambda block, at: block.add_prior(at.gather(δ) if δ.ndim else δ), self.layouts))
 
     def add_damping(self, precision: Tensor, split: float = 1.0) -> BlockDiagonal:
-        return self._with(self._each(lambda block, _: block.add_damping(precision, split)))
+        return self._with(self._each(lambda block: block.add_damping(precision, split)))
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        return self._map(lambda block, v: block.matmul(v), vectors)
+        return self._assemble(self._each(lambda block, at: block.matmul(at.gather(vectors)), self.layouts))
 
     def solve(self, vectors: Tensor) -> Tensor:
-        return self._map(lambda block, v: block.solve(v), vectors)
+        return self._assemble(self._each(lambda block, at: block.solve(at.gather(vectors)), self.layouts))
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        return self._map(lambda block, v: block.root_solve(v), vectors)
+        return self._assemble(self._each(lambda block, at: block.root_solve(at.gather(vectors)), self.layouts))
 
     def logdet(self) -> Tensor:
         return torch.stack([block.logdet() for block in self.blocks]).sum()
@@ -97,8 +84,8 @@ class BlockDiagonal(Structure):
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
         bases = []
         for block, layout in zip(self.blocks, self.layouts, strict=True):
-            own = (None if t is None else layout.gather(t) for t in (vectors, groups))
-            basis = block.eigenbasis(*own)
+            gathered = (None if t is None else layout.gather(t) for t in (vectors, groups))
+            basis = block.eigenbasis(*gathered)
             if basis is None:
                 return None
             bases.append(basis)
@@ -110,8 +97,7 @@ class BlockDiagonal(Structure):
         )
 
     def trace_terms(self, other: Structure) -> Tensor:
-        others = iter(self._blocks_of(other))
-        return self._assemble(self._each(lambda block, _: block.trace_terms(next(others))))
+        return self._assemble(self._each(lambda block, added: block.trace_terms(added), self._blocks_of(other)))
 
     @property
     def named_blocks(self) -> tuple[tuple[str, Structure], ...]:
@@ -141,7 +127,7 @@ class BlockDiagonal(Structure):
         return cls(blocks, tuple(map(_layout_from, parts["layouts"])), tuple(parts["names"]))
 
     def _blocks_of(self, other: Structure) -> tuple[Structure, ...]:
-        """Those of another matrix, in the same places."""
+        """The blocks of another matrix with the same layouts."""
         self._check_same_form(other)
         assert isinstance(other, BlockDiagonal)
         if self.layouts != other.layouts:
@@ -151,21 +137,18 @@ class BlockDiagonal(Structure):
     def _with(self, blocks: Iterable[Structure]) -> BlockDiagonal:
         return replace(self, blocks=tuple(blocks))
 
-    def _map(self, operation: Callable[[Structure, Tensor], Tensor], vectors: Tensor) -> Tensor:
-        return self._assemble(self._each(lambda block, layout: operation(block, layout.gather(vectors))))
-
-    def _each(self, operation: Callable[[Structure, Layout], T]) -> list[T]:
-        """`operation` of every block; an error says which block's it is."""
+    def _each(self, operation: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        """`operation` for every block, with one item of each sequence; an error names the block."""
         results = []
-        for block, layout, name in zip(self.blocks, self.layouts, self.names, strict=True):
+        for name, block, *items in zip(self.names, self.blocks, *arguments, strict=True):
             try:
-                results.append(operation(block, layout))
+                results.append(operation(block, *items))
             except StructureError as error:
                 raise StructureError(f"{name}: {error}") from None
         return results
 
     def _assemble(self, parts: list[Tensor]) -> Tensor:
-        """Put each block's entries to their places in the flat vector.  # [..., P]"""
+        """Write each block's entries to their positions in the flat vector.  # [..., P]"""
         flat = parts[0].new_empty(*parts[0].shape[:-1], self.size)
         for part, layout in zip(parts, self.layouts, strict=True):
             layout.scatter(part, flat)

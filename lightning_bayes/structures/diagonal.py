@@ -30,14 +30,6 @@ class Diagonal(Structure):
     def size(self) -> int:
         return self.values.numel()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
         return self._with(self.values.to(device=device, dtype=dtype))
 
@@ -61,7 +53,7 @@ class Diagonal(Structure):
         precision = self._check_prior(precision)
         if self.values.requires_grad or precision.requires_grad:
             return Diagonal(self.values + precision)
-        return _Shifted(self.values, precision)
+        return _LazySum(self.values, precision)
 
     def _with(self, values: Tensor) -> Diagonal:
         return Diagonal(values)
@@ -94,7 +86,7 @@ class Diagonal(Structure):
         return f"{self.size}"
 
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
-        """One for each layer."""
+        """One block for each layer."""
         blocks, index = [], self.layer_index(subset)
         by_layer = index.argsort(stable=True).split(index.bincount(minlength=len(subset.layers)).tolist())
         for layer, places in zip(subset.layers, by_layer, strict=True):
@@ -103,12 +95,12 @@ class Diagonal(Structure):
         return blocks
 
     def layer_index(self, subset: Subset) -> Tensor:
-        """The layer of each of its entries.  # [P]"""
+        """The layer of each entry.  # [P]"""
         return subset.layer_index
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         values = self.values
-        if subset.mask is not None:  # weights outside a subnetwork are known exactly: infinite precision
+        if subset.mask is not None:  # weights outside a subnetwork are fixed: infinite precision
             values = values.new_full((subset.full_size,), torch.inf)
             values[subset.mask.to(values.device)] = self.values
         return lambda layout: Diagonal(layout.gather(values))
@@ -121,9 +113,8 @@ class Diagonal(Structure):
         return rotated_covariances([block.values.reshape(shape).reciprocal() for block in blocks], a, g, form)
 
 
-class _Shifted(Diagonal):
-    """`diag(values + δ)`, added up when it is first looked at: until then a posterior costs no vector beside its mean
-    and its curvature, and no time."""
+class _LazySum(Diagonal):
+    """`diag(values + δ)`, summed on first use; before, a posterior needs no vector beside its mean and curvature."""
 
     _terms: tuple[Tensor, Tensor]
 
@@ -133,5 +124,5 @@ class _Shifted(Diagonal):
     @cached_property
     def values(self) -> Tensor:
         values, precision = self._terms
-        with torch.inference_mode(False):  # which could never again be used with gradients
+        with torch.inference_mode(False):  # an inference tensor could not be used with gradients later
             return values + precision

@@ -1,8 +1,8 @@
-"""Where a block's entries lie in the flat parameter vector.
+"""The positions of a block's entries in the flat parameter vector.
 
-The flat vector follows `named_parameters`: a layer's whole weight, then its bias. A Kronecker block wants the joint
+The flat vector follows `named_parameters`: a layer's whole weight, then its bias. A Kronecker block needs the joint
 matrix `[W b]` of shape `[g, O, I + 1]`, row by row, and a transposed convolution stores its weight as `[I, O, k]`.
-A `Layout` is that change of order, made of slices and permutations, so that no index vector is ever stored.
+A `Layout` reorders between the two by slices and permutations, without index vectors.
 
 >>> layout = Layout((Piece(0, (1, 2, 3)), Piece(6, (1, 2, 1))))  # a Linear(3, 2): weight first, then bias
 >>> layout.gather(torch.arange(8)).tolist()
@@ -21,8 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of the flat vector from `start`, stored as `shape`, that becomes columns of the block after
-    `permute(order)`: the first two permuted dimensions are the block's groups and rows, the rest its columns."""
+    """A run of the flat vector from `start`, stored as `shape`. After `permute(order)`, its first two dimensions are
+    the block's groups and rows, and the others its columns."""
 
     start: int
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that stand side by side as the columns of one block `[g, O, I]`."""
+    """Pieces whose columns, side by side, form one block `[g, O, I]`."""
 
     pieces: tuple[Piece, ...]
 
     @staticmethod
     def vector(runs: list[tuple[int, int]]) -> Layout:
-        """A block without matrix form: runs of `(start, size)`, one after the other."""
+        """A block without matrix form: consecutive runs of `(start, size)`."""
         return Layout(tuple(Piece(start, (1, 1, size)) for start, size in runs))
 
     @cached_property
@@ -62,7 +62,7 @@ class Layout:
         return prod(self.shape)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """The block's entries in the block's own order.  # [..., P] -> [..., g·O·I]"""
+        """The block's entries, in the order of the block.  # [..., P] -> [..., g·O·I]"""
         lead = flat.ndim - 1
         columns = []
         for piece in self.pieces:
@@ -74,7 +74,7 @@ class Layout:
         return block.flatten(lead)
 
     def scatter(self, block: Tensor, flat: Tensor) -> None:
-        """Write the block's entries to their places in `flat`, in place.  # [..., g·O·I] into [..., P]"""
+        """Write the block's entries to their positions in `flat`, in place.  # [..., g·O·I] into [..., P]"""
         lead = flat.ndim - 1
         parts = block.unflatten(-1, self.shape).split([piece.columns for piece in self.pieces], dim=-1)
         for piece, part in zip(self.pieces, parts, strict=True):

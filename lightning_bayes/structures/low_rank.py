@@ -1,12 +1,12 @@
 """A few eigenpairs and a diagonal: `M = U diag(λ) Uᵀ + diag(shift)`, with orthonormal columns `U` `[P, k]`.
 
-With one shift `δ`, a vector is split into its part within the columns of `U` and the rest `r = v − UUᵀv`:
+With one shift `δ`, a vector splits into its part within the columns of `U` and the rest `r = v − UUᵀv`:
 
     M⁻¹v = U diag(1/(λ + δ)) Uᵀv + r/δ,    log det M = Σᵢ log(λᵢ + δ) + (P − k) log δ.
 
-Nothing is subtracted from `1/δ`, so that a variance is never negative, also where `λ` is many times `δ`. A shift that
-differs between parameters, `D = diag(shift)`, takes the `k × k` matrix `K = √λ UᵀD⁻¹U √λ` in float64 (Woodbury, and
-the matrix determinant lemma):
+Nothing is subtracted from `1/δ`, so a variance is never negative, even if `λ` is many times `δ`. A shift that differs
+between parameters, `D = diag(shift)`, needs the `k × k` matrix `K = √λ UᵀD⁻¹U √λ` in float64 (Woodbury, and the matrix
+determinant lemma):
 
     M⁻¹ = D⁻¹ − D⁻¹U√λ (I + K)⁻¹ √λUᵀD⁻¹,    log det M = log det D + log det(I + K).
 """
@@ -37,7 +37,7 @@ class LowRank(Structure):
     vectors: Tensor  # U [P, k]
     values: Tensor  # λ [k], not negative
     shift: Tensor | float = 0.0  # a scalar, or [P]
-    rounding: float = 0.0  # below which eigenvalues were lost to the rounding of a fit
+    rounding: float = 0.0  # the fit cannot tell smaller eigenvalues from rounding
 
     @staticmethod
     def from_root(root: Tensor, shift: Tensor | float = 0.0) -> LowRank:
@@ -55,21 +55,8 @@ class LowRank(Structure):
         return self.vectors.shape[1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.vectors.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.vectors.device
-
-    @property
     def sizes(self) -> str:
         return f"{self.size}×{self.rank}"
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LowRank:
-        vectors, values = (t.to(device=device, dtype=dtype) for t in (self.vectors, self.values))
-        shift = self.shift.to(device=device, dtype=dtype) if isinstance(self.shift, Tensor) else self.shift
-        return replace(self, vectors=vectors, values=values, shift=shift)
 
     def to_dense(self) -> Tensor:
         return (self.vectors * self.values) @ self.vectors.mT + torch.diag(self._shifts.expand(self.size))
@@ -80,8 +67,7 @@ class LowRank(Structure):
     def inverse_diagonal(self) -> Tensor:
         D = positive(self._shifts)
         if D.ndim:
-            taken = (self._scaled_root() @ self._inverse_root()).square().sum(-1)
-            return cast_like(in_float64(D).reciprocal() - taken, self.vectors)
+            return cast_like(in_float64(D).reciprocal() - self._reduction().square().sum(-1), self.vectors)
         inside = self.vectors.square()
         return inside @ (self.values + D).reciprocal() + (1 - inside.sum(-1)).clamp(min=0) / D
 
@@ -90,22 +76,16 @@ class LowRank(Structure):
         root = torch.cat([self._root(), other._root()], dim=-1)
         return LowRank.from_root(root, self.shift + other.shift)
 
-    @property
-    def floor(self) -> Tensor:
-        return self._shifts.min()
-
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> Eigenbasis | None:
-        """The columns of `U`, and of `I − UUᵀ`, which stand for the other `P − k` dimensions."""
-        if self._shifts.ndim or not self._one_group(groups):
+        """The columns of `U`, and those of `I − UUᵀ`, which represent the other `P − k` dimensions."""
+        if self._shifts.ndim or not self._is_one_group(groups):
             return None
         P, k, shift = self.size, self.rank, in_float64(self._shifts)
         values = torch.cat([in_float64(self.values) + shift, shift.expand(P)])
         counts = torch.cat([torch.ones_like(values[:k]), torch.full_like(values[k:], (P - k) / P)])
-        rotated = (
-            None
-            if vectors is None
-            else torch.cat([in_float64(part) for part in self._split(vectors.to(self.values))], -1)
-        )
+        rotated = None
+        if vectors is not None:
+            rotated = torch.cat([in_float64(part) for part in self._split(vectors.to(self.values))], -1)
         return Eigenbasis(values, counts, None if groups is None else groups[:1].expand(k + P), rotated)
 
     def scale(self, factor: float | Tensor) -> LowRank:
@@ -121,23 +101,22 @@ class LowRank(Structure):
     def solve(self, vectors: Tensor) -> Tensor:
         D = positive(self._shifts)
         if D.ndim:
-            root = self._scaled_root() @ self._inverse_root()  # [P, k]
-            wide = in_float64(vectors)
+            root, wide = self._reduction(), in_float64(vectors)
             return cast_like(wide / in_float64(D) - (wide @ root) @ root.mT, vectors)
         inside, rest = self._split(vectors)
         return (inside / (self.values + D)) @ self.vectors.mT + rest / D
 
     def root_solve(self, vectors: Tensor) -> Tensor:
-        """With one shift the symmetric root; with many `D^(-1/2) (I + D^(-1/2) H D^(-1/2))^(-1/2)`, whose second factor
-        is symmetric: as the first, it is a function of `H` and `D`, and does not depend on the basis `U`."""
+        """The symmetric root with one shift. With many, `D^(-1/2) (I + D^(-1/2) H D^(-1/2))^(-1/2)`; both factors are
+        functions of `H` and `D` and do not depend on the basis `U`."""
         D = positive(self._shifts)
         if not D.ndim:
             inside, rest = self._split(vectors)
             return (inside * (self.values + D).rsqrt()) @ self.vectors.mT + rest * D.rsqrt()
         W = in_float64(self._root()) * in_float64(D).rsqrt().unsqueeze(-1)  # WWᵀ = D^(-1/2) H D^(-1/2)
         Q, triangle = torch.linalg.qr(W)
-        turn, s, _ = torch.linalg.svd(triangle)
-        Q, wide = Q @ turn, in_float64(vectors)
+        rotation, s, _ = torch.linalg.svd(triangle)
+        Q, wide = Q @ rotation, in_float64(vectors)
         inside = (wide @ Q) * ((1 + s.square()).rsqrt() - 1)
         return cast_like((wide + inside @ Q.mT) * in_float64(D).rsqrt(), vectors)
 
@@ -150,8 +129,8 @@ class LowRank(Structure):
 
     @classmethod
     def inverse_terms(cls, matrices: Sequence[LowRank]) -> list[InverseTerms]:
-        """By Woodbury's formula in float64, exact for the `U` that is stored: rounded to float32, it is not quite
-        orthonormal, which matters where the variance is a small difference."""
+        """Woodbury's formula in float64, exact for the stored `U`: rounded to float32, `U` is not quite orthonormal,
+        which matters if the variance is a small difference."""
         first = matrices[0]
         ones = Diagonal(torch.ones(first.size, dtype=torch.float64, device=float64_device(first.device)))
         grams: dict[int, Tensor] = {}
@@ -159,7 +138,7 @@ class LowRank(Structure):
         for M in matrices:
             D, U, root = in_float64(positive(M._shifts)), M.vectors, in_float64(M.values).sqrt()
             if D.ndim:
-                terms.append(InverseTerms(Diagonal(D), 1.0, M._scaled_root(), M._inverse_root()))
+                terms.append(InverseTerms(Diagonal(D), 1.0, M._scaled_root(), _inverse_root(M._capacitance())))
                 continue
             if id(U) not in grams:
                 grams[id(U)] = in_float64(U).mT @ in_float64(U)
@@ -185,7 +164,7 @@ class LowRank(Structure):
         return self.vectors * self.values.sqrt()
 
     def _split(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """`Uᵀv`, and what is left of `v` outside of the columns of `U`.  # [..., P] -> [..., k], [..., P]"""
+        """`Uᵀv`, and the rest of `v` outside the columns of `U`.  # [..., P] -> [..., k], [..., P]"""
         inside = vectors @ self.vectors
         return inside, vectors - inside @ self.vectors.mT
 
@@ -197,8 +176,9 @@ class LowRank(Structure):
         """`K`, in float64.  # [k, k]"""
         return in_float64(self._root()).mT @ self._scaled_root()
 
-    def _inverse_root(self) -> Tensor:
-        return _inverse_root(self._capacitance())
+    def _reduction(self) -> Tensor:
+        """`R` with `M⁻¹ = D⁻¹ − RRᵀ`, in float64.  # [P, k]"""
+        return self._scaled_root() @ _inverse_root(self._capacitance())
 
 
 def _identity(K: Tensor) -> Tensor:

@@ -1,21 +1,20 @@
-"""What one layer adds to the covariance of a network's outputs, `J P⁻¹ Jᵀ`, from its inputs and output gradients.
+"""The contribution of one layer to the covariance of a network's outputs, `J P⁻¹ Jᵀ`, and to products `JV`.
 
 A layer has inputs `a` `[G, B, T, I]`, with a one appended for the bias, and gradients `g` `[K, G, B, T, O]` of `K`
-outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. Where `P⁻¹ = (Q_G ⊗ Q_A) diag(W) (Q_G ⊗ Q_A)ᵀ`, the Jacobian is
+outputs of the network; its Jacobian is `J = Σ_t g aᵀ`. If `P⁻¹ = (Q_G ⊗ Q_A) diag(W) (Q_G ⊗ Q_A)ᵀ`, the Jacobian is
 never built. With `ã = a Q_A` and `g̃ = g Q_G`, a layer with one position adds
 
-    Σ_kl = Σ_o g̃_ko (Σ_i ã_i² W_oi) g̃_lo,
+    Σ_kl = Σ_o g̃_ko (Σ_i ã_i² W_oi) g̃_lo.
 
-and one with shared positions `Σ_oi J̃_koi W_oi J̃_loi` with its rotated Jacobian `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`, a few
+A layer with shared positions adds `Σ_oi J̃_koi W_oi J̃_loi` with its rotated Jacobian `J̃ = Σ_t g̃ ãᵀ = Q_Gᵀ J Q_A`, a few
 examples at a time, rotated where it costs least. Several priors change only `W`.
 
-`JV` for the few columns of a matrix `V` `[P, k]`, summed over layers, and never with a Jacobian of all weights.
+For the few columns of a matrix `V` `[P, k]`, `JacobianColumns` sums
 
-A layer with inputs `a` and output gradients `g` (format in `output_covariance`) adds
+    (JV)_k = Σ_t Σ_o g_ko (Σ_i a_i V_oi)
 
-    (JV)_k = Σ_t Σ_o g_ko (Σ_i a_i V_oi),
-
-which takes no Jacobian; with more positions than outputs, the layer's own `Σ_t g aᵀ` is smaller.
+over layers, which needs no Jacobian either. If there are more positions than outputs, the layer's `Σ_t g aᵀ` is
+smaller.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ from lightning_bayes.structures.layout import Layout
 if TYPE_CHECKING:
     from lightning_bayes.structures.base import Structure
 
-CACHE = 2**22  # bytes of a layer's Jacobian that are worked on at a time
+CACHE = 2**22  # bytes of a layer's Jacobian per step
+MEMORY = 2**25  # bytes per step of a product with columns
 Rotation = Callable[[Tensor, int], Tensor]  # into an eigenbasis, along one of the last two dimensions
 
 
 class CovarianceForm:
-    """Which entries are wanted: those of each "example" `[B, K, K]`, of the whole batch ("joint") `[B·K, B·K]`, or the
-    variances alone ("marginal") `[B, K]`."""
+    """The requested entries: for each "example" `[B, K, K]`, for the whole batch ("joint") `[B·K, B·K]`, or only the
+    variances ("marginal") `[B, K]`."""
 
     def __init__(self, form: str) -> None:
         self.joint, self.marginal = form == "joint", form == "marginal"
@@ -49,29 +49,29 @@ class CovarianceForm:
         return like.new_zeros((B * K, B * K) if self.joint else (B, K) if self.marginal else (B, K, K))
 
     def arrange(self, J: Tensor) -> Tensor:
-        """Rows that belong together side by side.  # [K, B, p] -> [B, K, p] or [B·K, p]"""
+        """The rows of each covariance side by side.  # [K, B, p] -> [B, K, p] or [B·K, p]"""
         J = J.transpose(0, 1)
         return J.flatten(0, 1) if self.joint else J
 
     def quadratic(self, precision: Structure, rows: Tensor) -> Tensor:
-        """`J P⁻¹ Jᵀ`, or its diagonal, of arranged rows."""
+        """`J P⁻¹ Jᵀ`, or its diagonal, for arranged rows."""
         return (rows * precision.solve(rows)).sum(-1) if self.marginal else precision.inverse_quadratic(rows)
 
     def weighted(self, rows: Tensor, W: Tensor) -> Tensor:
-        """`J diag(W) Jᵀ`, or its diagonal, of arranged rows."""
+        """`J diag(W) Jᵀ`, or its diagonal, for arranged rows."""
         return (rows.square() * W).sum(-1) if self.marginal else (rows * W) @ rows.mT
 
 
 def layer_jacobian(a: Tensor, g: Tensor) -> Tensor:
-    """`Σ_t g aᵀ` in the block's order.  # [K, B, G·O·I]"""
+    """`Σ_t g aᵀ`, in the order of the block.  # [K, B, G·O·I]"""
     K, G, B, T, O = g.shape
     rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
     return (rows @ a).reshape(G, B, K, O, -1).permute(2, 1, 0, 3, 4).flatten(2)
 
 
 def inputs_first(g: Tensor) -> bool:
-    """Whether it costs less to rotate a layer's inputs, of which there are `T` for each example, than its Jacobian,
-    which has `K·O` rows of their width."""
+    """Whether rotating a layer's inputs, `T` rows per example, costs less than rotating its Jacobian, `K·O` rows of the
+    same width."""
     K, _, _, T, O = g.shape
     return T <= K * O
 
@@ -84,12 +84,12 @@ def rotated_covariances(
     left: Rotation | None = None,
     right: Rotation | None = None,
 ) -> list[Tensor]:
-    """For each `W` `[G, O, I]`, from inputs and gradients, which `right` and `left` rotate, unless they are rotated
-    already. The Jacobian is rotated in their place where it is smaller, and stays in the cache."""
+    """One covariance for each `W` `[G, O, I]`. `right` and `left` rotate inputs and gradients; None means that they are
+    already rotated. The Jacobian is rotated instead if it is smaller, and stays in the cache."""
     (K, G, B, T, O), I = g.shape, a.shape[-1]
     small = not form.joint and G * K * O * I * a.element_size() <= CACHE
     if right is not None and (inputs_first(g) or not small):
-        # One product for all examples: a batched one would run over a copy of the eigenvectors for each.
+        # One product for all examples: a batched product would copy the eigenvectors for each of them.
         a, right = right(a.flatten(1, 2), -1).reshape(G, B, T, -1), None
     if left is not None and (2 * T <= I or not small):
         rows = g.transpose(0, 1)  # [G, K, B, T, O]
@@ -100,7 +100,7 @@ def rotated_covariances(
 
 
 def _unshared(variances: Sequence[Tensor], a: Tensor, g: Tensor, form: CovarianceForm) -> list[Tensor]:
-    """One position: the input enters only through `Σ_i ã_i² W_oi`."""
+    """One position: the input enters only as `Σ_i ã_i² W_oi`."""
     a2 = a.squeeze(2).square()  # [G, B, I]
     g = g.squeeze(3).permute(1, 2, 0, 3)  # [G, B, K, O]
     return [form.weighted(g, (a2 @ W.mT).unsqueeze(2)).sum(0) for W in variances]
@@ -114,7 +114,7 @@ def _shared(
     left: Rotation | None,
     right: Rotation | None,
 ) -> list[Tensor]:
-    """Pieces that stay in the cache: a few examples at a time, and of a large layer a few of its outputs."""
+    """In pieces that stay in the cache: a few examples at a time, and a few outputs of a large layer."""
     (G, B, _, I), K, O = a.shape, g.shape[0], g.shape[4]
     totals = [form.zeros(B, K, g) for _ in variances]
     examples = B if form.joint else max(1, CACHE // (G * K * O * I * a.element_size()))
@@ -133,15 +133,12 @@ def _shared(
     return totals
 
 
-MEMORY = 2**25  # bytes that are worked on at a time
-
-
 class JacobianColumns:
-    """The sum `total` `[K, B, k]`, to which each layer adds its part."""
+    """The sum `total` `[K, B, k]` over layers."""
 
     def __init__(self, V: Tensor, subset: Subset) -> None:
         rows = V.mT  # [k, P]
-        if subset.mask is not None:  # weights outside a subnetwork do not move
+        if subset.mask is not None:  # weights outside a subnetwork are fixed
             rows = rows.new_zeros(len(rows), subset.full_size)
             rows[:, subset.mask.to(rows.device)] = V.mT
         self._rows = rows
@@ -156,7 +153,7 @@ class JacobianColumns:
         (G, B, T, I), K, O, k = a.shape, len(g), g.shape[4], len(self._rows)
         V = cast_like(layout.gather(self._rows), a)  # [k, p]
         by_position = T <= K
-        size = G * (T * O * k if by_position else K * O * I) * a.element_size()  # of one example
+        size = G * (T * O * k if by_position else K * O * I) * a.element_size()  # per example
         few = max(1, MEMORY // max(size, 1))
         parts = []
         for start in range(0, B, few):

@@ -1,10 +1,10 @@
-"""A diagonal matrix of which each process holds the entries of its own weights (FSDP2, tensor parallelism).
+"""A diagonal matrix that is sharded over processes like the weights (FSDP2, tensor parallelism).
 
-Vectors are this process's entries, `[..., p]`. Numbers are those of the whole matrix: all processes must call `logdet`,
-`quadratic`, `inverse_quadratic`, `sums` and `sample`, and an entry that several of them hold counts once.
+Vectors hold the entries of this process, `[..., p]`. Scalars belong to the whole matrix: all processes must call
+`logdet`, `quadratic`, `inverse_quadratic`, `sums` and `sample` together, and entries on several processes count once.
 
-A draw starts from one key, which all processes share. Each weight gets the number that belongs to the key and to the
-weight's place in the whole network's flat vector, so the draw is the same on any number of processes.
+All processes share the key of a draw. The number of a weight depends on the key and on the weight's position in the
+flat vector of the whole network, so a draw is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ShardedDiagonal(Diagonal):
     """`M = diag(values of all processes)`."""
 
-    shards: tuple[ParameterShard, ...]  # `values` holds the entries of the first, then those of the second, …
+    shards: tuple[ParameterShard, ...]  # one per parameter, in the order of `values`
 
     def add_prior(self, precision: float | Tensor) -> ShardedDiagonal:
         return self._with(self.values + self._check_prior(precision))
@@ -44,8 +44,7 @@ class ShardedDiagonal(Diagonal):
         return layers.repeat_interleave(torch.tensor([shard.size for shard in self.shards], device="cpu"))
 
     def eigenbasis(self, vectors: Tensor | None = None, groups: Tensor | None = None) -> None:
-        """A process has its own entries alone."""
-        return
+        """None: a process holds only a part of the entries."""
 
     def logdet(self) -> Tensor:
         return self.sums(self.values.log()).sum()
@@ -58,14 +57,14 @@ class ShardedDiagonal(Diagonal):
         return self._with(self.inverse_diagonal()).quadratic(J)
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sums over each parameter, in float64.  # [p] -> [parameters]"""
+        """The sum over each parameter, in float64.  # [p] -> [parameters]"""
         parts = zip(self.split(values), self.shards, strict=True)
         return _over_processes(torch.stack([part.sum(dtype=torch.float64) / shard.copies for part, shard in parts]))
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         device = None if generator is None else generator.device
         keys = torch.randint(2**62, (n,), generator=generator, device=device).to(self.device)
-        keys = _over_processes(keys * (Processes.current().rank == 0))  # those of the first process
+        keys = _over_processes(keys * (Processes.current().rank == 0))  # the keys of the first process
         draws = self.values.new_empty(n, self.size)
         for draw, key in zip(draws, keys.tolist(), strict=True):
             for part, shard in zip(self.split(draw), self.shards, strict=True):
@@ -79,12 +78,12 @@ class ShardedDiagonal(Diagonal):
 
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
-    """This process's part of one parameter: some of its indices along each dimension."""
+    """The part of one parameter on this process: its indices along each dimension."""
 
-    start: int  # of the parameter in the whole network's flat vector
+    start: int  # the position of the parameter in the flat vector of the whole network
     shape: torch.Size  # of the whole parameter
-    indices: tuple[Tensor, ...]  # [own] for each dimension
-    copies: int  # processes that hold this same part
+    indices: tuple[Tensor, ...]  # [local] for each dimension
+    copies: int  # number of processes that hold the same part
 
     @staticmethod
     def of(parameter: Tensor, start: int) -> ParameterShard:
@@ -102,17 +101,17 @@ class ParameterShard:
 
     @property
     def local_shape(self) -> torch.Size:
-        return torch.Size(len(own) for own in self.indices)
+        return torch.Size(map(len, self.indices))
 
     def places(self) -> Tensor:
-        """In the whole network's flat vector.  # [own, own, …]"""
+        """Positions in the flat vector of the whole network.  # [local, local, …]"""
         place = torch.tensor(self.start, device="cpu")
-        for dim, own in enumerate(self.indices):
-            place = place.unsqueeze(-1) + own * self.shape[dim + 1 :].numel()
+        for dim, index in enumerate(self.indices):
+            place = place.unsqueeze(-1) + index * self.shape[dim + 1 :].numel()
         return place
 
     def noise(self, key: int, device: torch.device) -> Tensor:
-        """One standard normal number for each entry.  # [entries]"""
+        """A standard normal number for each entry.  # [entries]"""
         unit = uniforms(key, 0, self.places().reshape(-1).to(device), torch.Size(), torch.float64)
         return torch.special.ndtri(unit)
 
@@ -120,13 +119,13 @@ class ParameterShard:
 def own_indices(
     shape: torch.Size, placements: Sequence[Any] = (), mesh: DeviceMesh | None = None
 ) -> tuple[Tensor, ...]:
-    """The indices of a process's shard along each dimension of a tensor of this shape."""
+    """The indices of this process's shard along each dimension."""
     indices = [torch.arange(length, device="cpu") for length in shape]
     for mesh_dim, placement in enumerate(placements):
         if mesh is None or not hasattr(placement, "dim"):
             continue
         rank, size = mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-        # Where tensor parallelism has cut the same dimension first, a shard has a part of each of those pieces.
+        # If tensor parallelism has split the same dimension first, a shard has a part of each of those pieces.
         pieces = getattr(placement, "split_factor", 1)
         whole = indices[placement.dim]
         indices[placement.dim] = torch.cat([_chunk(_chunk(whole, i, pieces), rank, size) for i in range(pieces)])
@@ -134,7 +133,7 @@ def own_indices(
 
 
 def _chunk(indices: Tensor, rank: int, size: int) -> Tensor:
-    """The part that `rank` gets where `torch.chunk` cuts, and nothing where that makes fewer parts."""
+    """The chunk of `rank` as `torch.chunk` makes them; empty if there are fewer chunks than ranks."""
     width = -(-len(indices) // size)
     return indices[rank * width : (rank + 1) * width]
 

@@ -168,7 +168,7 @@ laplace(
 )
 laplace("loader", {"train": ((X, Y),)}, "pair (x, y), but the loader gave a str", **DATA)
 laplace("loader", (X, Y), "pair (x, y), but the loader gave a Tensor", **DATA)
-laplace("loader", [], "the loader is empty: curvature needs at least one batch", **DATA)
+laplace("loader", [], "the loader is empty: pass at least one batch", **DATA)
 laplace("loader", Of(lambda t: _breaks(), "breaks"), "pair (x, y), but the loader gave a Tensor", **DATA)
 
 BATCHES: dict[str, tuple[Any, str]] = {

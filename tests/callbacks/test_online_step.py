@@ -397,7 +397,7 @@ def test_a_batch_without_finite_outputs_has_a_number_of_its_own(kind: type, mode
     for batch in (x, x, x * torch.nan):
         diagonal(batch, x)
     with pytest.raises(DataError, match="curvature measurement 2: the network's output is not finite; its input"):
-        diagonal.look()
+        diagonal.raise_pending()
     diagonal = BatchDiagonal(model, choose_subset(model, x, "all"), Gaussian(), mode)
     with pytest.raises(LikelihoodError, match=r"the target -?inf"):
         diagonal(x, x / 0)

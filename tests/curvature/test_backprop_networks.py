@@ -116,7 +116,7 @@ def test_an_operation_without_a_rule_is_refused_by_name(mode: str) -> None:
         diagonal(network, x, y, mode, threshold=0)
     subset = resolve_subset(network, "all", ())
     with pytest.raises(RuleError, match="logcumsumexp"):
-        choose_mode(network, subset, Gaussian(0.7), x, 0)
+        choose_mode(network, subset, x, 0)
 
 
 def test_an_error_names_the_innermost_module_and_leaves_no_hook() -> None:
@@ -147,5 +147,5 @@ def test_examples_that_see_each_other_are_refused(mode: str) -> None:
 def test_a_small_network_is_exact_and_a_large_one_mixed() -> None:
     network, x = autoencoder()
     subset = resolve_subset(network, "all", ())
-    assert choose_mode(network, subset, Gaussian(), x, 1000) == "exact"
-    assert choose_mode(network, subset, Gaussian(), x, 10) == "mixed"
+    assert choose_mode(network, subset, x, 1000) == "exact"
+    assert choose_mode(network, subset, x, 10) == "mixed"

@@ -178,9 +178,9 @@ def test_an_iterator_is_refused_before_it_is_read() -> None:
 
 def test_a_second_pass_with_other_data_is_an_error() -> None:
     case = CASES["mlp"]()
-    with pytest.raises(DataError, match="the second gave 3 examples and the first 4: pass a loader that gives all"):
+    with pytest.raises(DataError, match="pass 2 over the data gave 3 examples, but the first gave 4"):
         fit_curvature(case.network, Fading(case.loader(1, 3)), structure="ekfac")
-    with pytest.raises(DataError, match="the second gave 0 examples and the first 4"):
+    with pytest.raises(DataError, match="pass 2 over the data gave 0 examples, but the first gave 4"):
         fit_laplace(case.network, Fading(case.loader()), structure="ekfac")
 
 

@@ -137,7 +137,7 @@ def tied() -> nn.Module:
         (Twice, (4, 3), "same runs more than once for one input"),
         (Merged, (4, 5, 3), "mix has an input with 20 rows for 4 examples"),
         (TimeFirst, (4, 4, 3), "mix has rows of several examples"),
-        (Scaled, (4, 3), "scale belongs to a Scaled, but of a sharded network"),
+        (Scaled, (4, 3), "scale belongs to a Scaled, but a sharded network"),
         (tied, (4, 3), "1.weight is the same parameter as 0.weight"),
     ],
 )

@@ -119,7 +119,7 @@ def test_what_cannot_grow_says_so() -> None:
     old = fit_laplace(data.network, batches, updatable=True)  # as in a file of an older version
     for block in old.curvature.structure.blocks:
         object.__setattr__(block, "rows", None)
-    with pytest.raises(StructureError, match="weight: its factors do not say of how many inputs"):
+    with pytest.raises(StructureError, match="weight: the number of inputs in its factors is unknown"):
         old.update(batches)
     subnetwork = fit_laplace(data.network, batches, subset=Subnetwork(5))
     assert subnetwork.update(batches).n_data == 14
@@ -129,11 +129,11 @@ def test_the_factors_are_kept_only_where_asked() -> None:
     data = case("mlp")
     for updatable in (False, True):
         posterior = fit_laplace(data.network, data.loader(), updatable=updatable)
-        kept = [block.left.kept is not None for block in posterior.curvature.structure.blocks]
+        kept = [block.left.full_matrix is not None for block in posterior.curvature.structure.blocks]
         assert kept == [updatable, updatable]
         after = fit_laplace(data.network, data.loader(), prior=posterior, updatable=updatable)
         for P in (posterior.precision, after.precision, after.prior.precision):  # nothing is added to a sum
-            assert [block.left.kept for block in P.blocks] == [None, None]
+            assert [block.left.full_matrix for block in P.blocks] == [None, None]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

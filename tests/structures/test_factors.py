@@ -205,12 +205,12 @@ def test_the_sum_of_two_keeps_what_both_keep(k: int, kept: int) -> None:
 
 
 def test_factors_that_grow_keep_their_matrices_and_their_rank() -> None:
-    first, second = (Factor.from_matrix(spd(2, 7, seed=seed), keep=True, rank=2) for seed in (68, 69))
-    total = first.scale(0.25).plus(second.scale(0.75), keep=True)
+    first, second = (Factor.from_matrix(spd(2, 7, seed=seed), keep_matrix=True, rank=2) for seed in (68, 69))
+    total = first.scale(0.25).plus(second.scale(0.75), keep_matrix=True)
     expected = 0.25 * spd(2, 7, seed=68) + 0.75 * spd(2, 7, seed=69)
-    torch.testing.assert_close(total.kept, expected, **TIGHT)
-    torch.testing.assert_close(total.decomposed().matrix, by_definition(expected, 2), **TIGHT)
-    assert total.can_grow
+    torch.testing.assert_close(total.full_matrix, expected, **TIGHT)
+    torch.testing.assert_close(total.without_matrix().matrix, by_definition(expected, 2), **TIGHT)
+    assert total.can_add_data
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_terms_of_a_trace_in_another_basis_add_up(precision: Kronecker, othe
 
 def test_joined_products_add_their_truncated_factors() -> None:
     first, second = truncated(g=2, seed=75), truncated(g=2, seed=76)
-    total = first.joined(second)
+    total = first.add_approximately(second)
     torch.testing.assert_close(total.left.matrix, first.left.matrix + second.left.matrix, **TIGHT)
     trace = first.diagonal().sum() + second.diagonal().sum()
     torch.testing.assert_close(total.diagonal().sum(), trace, rtol=1e-10, atol=0)
@@ -291,10 +291,10 @@ def test_columns_that_are_zero_are_not_decomposed(
 ) -> None:
     M, sizes, original = with_dead_columns(live, 9), [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: sizes.append(matrix.shape[-1]) or original(matrix))
-    factor = Factor.of(Gram(M), whole=whole)
+    factor = Factor.of(Gram(M), all_vectors=whole)
     assert sizes == [live]
     assert factor.vectors.shape == (2, 9, kept)
-    assert factor.is_whole
+    assert factor.is_complete
     torch.testing.assert_close(factor.matrix, M, **TIGHT)
     assert orthonormal(factor, rtol=0, atol=1e-12)
     M = Kronecker(Factor.from_matrix(spd(2, 2, seed=91)), factor, torch.tensor(0.3, dtype=F64))

@@ -17,7 +17,7 @@ from lightning_bayes.structures import (
     Kronecker,
     LowRank,
     Structure,
-    base,
+    eigendecomposition,
     output_covariance,
 )
 
@@ -387,8 +387,8 @@ def test_wide_factors_are_decomposed_in_float64_where_float32_would_lose_somethi
     """Of inputs of very different sizes; of inputs with a large mean unless that would take very long."""
     used, original = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: used.append(matrix.dtype) or original(matrix))
-    monkeypatch.setattr(base, "_WIDE", 10)
-    monkeypatch.setattr(base, "_WIDER", wider)
+    monkeypatch.setattr(eigendecomposition, "WIDE", 10)
+    monkeypatch.setattr(eigendecomposition, "VERY_WIDE", wider)
     A = torch.nn.functional.pad((graded(20, scale) + mean).float(), (0, 1, 0, 1))  # and a dead unit
     values = Factor.from_matrix(A).values
     assert used == [dtype]

@@ -15,7 +15,7 @@ from lightning_bayes.structures import (
     Layout,
     Structure,
     StructureError,
-    base,
+    eigendecomposition,
 )
 
 SINGULAR: dict[str, Callable[[], Structure]] = {
@@ -111,7 +111,7 @@ def test_an_eigendecomposition_that_fails_in_float32_is_done_in_float64(
         return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
 
     monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
-    monkeypatch.setattr(base, "_WIDE", 4)
+    monkeypatch.setattr(eigendecomposition, "WIDE", 4)
     factor = Factor.from_matrix(A)
     assert factor.values.dtype == torch.float32
     torch.testing.assert_close(factor.values, true.eigenvalues.float())

@@ -1,13 +1,19 @@
 """How one operation carries `d = diag(M)` from its outputs to its inputs: `d_in = (J ∘ J)ᵀ d_out`.
 
-Keeping the diagonal alone supposes that an operation's outputs are uncorrelated (Laplacian autoencoders, section 3).
-The squared Jacobian `J ∘ J` is never built:
+Keeping only the diagonal assumes that an operation's outputs are uncorrelated (Laplacian autoencoders, section 3). The
+squared Jacobian `J ∘ J` is never built:
 
-- selection (reshapes, slices, padding, ReLU, max pooling, nearest up-sampling, sums): `Jᵀd`, its entries being 0 or 1;
-- elementwise (activations): `φ′(x)² d`, summed where an input was broadcast;
-- bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared, which
-  for a convolution is the transposed convolution with the squared kernel;
-- averages, interpolations, norms over features, and softmax: see `dense_rules`.
+- selection (reshapes, slices, padding, ReLU, max pooling, nearest up-sampling, sums): `Jᵀd`, because all entries of `J`
+  are 0 or 1;
+- elementwise (activations): `φ′(x)² d`, summed over broadcast dimensions;
+- bilinear in input and weight (linear, convolution): `Jᵀd` of the same operation with the other operand squared; for a
+  convolution, the transposed convolution with the squared kernel;
+- average: all weights are equal, so `J ∘ J = diag(w) J` with the weight `w` of each output;
+- interpolation: separable, `J = A₁ ⊗ A₂ ⊗ …` with a matrix for each dimension, and so is its square;
+- norm `γ x̂ + β`, `x̂ = (x − μ)/s` over `D` features: `J_ij = (γ_i/s)(δ_ij − (1 + x̂_i x̂_j)/D)`. With `w = γ² d/s²`,
+  `(J ∘ J)ᵀd` is `w_j (1 − 2(1 + x̂_j²)/D) + Σ_i w_i (1 + x̂_i x̂_j)²/D²`; the last sum is a polynomial in `x̂_j` with
+  coefficients `Σw`, `2Σwx̂`, `Σwx̂²`;
+- softmax: `J_ij = p_i (δ_ij − p_j)`, and log-softmax: `J_ij = δ_ij − p_j`.
 """
 
 from __future__ import annotations
@@ -17,15 +23,15 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_bayes.curvature.diagonal import dense_rules
 from lightning_bayes.curvature.diagonal.tape import Op, RuleError
-from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS, layer_of
+from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS, as_tuple, layer_of
 from lightning_bayes.jacobian.layers import Convolution, TransposedConvolution
 
 Inputs = Sequence[Tensor]
-Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one for each of some tracked inputs
+Rule = Callable[[Op, list[Tensor], Inputs], list[Tensor]]  # one d per output -> one d for each of some tracked inputs
 
 ELEMENTWISE = frozenset(
     """
@@ -56,38 +62,19 @@ PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "addmm"})
 
 
 def squared_backward(op: Op, d: Sequence[Tensor | None], inputs: Inputs) -> list[Tensor]:
-    """`(J ∘ J)ᵀ d` for some of the tracked inputs, from one `d` per output."""
+    """`(J ∘ J)ᵀ d` for the given tracked inputs, from one `d` per output (`None` for zero)."""
     rule = find_rule(op)
     return rule(op, [torch.zeros_like(o) if t is None else t for o, t in zip(op.outputs, d, strict=True)], inputs)
 
 
 def find_rule(op: Op) -> Rule:
-    """The rule of an operation, or an error with its name."""
-    name, rule = op.name, _RULES.get(op.name)
-    if name == "interpolate" and op.argument("mode", 3, "nearest") in ("nearest", "nearest-exact"):
-        return selection
-    if name == "batch_norm" and (op.argument("training", 5, False) or op.argument("running_mean", 1) is None):
-        raise RuleError(
-            f"batch norm{op.where} has no running statistics, so that the examples of a batch see each other: use one "
-            "that tracks them"
-        )
-    if name == "instance_norm" and not op.argument("use_input_stats", 5, True):
-        return _batch_norm
-    if name in ("softmax", "log_softmax") and op.argument("dim", 1) is None:
-        rule = None
-    if name in ("max", "min"):  # of two tensors, or along a dimension
-        other = op.argument("other" if "other" in op.kwargs else "dim", 1)
-        rule = elementwise if isinstance(other, Tensor) else None if other is None else selection
-    if name in PRODUCTS and len(_operands(op)) < 2:
-        rule = None  # of a tensor with itself
-    if name == "addmm" and any(op.argument(factor, default=1) != 1 for factor in ("alpha", "beta")):
-        rule = None
-    if name == "embedding" and any(op.argument(o) for o in ("max_norm", "scale_grad_by_freq", "sparse")):
-        rule = None
+    """The rule of an operation; an error names an operation without a rule."""
+    choose = _CHOICES.get(op.name)
+    rule = _RULES.get(op.name) if choose is None else choose(op)
     if rule is None:
         shapes = ", ".join(str(tuple(t.shape)) for t in op.tracked)
         raise RuleError(
-            f"there is no rule to back-propagate a diagonal through {name}{op.where}, of shape {shapes}: use "
+            f"there is no rule to back-propagate a diagonal through {op.name}{op.where}, of shape {shapes}: use "
             "hessian='exact', which works for every network"
         )
     return rule
@@ -103,7 +90,7 @@ def elementwise(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def slopes(op: Op, inputs: Inputs) -> list[Tensor]:
-    """`∂y/∂x` at every entry of the output."""
+    """`∂y/∂x` for every entry of the output."""
     (out,) = op.outputs
     one = out.new_ones(()).expand_as(out)
     if len(op.tracked) == 1 and op.tracked[0].shape == out.shape:
@@ -117,14 +104,14 @@ def slopes(op: Op, inputs: Inputs) -> list[Tensor]:
 def _sum(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
     """`x ± αy`."""
     operands = (*op.args, *op.kwargs.values())
-    twice = any(sum(t is operand for operand in operands) > 1 for t in inputs)  # x + x is 2x
-    if twice or op.kwargs.get("alpha", 1) != 1:
+    repeated = any(sum(t is operand for operand in operands) > 1 for t in inputs)  # x + x is 2x
+    if repeated or op.kwargs.get("alpha", 1) != 1:
         return elementwise(op, d, inputs)
     return [d[0].sum_to_size(t.shape) for t in inputs]
 
 
 def _gate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    """Every input has a part in one output only: `(Jᵀ1) ∘ (Jᵀd)`."""
+    """Each input entry affects one output entry: `(Jᵀ1) ∘ (Jᵀd)`."""
     ones = op.pull([torch.ones_like(o) for o in op.outputs], inputs)
     return [one * g for one, g in zip(ones, op.pull(d, inputs), strict=True)]
 
@@ -135,12 +122,12 @@ def _prelu(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def prelu_slopes(op: Op, inputs: Inputs) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """`∂y/∂x` or `∂y/∂a` at every entry, and the shape in which `x` or `a` broadcasts: slopes belong to channels."""
+    """`∂y/∂x` or `∂y/∂a` for every entry, and the shape in which `x` or `a` broadcasts; `a` has a value per channel."""
     x, a = op.args
-    laid = a.view(1, -1, *[1] * (x.ndim - 2)) if x.ndim > 1 else a
+    by_channel = a.view(1, -1, *[1] * (x.ndim - 2)) if x.ndim > 1 else a
     slopes_of = {
-        id(x): lambda: (torch.where(x > 0, torch.ones_like(x), laid), tuple(x.shape)),
-        id(a): lambda: (x.clamp_max(0), tuple(laid.shape)),
+        id(x): lambda: (torch.where(x > 0, torch.ones_like(x), by_channel), tuple(x.shape)),
+        id(a): lambda: (x.clamp_max(0), tuple(by_channel.shape)),
     }
     return [slopes_of[id(t)]() for t in inputs]
 
@@ -174,8 +161,8 @@ def _convolution(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def convolution_backward(op: Op) -> Callable[[Tensor, Tensor, Tensor, list[bool]], list[Tensor]] | None:
-    """From the output's gradient, input and kernel to the gradients of input, weight and bias, where a mask asks for
-    them. `None` where the padding is uneven, or the batch dimension is missing."""
+    """A function from the output's gradient, input, kernel and a mask to the gradients of input, weight and bias; None
+    if the padding is uneven or there is no batch dimension."""
     layer = layer_of(op.func, op.args, op.kwargs)
     if isinstance(layer, TransposedConvolution):
         padding, transposed, output_padding = layer.padding, True, layer.output_padding
@@ -189,7 +176,7 @@ def convolution_backward(op: Op) -> Callable[[Tensor, Tensor, Tensor, list[bool]
 
 
 def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    """Each entry of one operand's Jacobian is an entry of the other operand, or one for a bias."""
+    """Each entry of one operand's Jacobian is an entry of the other operand, or 1 for a bias."""
     diagonals: list[Tensor] = []
     for t in inputs:
         others = {id(o): o.detach().square() for o in _operands(op) if o is not t}
@@ -201,56 +188,213 @@ def _product(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 
 def _operands(op: Op) -> list[Tensor]:
-    """The two that are multiplied; one if they are the same."""
+    """The two factors; only one if they are the same tensor."""
     given = [t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor)]
     given = given[1:] if op.name == "addmm" else given[:2]
     return list({id(t): t for t in given}.values())
 
 
 def _batch_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    """In eval mode, `γ (x − μ)/√(v + ε) + β`: elementwise in `x`, and in scale and shift of each channel."""
+    """In eval mode, `γ (x − μ)/√(v + ε) + β`: elementwise in `x`, and in the scale and shift of each channel."""
     x, γ, β = op.argument("input", 0), op.argument("weight", 3), op.argument("bias", 4)
     dims = [i for i in range(x.ndim) if i != 1]
     diagonals = {id(x): lambda: batch_norm_slope(op).square() * d[0]}
     if γ is not None:
-        diagonals[id(γ)] = lambda: (((x - _laid(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(dims)
+        diagonals[id(γ)] = lambda: (((x - _by_channel(op, "running_mean", 1)) * _inverse_std(op)).square() * d[0]).sum(
+            dims
+        )
     if β is not None:
         diagonals[id(β)] = lambda: d[0].sum(dims)
     return [diagonals[id(t)]() for t in inputs]
 
 
 def batch_norm_slope(op: Op) -> Tensor:
-    γ = _laid(op, "weight", 3)
+    γ = _by_channel(op, "weight", 3)
     return _inverse_std(op) if γ is None else _inverse_std(op) * γ
 
 
 def _inverse_std(op: Op) -> Tensor:
-    return (_laid(op, "running_var", 2) + op.argument("eps", 7, 1e-5)).rsqrt()
+    return (_by_channel(op, "running_var", 2) + op.argument("eps", 7, 1e-5)).rsqrt()
 
 
-def _laid(op: Op, name: str, position: int) -> Any:
-    """A number per channel, laid out along dimension 1."""
+def _by_channel(op: Op, name: str, position: int) -> Any:
+    """An argument with one number per channel, along dimension 1."""
     value = op.argument(name, position)
     return None if value is None else value.view(1, -1, *[1] * (op.outputs[0].ndim - 2))
+
+
+def _mean(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    (x,) = inputs
+    return _weighted(op, d[0] * (d[0].numel() / x.numel()))
+
+
+def _average_pool(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    n = int(op.name[-2])
+    if op.name.startswith("adaptive"):
+        return _adaptive_average(op, d, inputs, n)
+    (x,), (out,) = inputs, op.outputs
+    kernel = as_tuple(op.argument("kernel_size", 1), n)
+    stride = as_tuple(op.argument("stride", 2) or kernel, n)
+    padding = as_tuple(op.argument("padding", 3, 0), n)
+    if (divisor := op.argument("divisor_override", 6)) is not None:
+        return _weighted(op, d[0] / divisor)
+    counts = []
+    sizes = zip(x.shape[-n:], out.shape[-n:], kernel, stride, padding, strict=True)
+    for size, places, k, s, p in sizes:
+        start = torch.arange(places, device=x.device) * s - p
+        end = (start + k).clamp_max(size + p)  # positions beyond the padding do not count
+        if not op.argument("count_include_pad", 5, True):
+            start, end = start.clamp_min(0), end.clamp_max(size)
+        counts.append(end - start)
+    return _weighted(op, d[0] / _outer(counts))
+
+
+def _adaptive_average(op: Op, d: list[Tensor], inputs: Inputs, n: int) -> list[Tensor]:
+    (x,), (out,) = inputs, op.outputs
+    counts = []
+    for size, places in zip(x.shape[-n:], out.shape[-n:], strict=True):
+        o = torch.arange(places, device=x.device)
+        counts.append(((o + 1) * size + places - 1) // places - o * size // places)
+    return _weighted(op, d[0] / _outer(counts))
+
+
+def interpolates_nearest(op: Op) -> bool:
+    return op.argument("mode", 3, "nearest") in ("nearest", "nearest-exact")
+
+
+def _interpolate(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """All modes except nearest."""
+    (x,), (out,) = inputs, op.outputs
+    mode, n = op.argument("mode", 3), x.ndim - 2
+    if mode == "area":
+        return _adaptive_average(op, d, inputs, n)
+    d_in = d[0]
+    for i in range(n):
+        A = _interpolation_matrix(op, mode, i, x.shape[2 + i], out.shape[2 + i]).to(d_in)  # [out, in]
+        d_in = (d_in.movedim(2 + i, -1) @ A.square()).movedim(-1, 2 + i)
+    return [d_in]
+
+
+def _layer_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    shape = tuple(op.argument("normalized_shape", 1))
+    rows = op.argument("input", 0).shape[: -len(shape)]
+    return _norm(op, d[0], inputs, shape, (*rows, -1), (2, 3, 4))
+
+
+def _group_norm(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """Also `instance_norm`, where each channel is a group."""
+    x = op.argument("input", 0)
+    instances = op.name == "instance_norm"
+    groups = x.shape[1] if instances else op.argument("num_groups", 1)
+    by_channel = (1, x.shape[1], *[1] * (x.ndim - 2))
+    return _norm(op, d[0], inputs, by_channel, (len(x), groups, -1), (3, 4, 7) if instances else (2, 3, 4))
+
+
+def _softmax(op: Op, d: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    dim, t = op.argument("dim", 1), d[0]
+    p = op.outputs[0].to(t.dtype)
+    if op.name == "log_softmax":
+        p = p.exp()
+        return [t * (1 - 2 * p) + p.square() * t.sum(dim, keepdim=True)]
+    w = t * p.square()
+    return [w * (1 - 2 * p) + p.square() * w.sum(dim, keepdim=True)]
+
+
+def _interpolation_matrix(op: Op, mode: str, i: int, size: int, places: int) -> Tensor:
+    """One dimension of an interpolation, applied to unit vectors as images of height one.  # [places, size]"""
+    scale = op.argument("scale_factor", 2)
+    if scale is not None:
+        scale = (1.0, float(scale if isinstance(scale, (int, float)) else scale[i]))
+    units = torch.eye(size, dtype=torch.float64, device="cpu").view(size, 1, 1, size)
+    options: dict[str, Any] = {"size": (1, places)} if scale is None else {"scale_factor": scale}
+    columns = F.interpolate(
+        units,
+        mode="bicubic" if mode == "bicubic" else "bilinear",
+        align_corners=op.argument("align_corners", 4),
+        recompute_scale_factor=op.argument("recompute_scale_factor", 5),
+        antialias=op.argument("antialias", 6, False),
+        **options,
+    )
+    return columns.reshape(size, places).mT
+
+
+def _weighted(op: Op, d: Tensor) -> list[Tensor]:
+    return [g.to(d.dtype) for g in op.pull([d], op.tracked)]
+
+
+def _outer(counts: list[Tensor]) -> Tensor:
+    """The outer product of one vector per dimension.  # n of [size] -> [*sizes]"""
+    return torch.stack(torch.meshgrid(counts, indexing="ij")).prod(0)
+
+
+def _norm(
+    op: Op, d: Tensor, inputs: Inputs, affine: tuple[int, ...], rows: tuple[int, ...], places: tuple[int, ...]
+) -> list[Tensor]:
+    """`affine` is the shape in which scale and shift broadcast, `rows` a shape whose last dimension is normalised, and
+    `places` are the positions of scale, shift and ε among the arguments."""
+    x, eps = op.argument("input", 0), op.argument("eps", places[2], 1e-5)
+    γ, β = op.argument("weight", places[0]), op.argument("bias", places[1])
+    flat = x.to(d.dtype).reshape(rows)
+    variance, μ = torch.var_mean(flat, -1, correction=0, keepdim=True)
+    inverse = (variance + eps).rsqrt()
+    x̂ = (flat - μ) * inverse  # [*rows, D]
+
+    def of_input() -> Tensor:
+        w = (d if γ is None else d * γ.reshape(affine).to(d.dtype).square()).reshape(rows) * inverse.square()
+        D = x̂.shape[-1]
+        S0, S1, S2 = (t.sum(-1, keepdim=True) for t in (w, w * x̂, w * x̂.square()))
+        return (w * (1 - 2 * (1 + x̂.square()) / D) + (S0 + 2 * S1 * x̂ + S2 * x̂.square()) / D**2).reshape(x.shape)
+
+    diagonals = {
+        id(x): of_input,
+        id(γ): lambda: (x̂.reshape(x.shape).square() * d).sum_to_size(affine).reshape(γ.shape),
+        id(β): lambda: d.sum_to_size(affine).reshape(β.shape),
+    }
+    return [diagonals[id(t)]() for t in inputs]
+
+
+def _choose_batch_norm(op: Op) -> Rule:
+    if op.argument("training", 5, False) or op.argument("running_mean", 1) is None:
+        raise RuleError(
+            f"batch norm{op.where} has no running statistics, so the examples of a batch depend on each other: set "
+            "track_running_stats=True"
+        )
+    return _batch_norm
+
+
+def _choose_extremum(op: Op) -> Rule | None:
+    """Of two tensors, along a dimension, or of all entries."""
+    other = op.argument("other" if "other" in op.kwargs else "dim", 1)
+    if other is None:
+        return None
+    return elementwise if isinstance(other, Tensor) else selection
+
+
+def _choose_product(op: Op) -> Rule | None:
+    is_scaled = op.name == "addmm" and any(op.argument(factor, default=1) != 1 for factor in ("alpha", "beta"))
+    return None if is_scaled or len(_operands(op)) < 2 else _product
 
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(SELECTION, selection),
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(SUMS, _sum),
-    **dict.fromkeys(POOLS, dense_rules.average_pool),
-    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(POOLS, _average_pool),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     "linear": _linear,
     "prelu": _prelu,
     "glu": _gate,
-    "mean": dense_rules.mean,
-    "interpolate": dense_rules.interpolate,
-    "batch_norm": _batch_norm,
-    "layer_norm": dense_rules.layer_norm,
-    "group_norm": dense_rules.group_norm,
-    "instance_norm": dense_rules.group_norm,
-    "softmax": dense_rules.softmax,
-    "log_softmax": dense_rules.softmax,
-    "embedding": selection,
+    "mean": _mean,
+    "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
+}
+# Operations whose arguments decide on the rule; None if there is no rule for these arguments.
+_CHOICES: dict[str, Callable[[Op], Rule | None]] = {
+    **dict.fromkeys(PRODUCTS, _choose_product),
+    **dict.fromkeys(("softmax", "log_softmax"), lambda op: None if op.argument("dim", 1) is None else _softmax),
+    **dict.fromkeys(("max", "min"), _choose_extremum),
+    "batch_norm": _choose_batch_norm,
+    "instance_norm": lambda op: _group_norm if op.argument("use_input_stats", 5, True) else _batch_norm,
+    "interpolate": lambda op: selection if interpolates_nearest(op) else _interpolate,
+    "embedding": lambda op: None if any(map(op.argument, ("max_norm", "scale_grad_by_freq", "sparse"))) else selection,
 }

@@ -1,15 +1,11 @@
-"""One operation of a forward pass, and its vector–Jacobian products by autograd.
+"""The operations of one forward pass, with their inputs, outputs and vector–Jacobian products.
 
-The operations of one forward pass, in order, with what went in and came out.
+A `TorchFunctionMode` sees each operation as the author of the network wrote it: `F.softsign` is one operation. Autograd
+builds its graph alongside; it knows which tensors depend on the parameters and has the backward pass of each operation.
+The network computes the same as without the tape. If it overwrites a tensor in place, the tape keeps the old values.
 
-A `TorchFunctionMode` sees each operation as the network's author wrote it: `F.softsign` is one, not its parts. The
-graph that autograd builds beside it knows what depends on the parameters, and has each operation's backward pass. The
-network computes what it always does. Where it overwrites a tensor in place, the tape keeps the old values.
-
-A network's operations on one batch, and how each tensor relates to the examples.
-
-Two small batches show it, before the first large one: a tensor has a row for each example, or an example's entries are
-somewhere else in it (time first, positions merged into the batch), or all examples share it.
+Two small batches show how each tensor relates to the examples: it has a row for each example, or the entries of an
+example lie elsewhere (time first, positions merged into the batch), or all examples share it.
 """
 
 from __future__ import annotations
@@ -35,26 +31,27 @@ from lightning_bayes.network.inputs import tensors
 
 
 class RuleError(CurvatureError):
-    """An operation through which a diagonal cannot be carried, by name."""
+    """No rule carries a diagonal through an operation; the message names it."""
 
 
 @dataclass(eq=False)
 class Op:
-    """`tracked` are those of the inputs that depend on the chosen parameters, or are such."""
+    """One operation. Its `tracked` inputs are the chosen parameters and tensors that depend on them."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str
-    outputs: list[Tensor]  # those that depend on the parameters
-    places: list[int]  # of the outputs among all tensors that the function returns
+    outputs: list[Tensor]  # only outputs that depend on the parameters
+    places: list[int]  # positions of the outputs among all returned tensors
     tracked: list[Tensor]
-    versions: list[Version]  # of all tensors that went in
-    recorded: bool = True  # whether the graph behind the outputs begins with this operation
+    versions: list[Version]  # of all input tensors
+    recorded: bool = True  # whether the graph of the outputs starts with this operation
     where: str = ""  # " in <module>"
 
     @property
-    def held(self) -> list[Tensor]:
+    def all_tensors(self) -> list[Tensor]:
+        """All inputs and outputs."""
         return [*(version.tensor for version in self.versions), *self.outputs]
 
     def argument(self, name: str, position: int | None = None, default: Any = None) -> Any:
@@ -63,18 +60,18 @@ class Op:
         return self.args[position] if position is not None and len(self.args) > position else default
 
     def run(self, replacements: dict[int, Tensor]) -> list[Tensor]:
-        """The outputs with other tensors instead of some inputs, by their `id`."""
-        args, kwargs = swapped((self.args, self.kwargs), replacements)
+        """The outputs with some inputs, by their `id`, replaced by other tensors."""
+        args, kwargs = replace_tensors((self.args, self.kwargs), replacements)
         returned = tensors(self.func(*args, **kwargs))
         return [returned[place] for place in self.places]
 
     def pull(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """`Jᵀc` for some of the tracked inputs, from one `c` per output (`None` for zero)."""
+        """`Jᵀc` for the given tracked inputs, from one `c` per output (`None` for zero)."""
         gradients = _grad(*self._graph(cotangents, inputs))
         return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True)]
 
     def pull_many(self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The same for `K` columns at once.  # [K, *output] -> [K, *input]"""
+        """The same for `K` columns.  # [K, *output] -> [K, *input]"""
         outputs, leaves, columns = self._graph(cotangents, inputs)
         K = next(len(c) for c in cotangents if c is not None)
         gradients: Sequence[Tensor | None] | None = None
@@ -94,8 +91,8 @@ class Op:
     def _graph(
         self, cotangents: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Outputs, inputs and cotangents for autograd: of the recorded graph if no input is behind another in it, else
-        of the operation run again."""
+        """Outputs, inputs and cotangents for autograd: of the recorded graph, or of a second run if one input may
+        depend on another."""
         outputs, leaves = self.outputs, list(inputs)
         if not self.recorded or len(self.tracked) > 1:
             with torch.enable_grad():
@@ -105,7 +102,7 @@ class Op:
         return [o for o, _ in used], leaves, [c.to(o.dtype) for o, c in used]
 
 
-def swapped(tree: Any, replacements: dict[int, Tensor]) -> Any:
+def replace_tensors(tree: Any, replacements: dict[int, Tensor]) -> Any:
     return pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), tree)
 
 
@@ -118,20 +115,22 @@ def _grad(
 
 
 class Tape(TorchFunctionMode):
-    """Records every operation that depends on `parameters`, which must be all that have gradients, and in which of the
-    modules that are `running` it was."""
+    """Records every operation that depends on `parameters`, and the innermost of the `running` modules. No other tensor
+    may require gradients."""
 
     def __init__(self, parameters: Iterable[Tensor], running: Sequence[str] = ()) -> None:
         super().__init__()
         self._ops: list[Op] = []
-        self._known = {id(p): p for p in parameters}  # held, because an id means something only while its owner lives
-        self._overwritten: dict[int, tuple[Tensor, str]] = {}  # through another tensor on the same memory, by whom
+        self._known = {id(p): p for p in parameters}  # kept alive, because ids are reused
+        self._overwritten: dict[
+            int, tuple[Tensor, str]
+        ] = {}  # through another tensor on the same memory; with the operation's name
         self._running = running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list({id(t): t for t in tensors((args, kwargs))}.values())
-        tracked = [t for t in given if t.requires_grad]
+        arguments = list({id(t): t for t in tensors((args, kwargs))}.values())
+        tracked = [t for t in arguments if t.requires_grad]
         if not tracked:
             return func(*args, **kwargs)
         for t in tracked:
@@ -139,61 +138,61 @@ class Tape(TorchFunctionMode):
         name = _name(func)
         target = _target(name, args, kwargs)
         copies = {} if target is None else self._copies(target)
-        versions = [Version.of(t) for t in given]
+        versions = [Version.of(t) for t in arguments]
         result = func(*args, **kwargs)
         written = [version.tensor for version in versions if version.overwritten]
         if written:
             plain = _out_of_place(func, name) if len(written) == 1 and written[0] is target else None
             if plain is None or target is None:
                 raise RuleError(
-                    f"{name}{self._where()} writes into a tensor in place: write it so that it makes a new tensor, or "
-                    "use hessian='exact'"
+                    f"{name}{self._where()} writes into a tensor in place: use an operation that makes a new tensor, "
+                    "or hessian='exact'"
                 )
             self._replace(copies, target, name)
             func, name = plain, name.removesuffix("_")
-            args, kwargs = swapped((args, {k: v for k, v in kwargs.items() if k != "inplace"}), copies)
+            args, kwargs = replace_tensors((args, {k: v for k, v in kwargs.items() if k != "inplace"}), copies)
             tracked = [copies.get(id(t), t) for t in tracked]
-            versions = [Version.of(copies.get(id(t), t)) for t in given]
-        unchanged = {id(t) for t in given} - {id(t) for t in written}
+            versions = [Version.of(copies.get(id(t), t)) for t in arguments]
+        unchanged = {id(t) for t in arguments} - {id(t) for t in written}
         returned = tensors(result)
         places = [i for i, t in enumerate(returned) if t.requires_grad and id(t) not in unchanged]
         if places:
             outputs = [returned[i] for i in places]
-            args, kwargs = swapped((args, kwargs), {})  # a list may grow after it has been concatenated
+            args, kwargs = replace_tensors((args, kwargs), {})  # a copy: a list may grow after it was concatenated
             self._add(Op(func, args, kwargs, name, outputs, places, tracked, versions, not written, self._where()))
         return result
 
     def ops_to(self, f: Tensor) -> list[Op]:
         """The operations that `f` depends on, in order."""
         self._check(f)
-        needed, kept = {id(f)}, []
+        needed, ops = {id(f)}, []
         for op in reversed(self._ops):
             if any(id(t) in needed for t in op.outputs):
                 if any(version.overwritten for version in op.versions):
                     raise RuleError(
-                        f"the input of {op.name}{op.where} was overwritten in place after it had been used: "
-                        "replace the in-place operation on it by one that makes a new tensor"
+                        f"the input of {op.name}{op.where} was overwritten in place after its use: use an operation "
+                        "that makes a new tensor"
                     )
                 needed |= {id(t) for t in op.tracked}
-                kept.append(op)
-        return kept[::-1]
+                ops.append(op)
+        return ops[::-1]
 
     def _add(self, op: Op) -> None:
         self._ops.append(op)
         self._known.update({id(t): t for t in op.outputs})
 
     def _check(self, t: Tensor) -> None:
-        """Where a tensor comes from must be known."""
+        """Raise an error if the origin of a tensor is unknown."""
         if id(t) in self._overwritten:
             name = self._overwritten[id(t)][1]
             raise RuleError(
-                f"{name}{self._where()} writes in place into memory that another tensor shares, which is used "
-                "afterwards: write it so that it makes a new tensor, or use hessian='exact'"
+                f"{name}{self._where()} writes in place into memory of another tensor that is used afterwards: use an "
+                "operation that makes a new tensor, or hessian='exact'"
             )
         if id(t) in self._known:
             return
-        origin = "a tensor that asks for gradients itself" if t.grad_fn is None else t.grad_fn.name()
-        if origin == "BackwardHookFunctionBackward":  # what a module with a backward hook makes of its inputs
+        origin = "a tensor that requires gradients" if t.grad_fn is None else t.grad_fn.name()
+        if origin == "BackwardHookFunctionBackward":  # from the inputs of a module with a backward hook
             node, number = t.grad_fn.next_functions[t.output_nr]  # type: ignore[union-attr]
             for source in list(self._known.values()):
                 edge = torch.autograd.graph.get_gradient_edge(source)
@@ -207,26 +206,26 @@ class Tape(TorchFunctionMode):
         )
 
     def _copies(self, target: Tensor) -> dict[int, Tensor]:
-        """Of a tensor that is about to be overwritten, and of those on the same memory that the tape needs."""
+        """Copies of a tensor that is about to be overwritten, and of recorded tensors on the same memory."""
         memory = target.untyped_storage().data_ptr()
         copies = {id(target): target.detach().clone()}
         for op in self._ops:
-            for t in op.held:
+            for t in op.all_tensors:
                 if id(t) not in copies and t.untyped_storage().data_ptr() == memory:
                     copies[id(t)] = t.detach().clone()
         return copies
 
     def _replace(self, copies: dict[int, Tensor], target: Tensor, name: str) -> None:
-        """From here on the tape holds the copies instead of the tensors."""
+        """Replace the recorded tensors by their copies."""
         for op in self._ops:
-            held = op.held
-            if any(id(t) in copies for t in held):
-                op.args, op.kwargs = swapped((op.args, op.kwargs), copies)
+            before = op.all_tensors
+            if any(id(t) in copies for t in before):
+                op.args, op.kwargs = replace_tensors((op.args, op.kwargs), copies)
                 op.outputs = [copies.get(id(t), t) for t in op.outputs]
                 op.tracked = [copies.get(id(t), t) for t in op.tracked]
                 op.versions = [Version.of(copies[id(v.tensor)]) if id(v.tensor) in copies else v for v in op.versions]
                 op.recorded = False
-                for t in held:
+                for t in before:
                     if id(t) in copies and t is not target:
                         self._overwritten[id(t)] = (t, name)
         for old, copy in copies.items():
@@ -239,7 +238,7 @@ class Tape(TorchFunctionMode):
 
 @contextmanager
 def running_modules(network: nn.Module) -> Iterator[list[str]]:
-    """Those whose `forward` has begun and not ended, the innermost last, as " in <name> (<class>)"."""
+    """The modules whose `forward` is running, innermost last, as " in <name> (<class>)"."""
     running: list[str] = []
 
     def begin(place: str) -> Callable[[nn.Module, Any], None]:
@@ -259,13 +258,13 @@ def running_modules(network: nn.Module) -> Iterator[list[str]]:
 
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # a property such as `x.mT` comes as the getter of a descriptor
+    if name == "__get__":  # the getter of a property such as `x.mT`
         return getattr(func.__self__, "__name__", name)
     return name
 
 
 def _target(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that an operation is going to overwrite, by its name and options."""
+    """The tensor that an operation will overwrite, judging by its name and options."""
     if kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__")):
         first = args[0] if args else kwargs.get("input")
         return first if isinstance(first, Tensor) else None
@@ -273,7 +272,7 @@ def _target(name: str, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _out_of_place(func: Any, name: str) -> Callable[..., Any] | None:
-    """The operation that makes a new tensor of what this one writes."""
+    """The operation that returns in a new tensor what this one writes in place."""
     if not name.endswith("_"):
         return func
     owners = [owner for owner in (Tensor, torch, F) if hasattr(owner, name) and hasattr(owner, name[:-1])]
@@ -294,10 +293,10 @@ class Signature:
     kinds: tuple[tuple[Kind, ...], ...]
 
     def kinds_of(self, ops: list[Op]) -> dict[int, Kind]:
-        """By the `id` of each operation's outputs."""
+        """The kind of each output, by its `id`."""
         if tuple(op.name for op in ops) != self.names:
             raise RuleError(
-                "the network's path depends on the data, so that it is unknown which tensors have a row for each "
+                "the network's operations depend on the data, so it is unknown which tensors have a row for each "
                 "example: use hessian='approx'"
             )
         return {
@@ -308,7 +307,7 @@ class Signature:
 
 
 def run(network: nn.Module, subset: Subset, x: Any, running: Sequence[str] = ()) -> tuple[Tensor, list[Op]]:
-    """The output and the operations behind it; `network` must be borrowed (see `network.borrowed`)."""
+    """The output and the operations that lead to it; `network` must be borrowed (see `network.borrowed`)."""
     with torch.enable_grad(), Tape(subset.parameters(network).values(), running) as tape:
         f = inputs.call(network, x)
     check_output(f, inputs.batch_size(x))
@@ -317,7 +316,7 @@ def run(network: nn.Module, subset: Subset, x: Any, running: Sequence[str] = ())
 
 @dataclass(frozen=True)
 class Probe:
-    """A network on two examples, with the modules that its operations are in."""
+    """The operations of a network on two examples."""
 
     f: Tensor
     ops: list[Op]
@@ -325,13 +324,13 @@ class Probe:
 
     @property
     def largest(self) -> float:
-        """The most features that an example has in any tensor."""
+        """The largest number of features of an example in any tensor."""
         kinds = self.signature.kinds_of(self.ops)
         return max(t.numel() / 2 for op in self.ops for t in op.outputs if kinds[id(t)] is not Kind.SHARED)
 
 
 def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
-    """By two and by three examples of `x`."""
+    """Run the network on two and on three examples of `x`."""
     with running_modules(network) as running:
         f, two = run(network, subset, inputs.few(network, x, 2), running)
     f_three, three = run(network, subset, inputs.few(network, x, 3))
@@ -339,8 +338,7 @@ def probe(network: nn.Module, subset: Subset, x: Any) -> Probe:
     names = tuple(op.name for op in two)
     if names != tuple(op.name for op in three):
         raise RuleError(
-            "the network's path depends on the data or on the size of the batch, so that no rule fits: use "
-            "hessian='exact'"
+            "the network's operations depend on the data or on the batch size, so no rule applies: use hessian='exact'"
         )
     kinds = tuple(
         tuple(_kind(t.shape, u.shape) for t, u in zip(a.outputs, b.outputs, strict=True))

@@ -1,0 +1,116 @@
+"""Eigendecompositions of symmetric positive semi-definite matrices that never fail and leave rounding out.
+
+An eigenvalue from a float32 decomposition is off by about `eps · λ_max`. If one input of a layer has a raw scale, that
+error exceeds everything the other inputs contribute, although the matrix itself still holds it. `eigh` therefore
+decomposes in float64. On one thread this takes 2.0, 1.9 and 1.9 times as long for 256, 785 and 1,153 columns (7, 98 and
+296 ms) and 3.0 times as long for 2,305 (2.9 s), so wide matrices stay in float32 if they lose little by it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
+
+logger = logging.getLogger("lightning_bayes")
+
+WIDE, VERY_WIDE = 700, 1200  # columns from which a float64 decomposition is slow, and very slow
+
+
+def eigh(matrix: Tensor, name: str = "a matrix", allow_float32: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of PSD matrices `[..., d, d]`: values in float64 and never negative, vectors in the
+    matrix's dtype. `name` appears in a warning; `allow_float32` admits the fast path for wide matrices.
+
+    LAPACK and cuSOLVER do not always converge. The fallbacks are the host, the singular values, and a slightly larger
+    diagonal. If all of them fail, the diagonal replaces the matrix, with a warning.
+    """
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    attempts = [_decompose_in_float64, _decompose_by_svd, _decompose_with_jitter]
+    if matrix.device.type != "cpu":
+        attempts.insert(1, _decompose_on_host)
+    if allow_float32 and matrix.dtype != torch.float64 and _loses_little_in_float32(matrix):
+        attempts.insert(0, torch.linalg.eigh)
+    for attempt in attempts:
+        try:
+            values, vectors = attempt(matrix)
+        except RuntimeError:  # LinAlgError, or the plain RuntimeError of cuSOLVER
+            continue
+        if values.isfinite().all() and vectors.isfinite().all():
+            break
+    else:
+        logger.warning(
+            "no eigendecomposition of %s with %d columns converged: its diagonal is used instead, which drops all "
+            "correlations of this block",
+            name,
+            matrix.shape[-1],
+        )
+        values, vectors = diagonal, torch.eye(matrix.shape[-1], device=matrix.device).expand_as(matrix)
+    error = torch.finfo(values.dtype).eps / torch.finfo(matrix.dtype).eps
+    vectors = cast_like(vectors, matrix)
+    values = in_float64(values).to(float64_device(matrix.device))
+    return clear_rounding(values, vectors, diagonal, error), vectors
+
+
+def clear_rounding(values: Tensor, vectors: Tensor, diagonal: Tensor, error: float = 0.0) -> Tensor:
+    """The eigenvalues of a PSD matrix `M`, with zeros instead of those that are only rounding.
+
+    Rounding changes an entry by about `eps √(M_ii M_jj)`. An eigenvalue with the vector `q` is therefore off by a small
+    multiple of `eps · qᵀ diag(M) q`, plus the error of the decomposition, `error · eps · λ_max`. Relative to this
+    scale, all errors in a null space have one size, whatever the scales of the parameters. Half of them are negative,
+    which shows how large they are. The positive half would count as data once `1/σ²` lifts it above the prior.
+    # [..., d]
+    """
+    if not values.numel():
+        return values
+    scale = in_float64((vectors.square().mT @ diagonal.unsqueeze(-1)).squeeze(-1))  # qᵀ diag(M) q [..., d]
+    scale = scale + error * values.amax(-1, keepdim=True)
+    relative = values / scale.clamp(min=torch.finfo(scale.dtype).tiny)
+    noise = 2 * (-relative).amax(-1, keepdim=True).clamp(min=2 * torch.finfo(diagonal.dtype).eps)
+    return values.masked_fill(relative <= noise, 0.0)
+
+
+def _decompose_in_float64(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(in_float64(matrix))
+
+
+def _decompose_on_host(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.linalg.eigh(matrix.cpu().double())
+
+
+def _decompose_by_svd(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`M = U diag(s) Vᵀ`, where `U = V` up to signs in the null space; ascending, like `torch.linalg.eigh`."""
+    U, s, _ = torch.linalg.svd(matrix.cpu().double())
+    return s.flip(-1), U.flip(-1)
+
+
+def _decompose_with_jitter(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds a different small number to each diagonal entry, which separates equal eigenvalues."""
+    matrix = matrix.cpu().double()
+    d = matrix.shape[-1]
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)  # [..., 1]
+    jitter = 1e-10 * mean * torch.arange(1, d + 1, dtype=torch.float64, device="cpu") / d
+    values, vectors = torch.linalg.eigh(matrix + torch.diag_embed(jitter))
+    return values - 1e-10 * mean, vectors
+
+
+def _loses_little_in_float32(matrix: Tensor) -> bool:
+    d = matrix.shape[-1]
+    return d > WIDE and not _is_badly_scaled(matrix) and (d > VERY_WIDE or not _has_dominant_directions(matrix))
+
+
+def _is_badly_scaled(matrix: Tensor) -> bool:
+    """Whether rounding at the size of the trace, a bound on the largest eigenvalue, reaches a tenth of the smallest
+    diagonal entry. Zero entries (dead units) have nothing to lose."""
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)  # [..., d]
+    smallest = diagonal.masked_fill(diagonal <= 0, torch.inf).amin(-1)
+    return bool((torch.finfo(matrix.dtype).eps * diagonal.sum(-1) > 0.1 * smallest).any())
+
+
+def _has_dominant_directions(matrix: Tensor) -> bool:
+    """Whether rounding at the size of the largest eigenvalues exceeds the rounding of the entries, as it does for
+    inputs with a large mean: `‖M‖ > 4 √d max(diag M)`."""
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return bool((torch.linalg.matrix_norm(matrix) > 4 * matrix.shape[-1] ** 0.5 * largest).any())
