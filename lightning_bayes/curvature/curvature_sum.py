@@ -152,7 +152,7 @@ class CurvatureSum:
         if not self._slow:
             self._slow = True
             what = f"share rows of {', '.join(slow)}"
-            if isinstance(x, inputs.Together):
+            if isinstance(x, inputs.WholeInput):
                 what = f"cannot be taken apart in an input of type {x.kind}"
             logger.warning(
                 "batch %d: examples %s; such batches are taken one example at a time, which is exact for every "

@@ -27,11 +27,11 @@ from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
 from lightning_bayes.network.accumulation import float64_device
+from lightning_bayes.network.adapters.sequences import Sequences
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
-from lightning_bayes.network.containers import Sequences, Together
-from lightning_bayes.network.loaders import ShownLoader
-from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
+from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
 
 logger = logging.getLogger("lightning_bayes")
@@ -111,7 +111,7 @@ def fit_curvature(
 
         def batches(which: str = "") -> Iterator[tuple[Any, Tensor]]:
             """Of one pass."""
-            shown = iter(ShownLoader(loader, f"Laplace: curvature{which}", progress))
+            shown = iter(ProgressLoader(loader, f"Laplace: curvature{which}", progress))
             stack.callback(shown.close)  # after an error as well
             for batch in shown:
                 yield _prepare(network, batch)
@@ -160,12 +160,12 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     """The network, read as the first batch says: which dimension counts classes, and whether examples are rows of the
     output alone."""
     inputs.batch_size(x)  # an error where x holds no tensor
-    output = replace(output_of(network), together=isinstance(x, Together), listed=isinstance(x, Sequences))
+    output = replace(output_of(network), together=isinstance(x, inputs.WholeInput), listed=isinstance(x, Sequences))
     if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
             own = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
             args, kwargs = inputs.arguments(network, inputs.to_device(own, inputs.device_of(network)))
-            returned = unviewed(network)(*args, **kwargs)
+            returned = unwrap_output(network)(*args, **kwargs)
         output = output.with_targets(returned, y, likelihood.chooses_one_class)
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
             logger.warning(
@@ -173,7 +173,7 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
                 "dimension 1; class_dim=-1 says that they are in the last",
                 list(y.shape),
             )
-    return viewed(network, output)
+    return wrap_output(network, output)
 
 
 def check_options(

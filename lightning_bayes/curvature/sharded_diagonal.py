@@ -31,7 +31,7 @@ from lightning_bayes.network import CurvatureError, DataError, Processes, Subset
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.errors import not_finite
 from lightning_bayes.network.gathered_layer import plain_copy
-from lightning_bayes.network.output import output_of, unviewed
+from lightning_bayes.network.output import output_of, unwrap_output
 from lightning_bayes.network.processes import reshard, whole
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.structures import Diagonal
@@ -53,9 +53,9 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 def check_layers(network: nn.Module) -> None:
     """Refuse trainable weights of which no hook sees the gradient, before training."""
-    modules = dict(unviewed(network).named_modules())
+    modules = dict(unwrap_output(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
-    for name, p in unviewed(network).named_parameters(remove_duplicate=False):
+    for name, p in unwrap_output(network).named_parameters(remove_duplicate=False):
         layer = modules[name.rpartition(".")[0]]
         if not p.requires_grad:
             continue

@@ -25,7 +25,7 @@ from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import CurvatureError, inputs
 from lightning_bayes.network.accumulation import cast_like, in_float64
 from lightning_bayes.network.errors import no_second_derivative
-from lightning_bayes.network.input_graph import kept_whole
+from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.structures import CovarianceForm, InverseTerms, JacobianColumns, Layout, Structure
 
 MOST = 2**36  # bytes of covariances
@@ -118,7 +118,10 @@ class ForwardPass:
     def __init__(self, network: nn.Module, plan: Plan, x: Any, differentiable: bool = False) -> None:
         self.plan, self._x, self._differentiable = plan, x, differentiable
         parameters = plan.subset.parameters(network)
-        with kept_whole(differentiable), plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder:
+        with (
+            double_backward_guard(differentiable),
+            plan.recorder(parameters, inputs.batch_size(x), differentiable) as recorder,
+        ):
             self.f = inputs.call(network, x)
         check_output(self.f, inputs.batch_size(x))
         if differentiable:
@@ -147,7 +150,7 @@ class ForwardPass:
             jacobians[name].append(J)
 
         if jacobians:
-            with kept_whole(self._differentiable):
+            with double_backward_guard(self._differentiable):
                 self._of_parameters(self._x, columns, list(jacobians), keep)
         return {name: torch.cat(parts, dim=1) for name, parts in jacobians.items()}
 

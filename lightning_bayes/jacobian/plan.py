@@ -161,7 +161,7 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
     # Of examples that are computed together, one alone has rows of its own.
-    together = isinstance(x, inputs.Together)
+    together = isinstance(x, inputs.WholeInput)
     few = inputs.few(network, x, 1 if together else max(3, min(inputs.batch_size(x), PROBE)))
     f, recorder = _record(network, few, parameters)
     calls = recorder.calls

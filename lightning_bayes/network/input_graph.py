@@ -1,17 +1,14 @@
-"""Outputs whose graph leads to a network's inputs `x`, and to nothing else.
+"""Outputs whose autograd graph leads to a network's inputs `x` and to nothing else.
 
-A layer's gradients are found through its weights, which therefore are in the graph of all that is made of them. A
-`backward` from there would also fill the weights' `.grad`. So the numbers are computed on copies of the inputs, and a
-function of its own stands between these and the inputs: its backward pass asks the inner graph for the gradient of the
-copies alone. It is differentiable in turn, because that gradient, too, is computed on copies and attached.
+Layer gradients come from a graph that contains the weights, so a `backward` through it would fill the weights' `.grad`.
+`attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. Its
+backward pass asks the inner graph for the gradient of the copies only, and is differentiable in the same way.
 
-Normalisations made of elementary operators, for graphs that are differentiated once more than usual.
-
-The backward pass of PyTorch's layer norm keeps the mean and the standard deviation as numbers. So does its forward
-mode. The derivative of either is right only where a formula was written for it: the second one is, unless `vmap` took
-the first; the gradient of a Jacobian product and the third one are not (PyTorch 2.15), and there is no error. Batch
-norm by the statistics of the batch, of which instance norm is made, is the same. The elementary operators below have
-right derivatives of any order.
+`CompositeNorms` replaces normalisations by elementary operators. The backward pass and the forward mode of PyTorch's
+layer norm treat the mean and the standard deviation as constants. Their derivative is right only where PyTorch has a
+formula for it: the second derivative is right unless `vmap` took the first one, but the third derivative and the
+gradient of a Jacobian product are silently wrong (PyTorch 2.15). The same holds for batch norm with batch statistics,
+on which instance norm is built.
 """
 
 from __future__ import annotations
@@ -27,33 +24,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.network.borrowed import refuse_recomputation
 from lightning_bayes.network.containers import map_tensors, tensors
 from lightning_bayes.network.errors import CurvatureError, DataError, first_line, no_second_derivative
+from lightning_bayes.network.private import refuse_recomputation
 
-_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's own messages
-_RECOMPUTED = (
-    "the network has activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again, when it is "
-    "no longer borrowed: switch it off for differentiable=True"
-)
+_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's messages
 
 
 def check_differentiable(differentiable: bool, x: Any) -> None:
-    """Whether it is True or False; and if True, that there can be a graph to `x`."""
+    """Raise unless `differentiable` is a bool and, if it is True, `x` can have a graph."""
     if not flag("differentiable", differentiable):
         return
     if not torch.is_grad_enabled():
         raise DataError(
             "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
-            "it outside of these"
+            "it outside"
         )
     parts = tensors(x)
     if any(t.requires_grad for t in parts):
         return
     if parts and not any(t.is_floating_point() for t in parts):
         raise DataError(
-            "differentiable=True needs an input with a gradient, but x holds whole numbers alone: give the network "
-            "their embeddings as its input"
+            "differentiable=True needs an input with a gradient, but x holds only integers: give the network their "
+            "embeddings as its input"
         )
     if parts:
         raise DataError(
@@ -63,24 +56,24 @@ def check_differentiable(differentiable: bool, x: Any) -> None:
 
 
 def attached(x: Any, compute: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """`compute(x)`, with a graph to the tensors of `x` that require gradients."""
-    real: list[Tensor] = []
+    """`compute(x)` with a graph to the tensors of `x` that require gradients."""
+    originals: list[Tensor] = []
     copies: list[Tensor] = []
 
     def copy(t: Tensor) -> Tensor:
         if not t.requires_grad:
             return t
-        real.append(t)
+        originals.append(t)
         copies.append(t.detach().requires_grad_())
         return copies[-1]
 
     outputs = compute(map_tensors(x, copy))
-    return _Attached.apply(_Graph(copies, list(outputs)), *real)
+    return _Attached.apply(_Graph(copies, list(outputs)), *originals)
 
 
 @contextmanager
 def differentiable_again() -> Iterator[None]:
-    """A backward pass that needs derivatives of backward passes; one sentence where an operator has none."""
+    """Raise a clear error if an operator has no second derivative."""
     try:
         yield
     except RuntimeError as error:
@@ -90,13 +83,17 @@ def differentiable_again() -> Iterator[None]:
 
 
 @contextmanager
-def kept_whole(differentiable: bool) -> Iterator[None]:
-    """A forward pass whose graph has derivatives of any order and must not run the network again: by then it may have
-    other weights and be training."""
+def double_backward_guard(differentiable: bool) -> Iterator[None]:
+    """Run a forward pass so that its graph has derivatives of any order. Activation checkpointing is an error: the
+    backward pass would run the network again, which by then may have other weights or be in training mode."""
     if not differentiable:
         yield
         return
-    with refuse_recomputation(CurvatureError(_RECOMPUTED)), CompositeNorms():
+    recomputed = CurvatureError(
+        "the network uses activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again in "
+        "another state: switch it off for differentiable=True"
+    )
+    with refuse_recomputation(recomputed), CompositeNorms():
         yield
 
 
@@ -106,21 +103,20 @@ class _Graph:
     outputs: list[Tensor]
 
     def pull(self, gradients: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
-        """The gradient of the inputs."""
+        """The gradient of the inputs. The graph is retained, and freed with the tensors that own it."""
         reached = [(f, g) for f, g in zip(self.outputs, gradients, strict=True) if f.requires_grad]
-        options = {"create_graph": create_graph, "materialize_grads": True}
-        options["retain_graph"] = True  # it is freed with the tensors that it belongs to
+        options = {"create_graph": create_graph, "materialize_grads": True, "retain_graph": True}
         with differentiable_again():
             return torch.autograd.grad([f for f, _ in reached], self.inputs, [g for _, g in reached], **options)
 
 
 class _Attached(torch.autograd.Function):
-    """The outputs of an inner graph as a function of the tensors that its inputs are copies of."""
+    """The outputs of an inner graph as a function of the originals of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, *real: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: _Graph, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.graph = graph
-        ctx.save_for_backward(*real)
+        ctx.save_for_backward(*originals)
         return tuple(f.detach() for f in graph.outputs)
 
     @staticmethod
@@ -134,7 +130,7 @@ class _Attached(torch.autograd.Function):
 
 
 class CompositeNorms(TorchFunctionMode):
-    """While it lasts, `torch.nn.functional` has norms that can be differentiated any number of times."""
+    """Inside the context, the norms of `torch.nn.functional` can be differentiated any number of times."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         composite = _COMPOSITES.get(func)
@@ -151,7 +147,7 @@ def _layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     if input.shape[-len(normalized_shape) :] != tuple(normalized_shape):
-        return NotImplemented  # an error of PyTorch's own
+        return NotImplemented  # PyTorch raises an error
     return _normalised(input, range(-len(normalized_shape), 0), weight, bias, eps)
 
 
@@ -166,7 +162,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not use_input_stats or running_mean is not None or input[0, 0].numel() < 2:
-        return NotImplemented  # constants, numbers to update, or an error of PyTorch's own
+        return NotImplemented  # fixed statistics, statistics to update, or an error
     return _normalised(input, range(2, input.ndim), _by_channel(weight, input), _by_channel(bias, input), eps)
 
 
@@ -195,7 +191,7 @@ _COMPOSITES: dict[Any, Callable[..., Tensor]] = {
 
 
 def _normalised(x: Tensor, dims: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Half precision is too coarse for the moments, as it is in PyTorch's own."""
+    """Moments in at least float32, as in PyTorch's norms."""
     dims = tuple(dims)
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z - z.mean(dims, keepdim=True)

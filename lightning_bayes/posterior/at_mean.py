@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_bayes.jacobian.linearised import Linearised
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.input_graph import kept_whole
+from lightning_bayes.network.input_graph import double_backward_guard
 from lightning_bayes.network.processes import local, reshard
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
     with (
         torch.inference_mode(False),
         borrowed(posterior.network, ()),
-        kept_whole(differentiable),
+        double_backward_guard(differentiable),
         torch.set_grad_enabled(differentiable),
     ):
         yield inputs.to_device(x, posterior.device)
