@@ -76,12 +76,8 @@ class Subset:
         """Flat vectors as one tensor per parameter, or per local shard, with zeros outside a subnetwork.
         # [*lead, P] -> {name: [*lead, *shape]}"""
         lead = vectors.shape[:-1]
-        if self.mask is not None:
-            full = vectors.new_zeros(*lead, self.full_size)
-            full[..., self.mask.to(vectors.device)] = vectors
-            vectors = full
         shards = [local(parameters[name]) for name in self.names]
-        parts = vectors.split([t.numel() for t in shards], dim=-1)
+        parts = self.widen(vectors).split([t.numel() for t in shards], dim=-1)
         like = zip(self.names, parts, shards, strict=True)
         return {name: part.reshape(*lead, *t.shape).to(t.dtype) for name, part, t in like}
 
@@ -93,6 +89,14 @@ class Subset:
     def narrow(self, flat: Tensor) -> Tensor:
         """The subnetwork's entries of vectors over all parameters.  # [..., full] -> [..., P]"""
         return flat if self.mask is None else flat[..., self.mask.to(flat.device)]
+
+    def widen(self, vectors: Tensor) -> Tensor:
+        """Vectors over all parameters, zero outside the subnetwork.  # [..., P] -> [..., full]"""
+        if self.mask is None:
+            return vectors
+        full = vectors.new_zeros(*vectors.shape[:-1], self.full_size)
+        full[..., self.mask.to(vectors.device)] = vectors
+        return full
 
 
 def layer_of(name: str) -> str:
