@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.accumulate import STRUCTURES
-from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_examples_apart, check_output
+from lightning_bayes.jacobian.checks import (
+    ORDER_REMEDY,
+    SAME_ORDER,
+    BatchChecks,
+    PassOrder,
+    check_examples_apart,
+    check_output,
+)
 from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.jacobian.output_columns import output_columns, root_columns
 from lightning_bayes.jacobian.plan import Plan
@@ -138,10 +145,10 @@ class CurvatureSum:
             with torch.no_grad():
                 for site, calls in enumerate(matched.calls):
                     if calls:
-                        self._accumulator.add_site(site, calls, grads[: len(calls)])
+                        self._accumulator.add_layer(site, calls, grads[: len(calls)])
                         del grads[: len(calls)]  # a layer's gradients are dropped as soon as they are used
-            if matched.leftovers:
-                self._leftover_gradients(x, chunk, matched.leftovers, self._accumulator.add_leftover)
+            if matched.unmatched_parameters:
+                self._leftover_gradients(x, chunk, matched.unmatched_parameters, self._accumulator.add_parameter)
             self._accumulator.end_chunk()
         if not self._refits:
             self._add_gradient(f, -self._likelihood.residual(outputs, y))
@@ -170,7 +177,7 @@ class CurvatureSum:
 
     def look(self) -> None:
         """Raise what was wrong with the batches so far."""
-        self._checks.look()
+        self._checks.raise_pending()
 
     def finish(self, progress: bool = False) -> Curvature:
         self._accumulator.shows_progress = progress
@@ -202,7 +209,7 @@ class CurvatureSum:
         with self._processes.raising_together():
             for x, y in batches:
                 self.add(x, y)
-            self._checks.look()
+            self._checks.raise_pending()
         seen = torch.tensor(self._n_data, dtype=torch.float64, device=self._totals.device)
         self._processes.sum_([*accumulator.sums, seen])
         if seen != fitted.n_data:
@@ -214,8 +221,8 @@ class CurvatureSum:
             logger.warning(
                 "curvature='fisher_mc' with two passes has labels that belong together only with %s; the eigenvalues "
                 "are now those of other labels: %s",
-                WANTED,
-                REMEDY,
+                SAME_ORDER,
+                ORDER_REMEDY,
             )
         if (name := accumulator.overflowing()) is not None:
             raise not_finite(name)

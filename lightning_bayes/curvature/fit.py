@@ -233,7 +233,7 @@ def log_likelihood(
                 f = inputs.call(network, x)
                 totals += data_totals(likelihood, f, checks.add(x, f, y))
                 checks.end_batch()
-            checks.look()
+            checks.raise_pending()
     processes.sum_([totals])
     if totals[0] == 0:
         raise DataError("the loader is empty: a log-likelihood needs at least one batch")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, shown
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
-from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_output
+from lightning_bayes.jacobian.checks import ORDER_REMEDY, SAME_ORDER, BatchChecks, PassOrder, check_output
 from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.jacobian.products import GGNProduct, output_fisher
 from lightning_bayes.likelihoods import Likelihood
@@ -97,7 +97,7 @@ class LowRankSum:
 
     def look(self) -> None:
         """Raise what was wrong with the batches so far."""
-        self._checks.look()
+        self._checks.raise_pending()
 
     def finish(self, progress: bool = False) -> Curvature:
         """All further passes."""
@@ -114,7 +114,7 @@ class LowRankSum:
             with self._processes.raising_together():
                 for x, y in self._batches(f", pass {n_passes} of at most {self._most_passes}"):
                     self._add(x, y)
-                self._checks.look()
+                self._checks.raise_pending()
             seen = self._over_all(self._n_data)
             if seen != n_data:
                 raise DataError(
@@ -122,7 +122,7 @@ class LowRankSum:
                     f"examples in the first pass and {seen} in pass {n_passes}: pass a list or a DataLoader"
                 )
             if not self._order.is_same(self._processes, self._sum.device):
-                raise DataError(f"structure='lowrank' with curvature='fisher_mc' needs {WANTED}: {REMEDY}")
+                raise DataError(f"structure='lowrank' with curvature='fisher_mc' needs {SAME_ORDER}: {ORDER_REMEDY}")
             lanczos.add(self._summed())
         values, vectors = lanczos.eigenpairs()
         largest = max(lanczos.residuals()[: len(values)].tolist(), default=0.0)

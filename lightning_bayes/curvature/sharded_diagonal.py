@@ -130,8 +130,10 @@ class ShardedDiagonalSum:
         copy = self._layers[layer]
         if layer not in self._plans:
             self._plans[layer] = plan = make_plan(copy, a, resolve_subset(copy, "all", ()))
-            if plan.leftovers:
-                raise CurvatureError(f"{layer}: {plan.leftovers[0]} has no rule for its gradients; {_WAY_OUT}")
+            if plan.unmatched_parameters:
+                raise CurvatureError(
+                    f"{layer}: {plan.unmatched_parameters[0]} has no rule for its gradients; {_WAY_OUT}"
+                )
         for name, diagonal in _diagonals(copy, self._plans[layer], a, g).items():
             if not counts:
                 diagonal.zero_()
@@ -141,7 +143,7 @@ class ShardedDiagonalSum:
 
     def finish(self) -> Curvature:
         """With this process's shard of the diagonal."""
-        self._checks.look()
+        self._checks.raise_pending()
         counts = torch.tensor([self._n_data, self._n_outputs], device=inputs.device_of(self._network))
         self._processes.sum_([counts])
         if not counts[0]:
@@ -236,7 +238,7 @@ def _diagonals(layer: nn.Module, plan: Plan, a: Tensor, g: Tensor) -> dict[str, 
     grads = LayerGradients()(z, matched.used, g, matched.plain)
     with torch.no_grad():
         for site, calls in enumerate(matched.calls):
-            accumulator.add_site(site, calls, [grads.pop(0) for _ in calls])
+            accumulator.add_layer(site, calls, [grads.pop(0) for _ in calls])
     flat = accumulator.finish(Processes()).diagonal()
     shapes = dict(zip(plan.subset.names, plan.subset.shapes, strict=True))
     parts = flat.split([shape.numel() for shape in shapes.values()])
