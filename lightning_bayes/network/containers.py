@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -33,11 +33,17 @@ from lightning_bayes.network.private import pytree
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Change = Callable[[Tensor], Tensor]
 Splitter = Callable[[nn.Module, Any, str], "tuple[Any, Any] | None"]
-_ABSTRACT: dict[type, type] = {list: Sequence, dict: Mapping}
+
+
+CONTAINERS: list[type[Container]] = []  # the registered classes, the latest first
+SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`
 
 
 class Container(ABC):
-    """An input of `size` examples, of which any selection can be taken."""
+    """An input of `size` examples, of which any selection can be taken. Subclasses are registered."""
+
+    def __init_subclass__(cls) -> None:
+        CONTAINERS.insert(0, cls)
 
     @property
     @abstractmethod
@@ -86,19 +92,9 @@ class ValueContainer(Container):
     def map(self, change: Change) -> ValueContainer: ...
 
 
-CONTAINERS: list[type[Container]] = []  # the last registered class is asked first
-SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`; they return None for other batches
-Kind = TypeVar("Kind", bound="type[Container]")
-
-
-def register_container(kind: Kind) -> Kind:
-    CONTAINERS.insert(0, kind)
-    return kind
-
-
 def register_splitter(split: Splitter) -> Splitter:
     """Register `split(network, batch, stage)`, which returns `(x, y)`, or None for a batch of another kind."""
-    SPLITTERS.insert(0, split)
+    SPLITTERS.append(split)
     return split
 
 
@@ -178,19 +174,11 @@ def forward_parameters(network: nn.Module) -> list[inspect.Parameter]:
 
 
 def is_annotated(network: nn.Module, name: str, kind: type) -> bool:
-    """Whether the annotation of a parameter of `forward` says that it takes a `kind`, a list or dict."""
-    forward = unwrap_output(network).forward
+    """Whether a parameter of `forward` is annotated as a `kind`, a list or dict, or as one of several types with it."""
     try:
-        annotation = inspect.signature(forward, eval_str=True).parameters[name].annotation
-    except Exception:  # an annotation is an expression that may raise anything
-        annotation = inspect.signature(forward).parameters[name].annotation
-    return _allows(annotation, kind)
-
-
-def _allows(annotation: Any, kind: type) -> bool:
-    if isinstance(annotation, str):  # its names are not defined at run time
-        return annotation.partition("[")[0].rpartition(".")[2].lower() == kind.__name__
-    origin = get_origin(annotation) or annotation
-    if origin in (Union, UnionType):
-        return any(_allows(argument, kind) for argument in get_args(annotation))
-    return isinstance(origin, type) and (issubclass(origin, kind) or origin is _ABSTRACT[kind])
+        annotation = get_type_hints(unwrap_output(network).forward).get(name)
+    except Exception:  # evaluating an annotation may raise anything
+        return False
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    types = [get_origin(choice) or choice for choice in choices]
+    return any(isinstance(t, type) and issubclass(t, kind) for t in types)

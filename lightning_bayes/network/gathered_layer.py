@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.network import inputs, private
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.containers import Arguments, Change, Container, register_container
+from lightning_bayes.network.containers import Arguments, Change, Container
 from lightning_bayes.network.errors import NetworkError
 from lightning_bayes.network.output import network_name, unwrap_output
 from lightning_bayes.network.processes import is_sharded, reshard, whole
@@ -66,7 +66,6 @@ class GatheredLayer(nn.Module):
         return replace(a, inputs=a.inputs.to(weights.device, weights.dtype))
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Features(Container):
     """The inputs of the last layer, and how its outputs become the network's."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -129,76 +130,52 @@ class _Attached(torch.autograd.Function):
         return None, *_Attached.apply(graph, *ctx.saved_tensors, *gradients)
 
 
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
+_CHANNEL_NORM = ("input", "running_mean", "running_var", "weight", "bias")
+_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: _LAYER_NORM,
+    torch.layer_norm: _LAYER_NORM,
+    F.instance_norm: (*_CHANNEL_NORM, "use_input_stats", "momentum", "eps"),
+    F.batch_norm: (*_CHANNEL_NORM, "training", "momentum", "eps"),
+}
+
+
 class CompositeNorms(TorchFunctionMode):
     """Inside the context, the norms of `torch.nn.functional` can be differentiated any number of times."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        composite = _COMPOSITES.get(func)
-        result = NotImplemented if composite is None else composite(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+        kwargs = kwargs or {}
+        if func in _NORM_ARGUMENTS:
+            arguments = {**dict(zip(_NORM_ARGUMENTS[func], args, strict=False)), **kwargs}
+            dims = _reduced_dims(func, arguments)
+            if dims:
+                return _normalised(arguments, dims, per_channel="normalized_shape" not in arguments)
+        return func(*args, **kwargs)
 
 
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    if input.shape[-len(normalized_shape) :] != tuple(normalized_shape):
-        return NotImplemented  # PyTorch raises an error
-    return _normalised(input, range(-len(normalized_shape), 0), weight, bias, eps)
+def _reduced_dims(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """The dimensions of the moments; empty if PyTorch uses fixed statistics, updates them, or raises an error."""
+    x: Tensor = arguments["input"]
+    if "normalized_shape" in arguments:
+        shape = tuple(arguments["normalized_shape"])
+        return tuple(range(-len(shape), 0)) if x.shape[-len(shape) :] == shape else ()
+    if arguments.get("running_mean") is not None:
+        return ()
+    if func is F.instance_norm:
+        applies, dims = arguments.get("use_input_stats", True), tuple(range(2, x.ndim))
+    else:
+        applies, dims = arguments.get("training", False), tuple(dim for dim in range(x.ndim) if dim != 1)
+    return dims if applies and prod(x.shape[dim] for dim in dims) > 1 else ()
 
 
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not use_input_stats or running_mean is not None or input[0, 0].numel() < 2:
-        return NotImplemented  # fixed statistics, statistics to update, or an error
-    return _normalised(input, range(2, input.ndim), _by_channel(weight, input), _by_channel(bias, input), eps)
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training or running_mean is not None or input[:, 0].numel() < 2:
-        return NotImplemented
-    dims = [dim for dim in range(input.ndim) if dim != 1]
-    return _normalised(input, dims, _by_channel(weight, input), _by_channel(bias, input), eps)
-
-
-_COMPOSITES: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
-}
-
-
-def _normalised(x: Tensor, dims: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalised(arguments: dict[str, Any], dims: tuple[int, ...], per_channel: bool) -> Tensor:
     """Moments in at least float32, as in PyTorch's norms."""
-    dims = tuple(dims)
+    x: Tensor = arguments["input"]
+    weight, bias = (arguments.get(name) for name in ("weight", "bias"))
+    if per_channel:
+        weight, bias = (None if p is None else p.view(-1, *[1] * (x.ndim - 2)) for p in (weight, bias))  # [C, 1, …]
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z - z.mean(dims, keepdim=True)
-    z = z * (z.square().mean(dims, keepdim=True) + eps).rsqrt()
+    z = z * (z.square().mean(dims, keepdim=True) + arguments.get("eps", 1e-5)).rsqrt()
     z = z if weight is None else z * weight
     return (z if bias is None else z + bias).to(x.dtype)
-
-
-def _by_channel(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.view(-1, *[1] * (x.ndim - 2))  # [C, 1, …]

@@ -160,51 +160,26 @@ def batched(network: nn.Module, x: Any) -> list[bool]:
 
 
 def _find_batched(network: nn.Module, x: Any, fits: list[bool]) -> list[bool]:
-    """Which of the leaves that fit must be taken along with their examples.
-
-    Usually all of them. If that changes the output, one run per leaf tells them apart: the output of the first example
-    does not change if every row of a batched leaf is replaced by the first one. Leaves with equal rows stay undecided;
-    they are tried as batched, then as shared.
-    """
-    x, size, neither = to_device(x, device_of(network)), batch_size(x), [False] * len(fits)
-    leaves, first = pytree.tree_leaves(x), fits.index(True)  # the first leaf that fits defines the number of examples
+    """Which of the leaves that fit must be taken along with their examples: all of them, all but one, or only the first
+    one, which defines the number of examples. Examples taken out of the batch must give the same outputs."""
+    x, size = to_device(x, device_of(network)), batch_size(x)
+    others = [i for i, fit in enumerate(fits) if fit][1:]
+    rows = [size - 1, 0]
     with borrowed(network, ()), torch.no_grad():
         f = call(network, x)
         if not isinstance(f, Tensor):
             return fits
-        if not f.ndim or len(f) != size:
-            return neither
-
-        def gives(flags: list[bool], rows: list[int], expected: Tensor) -> bool:
-            """Whether these rows of the flagged leaves give the expected first outputs."""
+        tolerance = torch.finfo(f.dtype).eps ** 0.5
+        for shared in ([], *([i] for i in others), others):
+            flags = [fit and i not in shared for i, fit in enumerate(fits)]
             try:
-                outputs = call(network, map_batched(x, flags, lambda leaf: leaf[rows]))
+                alone = call(network, map_batched(x, flags, lambda leaf: leaf[rows]))
+                if torch.allclose(alone, f[rows], tolerance, tolerance * float(f.abs().max()), equal_nan=True):
+                    return flags
             except Exception as error:  # a network may reject unexpected shapes with any exception
                 if is_out_of_memory(error):
                     raise
-                return False
-            if outputs.shape[1:] != f.shape[1:] or len(outputs) != len(rows):
-                return False
-            rtol = torch.finfo(f.dtype).eps ** 0.5
-            atol = rtol * float(f.abs().max())
-            return torch.allclose(outputs[: len(expected)], expected, rtol=rtol, atol=atol, equal_nan=True)
-
-        def is_right(flags: list[bool]) -> bool:
-            return gives(flags, [size - 1, 0], f[[size - 1, 0]])
-
-        if is_right(fits):
-            return fits
-        flags, undecided = list(fits), []
-        for i, leaf in enumerate(leaves):
-            if fits[i] and i != first:
-                if bool((leaf == leaf[:1]).all()):
-                    undecided.append(i)
-                else:
-                    flags[i] = gives([i == j for j in range(len(fits))], [0] * size, f[:1])
-        if undecided and is_right(flags):
-            return flags
-        flags = [flag and i not in undecided for i, flag in enumerate(flags)]
-        return flags if is_right(flags) else neither
+    return [False] * len(fits)
 
 
 def map_batched(x: Any, has_batch: list[bool], change: Callable[[Tensor], Tensor]) -> Any:

@@ -15,12 +15,10 @@ from lightning_bayes.network.containers import (
     Container,
     forward_parameters,
     map_tensors,
-    register_container,
 )
 from lightning_bayes.network.output import output_of, unwrap_output
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Bags(Container):
     parts: dict[str, Any]  # by the names of the network's arguments

@@ -17,7 +17,6 @@ from lightning_bayes.network.containers import (
     ValueContainer,
     WholeInput,
     forward_parameters,
-    register_container,
     register_splitter,
 )
 from lightning_bayes.network.errors import DataError, NetworkError
@@ -30,7 +29,6 @@ def is_graph(x: Any) -> bool:
     return geometric is not None and isinstance(x, geometric.Data)
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Graphs(ValueContainer):
     holds = staticmethod(is_graph)

@@ -16,12 +16,10 @@ from lightning_bayes.network.containers import (
     forward_parameters,
     is_annotated,
     map_tensors,
-    register_container,
 )
 from lightning_bayes.network.output import output_of
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Packed(ValueContainer):
     @staticmethod
@@ -41,7 +39,6 @@ class Packed(ValueContainer):
         return Packed(PackedSequence(change(data), batch_sizes, *(None if t is None else change(t) for t in indices)))
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Nested(ValueContainer):
     @staticmethod
@@ -60,7 +57,6 @@ class Nested(ValueContainer):
         return Nested(change(self.value))
 
 
-@register_container
 @dataclass(frozen=True, eq=False)
 class Sequences(ValueContainer):
     """A list of tensors that is one argument, not a list of arguments."""
