@@ -124,7 +124,7 @@ def _fit(net: nn.Module, batches: list[Any], way: str, rank: int, world: int) ->
     if world == 1:
         return fit_laplace(net, batches, **words)
     layer = gathered(net, batches[0][0])
-    features = [(layer.container(x), y) for x, y in batches]
+    features = [(layer.features(x), y) for x, y in batches]
     return fit_laplace(layer, features, probe=features[0][0], **words)
 
 

@@ -303,7 +303,7 @@ class LaplaceCallback(PosteriorCallback):
                 return fit_diagonal(self, network, data, (x, probe[1]), processes)
             if is_sharded(network):
                 network = layer = gathered(network, x)
-                batches, x = InStep(layer, data, x, processes), layer.container(x)
+                batches, x = InStep(layer, data, x, processes), layer.features(x)
             return fit_laplace(
                 network,
                 batches,

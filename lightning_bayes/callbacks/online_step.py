@@ -33,7 +33,8 @@ from lightning_bayes.curvature import Curvature, choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal, choose_mode
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
-from lightning_bayes.network.borrowed import at_weights, call_with, generator_on, preserved_rng, refuse_recomputation
+from lightning_bayes.network.borrowed import at_weights, call_with, generator_on, preserved_rng
+from lightning_bayes.network.private import refuse_recomputation
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_bayes.curvature.sharded_diagonal import CURVATURES, ShardedDiagonalSum
 from lightning_bayes.network import DataError, NetworkError, Processes, inputs
 from lightning_bayes.network.gathered_layer import GatheredLayer, LayerWatch, watching
-from lightning_bayes.network.output import output_of, unviewed
+from lightning_bayes.network.output import output_of, unwrap_output
 from lightning_bayes.posterior import ShardedPosterior
 from lightning_bayes.trainer.data import ExactPass, is_countable
 from lightning_bayes.trainer.private import class_name
@@ -123,7 +123,7 @@ class InStep:
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         for batch in in_step(self._data, self._processes, inputs.device_of(self._network)):
-            features = self._network.container(self._spare if batch is None else batch[0])
+            features = self._network.features(self._spare if batch is None else batch[0])
             if batch is not None:
                 yield features, batch[1]
 
@@ -142,8 +142,8 @@ class FirstStep:
         self._stack, self._read_as = ExitStack(), output_of(network)
         self._watch: LayerWatch = self._stack.enter_context(watching(network))
         self._problem: NetworkError | None = None
-        self._stack.callback(unviewed(network).register_forward_pre_hook(self._begin).remove)
-        self._stack.callback(unviewed(network).register_forward_hook(self._look).remove)
+        self._stack.callback(unwrap_output(network).register_forward_pre_hook(self._begin).remove)
+        self._stack.callback(unwrap_output(network).register_forward_hook(self._look).remove)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._watch.calls.clear()

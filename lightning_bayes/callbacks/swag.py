@@ -23,7 +23,7 @@ from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network.borrowed import preserved_rng
-from lightning_bayes.network.loaders import ShownLoader
+from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
@@ -155,7 +155,7 @@ class SWAGCallback(PosteriorCallback):
         self._data.check_training_data(trainer)
         batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
         shown = self.progress and shows_bars(trainer)
-        return (x for x, _ in ShownLoader(batches, "SWAG: batch norm statistics", shown))
+        return (x for x, _ in ProgressLoader(batches, "SWAG: batch norm statistics", shown))
 
     def _missing(self) -> str:
         return f"{self.name}: {self._too_few}" if self._too_few else f"{super()._missing()}; {_AVERAGE_ONLY}"

@@ -34,7 +34,7 @@ from lightning_bayes.curvature.blocks import (
 from lightning_bayes.jacobian.example_rows import all_rows
 from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.layers import RowIndex, strip_products
-from lightning_bayes.jacobian.plan import Plan, Site
+from lightning_bayes.jacobian.plan import LayerUse, Plan
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import Processes, Subset, SubsetError
@@ -69,8 +69,8 @@ class FactorOptions:
 
 
 class Accumulator(ABC):
-    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_site` for every site,
-    `add_leftover`, `end_chunk`."""
+    """Called for every batch: `add_inputs`; then for every chunk of columns: `begin_chunk`, `add_layer` for every site,
+    `add_parameter`, `end_chunk`."""
 
     word: ClassVar[str | None] = None  # the value of `structure=`
     passes: ClassVar[int] = 1  # over the data
@@ -95,11 +95,11 @@ class Accumulator(ABC):
         """Begin a chunk of columns."""
 
     @abstractmethod
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+    def add_layer(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
         """Add the gradients at one site for one chunk of columns."""
 
     @abstractmethod
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+    def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:
         """Add per-example gradients of one parameter without a rule, for some examples.  # [K, b, p]"""
 
     def end_chunk(self) -> None:  # noqa: B027, optional
@@ -184,10 +184,11 @@ class BlockAccumulator(Accumulator):
                 f"single weights of a layer have no {self.form} form: use structure='full' or 'diag' for a subnetwork"
             )
         self._plan, self._sharing, self._dtype, self._device = plan, sharing, dtype, device
-        self._sites = [self.block(site) for site in plan.sites]
-        self._leftovers = {name: self.exact_block(plan.leftover_layout(name).size) for name in plan.leftovers}
+        self._sites = [self.block(site) for site in plan.layers]
+        names = plan.unmatched_parameters
+        self._leftovers = {name: self.exact_block(plan.parameter_layout(name).size) for name in names}
 
-    def block(self, site: Site) -> Block:
+    def block(self, site: LayerUse) -> Block:
         """The running sum for one layer."""
         return self.exact_block(site.layout.size)
 
@@ -196,16 +197,16 @@ class BlockAccumulator(Accumulator):
         return kind(size, self._dtype, self._device)
 
     def add_inputs(self, matched: list[list[Call]]) -> None:
-        for site, block, calls in zip(self._plan.sites, self._sites, matched, strict=True):
+        for site, block, calls in zip(self._plan.layers, self._sites, matched, strict=True):
             if calls:
                 block.add_inputs(site, _rows_for(block, calls))
 
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site, block = self._plan.sites[index], self._sites[index]
+    def add_layer(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        site, block = self._plan.layers[index], self._sites[index]
         calls = _rows_for(block, calls)
         block.add_gradients(site, calls, site.gradients(calls, grads))
 
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
+    def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:
         self._leftovers[name].add_jacobian(J)
 
     def gather(self, processes: Processes) -> None:
@@ -254,14 +255,14 @@ class BlockAccumulator(Accumulator):
         return [factor for factor in factors if factor is not None]
 
     def blocks(self) -> list[tuple[str, str]]:
-        sites = zip(self._plan.sites, self._sites, strict=True)
+        sites = zip(self._plan.layers, self._sites, strict=True)
         described = [(self._plan.describe(rows), block.label) for site, block in sites for rows in site.parameters]
         return described + [(name, block.label) for name, block in self._leftovers.items()]
 
     def _all(self) -> list[tuple[str, Layout, Block]]:
-        sites = zip(self._plan.sites, self._sites, strict=True)
+        sites = zip(self._plan.layers, self._sites, strict=True)
         return [(site.name, site.layout, block) for site, block in sites] + [
-            (name, self._plan.leftover_layout(name), block) for name, block in self._leftovers.items()
+            (name, self._plan.parameter_layout(name), block) for name, block in self._leftovers.items()
         ]
 
 
@@ -288,7 +289,7 @@ class KroneckerAccumulator(BlockAccumulator):
         super().__init__(plan, sharing, dtype, device)
         self.needs_axes = sharing == "reduce"
 
-    def block(self, site: Site) -> Block:
+    def block(self, site: LayerUse) -> Block:
         if not site.kronecker:
             return super().block(site)
         return KroneckerBlock(site, self._sharing, self._dtype, self._device, self.keeps_rows)
@@ -350,11 +351,11 @@ class EKFACAccumulator(KroneckerAccumulator):
 
     def second_pass(self, fitted: Structure) -> Accumulator | None:
         """For the Kronecker blocks only; other blocks are already exact."""
-        sites = tuple(site for site in self._plan.sites if site.kronecker)
+        sites = tuple(site for site in self._plan.layers if site.kronecker)
         if not sites:
             return None
         assert isinstance(fitted, EKFACBlockDiagonal)
-        plan = replace(self._plan, sites=sites, leftovers=())
+        plan = replace(self._plan, layers=sites, unmatched_parameters=())
         return EigenvalueAccumulator(plan, fitted, self._sharing, self._dtype, self._device)
 
 
@@ -367,7 +368,7 @@ class EigenvalueAccumulator(BlockAccumulator):
         self._fitted, self._block_of = fitted, fitted.layer_blocks(plan.subset)
         super().__init__(plan, sharing, dtype, device)
 
-    def block(self, site: Site) -> EigenvalueBlock:
+    def block(self, site: LayerUse) -> EigenvalueBlock:
         basis = self._block_of(site.layout)
         assert isinstance(basis, Kronecker)
         return EigenvalueBlock(basis, spans_gradients=self._sharing == "expand")
@@ -385,7 +386,7 @@ class EigenvalueBlock(Block):
         self._basis, self._spans_gradients = basis, spans_gradients
         self._values = torch.zeros(basis.shape, dtype=basis.dtype, device=basis.device)  # Λ [G, O, I]
 
-    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         g, T = g.to(self._values.dtype), g.shape[3]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
         if Q_A is None and site.kind == "embedding":
@@ -395,7 +396,7 @@ class EigenvalueBlock(Block):
         else:
             self._add_shared(site, calls, g)
 
-    def _add_shared(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def _add_shared(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         """Layers with shared positions, a few examples at a time."""
         (K, G, B, T, O), I = g.shape, self._values.shape[2]
         Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
@@ -434,7 +435,7 @@ def _rotated_gradients(g: Tensor, Q: Tensor | None) -> Tensor:
     return _rotated(g.transpose(0, 1), Q).transpose(0, 1)
 
 
-def _strips(site: Site, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
+def _strips(site: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
     """`[a 1] Q_A` in strips of positions, or `a` itself.  # [G, b, t, I + 1]"""
     strips = site.strips(calls, examples)
     if strips is None or Q is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_bayes.jacobian.gradients import CACHE
 from lightning_bayes.jacobian.layers import BatchAxis, Embedding, Rows, strip_products
-from lightning_bayes.jacobian.plan import Site
+from lightning_bayes.jacobian.plan import LayerUse
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import float64_device
@@ -42,11 +42,11 @@ class Block(ABC):
     needs_examples = True  # whether it needs to know the example of each row
     n_factors = 0  # to decompose
 
-    def add_inputs(self, site: Site, calls: list[Call]) -> None:  # noqa: B027, optional
+    def add_inputs(self, site: LayerUse, calls: list[Call]) -> None:  # noqa: B027, optional
         """Add the inputs, once per batch."""
 
     @abstractmethod
-    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         """Add the gradients of one chunk of columns.  # g [K, G, B, T, O]"""
 
     @property
@@ -75,7 +75,7 @@ class DiagonalBlock(Block):
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.zeros(size, dtype=dtype, device=device)
 
-    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         if site.kind == "embedding":
             self._values += embedding_diagonal(calls, g.to(self._values.dtype))
             return
@@ -99,7 +99,7 @@ class DenseBlock(Block):
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._matrix = torch.zeros(1, size, size, dtype=dtype, device=device)
 
-    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         self.add_jacobian(site.jacobian(calls, g.to(self._matrix.dtype)))
 
     def add_jacobian(self, J: Tensor) -> None:
@@ -118,7 +118,7 @@ class KroneckerBlock(Block):
     label = "Kronecker"
 
     def __init__(
-        self, site: Site, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
+        self, site: LayerUse, sharing: str, dtype: torch.dtype, device: torch.device, keeps_rows: bool = True
     ) -> None:
         G, O, I = site.layout.shape
         self._name = site.name
@@ -132,7 +132,7 @@ class KroneckerBlock(Block):
         self._reduce = self.needs_examples = sharing == "reduce"
         self.n_factors = 1 if self._A is None else 2
 
-    def add_inputs(self, site: Site, calls: list[Call]) -> None:
+    def add_inputs(self, site: LayerUse, calls: list[Call]) -> None:
         if self._A is None:
             for layer, _ in _embeddings(calls):
                 self._add_tokens(layer)
@@ -153,7 +153,7 @@ class KroneckerBlock(Block):
         for a in strips:  # empty after a reduction
             self._A.add(a.flatten(1, 2))  # [G, rows, I]
 
-    def add_gradients(self, site: Site, calls: list[Call], g: Tensor) -> None:
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
         g = g.to(self._G.dtype)
         if self._reduce:
             g = g.sum(3, keepdim=True)
@@ -194,7 +194,7 @@ class KroneckerBlock(Block):
         self._tokens += counts
         self._n_tokens += counts.sum()
 
-    def _count(self, site: Site, calls: list[Call]) -> int:
+    def _count(self, site: LayerUse, calls: list[Call]) -> int:
         """The number of inputs."""
         if self._reduce:
             axis = calls[0].rows

@@ -80,10 +80,12 @@ class ColumnSum(BatchSum):
             with torch.no_grad():
                 for site, calls in enumerate(matched.calls):
                     if calls:
-                        self._accumulator.add_site(site, calls, grads[: len(calls)])
+                        self._accumulator.add_layer(site, calls, grads[: len(calls)])
                         del grads[: len(calls)]  # frees a layer's gradients after their use
-            if matched.leftovers:
-                self._leftover_gradients(batch.x, columns, matched.leftovers, self._accumulator.add_leftover)
+            if matched.unmatched_parameters:
+                self._leftover_gradients(
+                    batch.x, columns, matched.unmatched_parameters, self._accumulator.add_parameter
+                )
             self._accumulator.end_chunk()
 
     def _columns(self, batch: Batch, size: int) -> Iterator[Tensor]:
@@ -97,7 +99,7 @@ class ColumnSum(BatchSum):
         if not self._warned:
             self._warned = True
             what = f"share rows of {', '.join(shared)}"
-            if isinstance(batch.x, inputs.Together):
+            if isinstance(batch.x, inputs.WholeInput):
                 what = f"cannot be taken apart in an input of type {batch.x.kind}"
             logger.warning(
                 "batch %d: examples %s; such batches run one example at a time, which is exact but slow: "

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_output
+from lightning_bayes.jacobian.checks import ORDER_REMEDY, SAME_ORDER, BatchChecks, PassOrder, check_output
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, Subset, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64, number_like, widest
@@ -199,7 +199,7 @@ class DataPass:
 
     def raise_pending(self) -> None:
         """Raise an error for the first invalid batch since the last check."""
-        self._checks.look()
+        self._checks.raise_pending()
 
     def end(self) -> None:
         """End a pass: add the sums over processes and check them."""
@@ -219,12 +219,12 @@ class DataPass:
             raise not_finite(name)
         if self._n_passes > 1 and not self._order.is_same(self._processes, self._totals.device):
             if total.needs_same_labels:
-                raise DataError(f"curvature='fisher_mc' needs {WANTED}: {REMEDY}")
+                raise DataError(f"curvature='fisher_mc' needs {SAME_ORDER}: {ORDER_REMEDY}")
             logger.warning(
                 "curvature='fisher_mc' draws the same labels in each pass only from %s; the second pass has drawn "
                 "others: %s",
-                WANTED,
-                REMEDY,
+                SAME_ORDER,
+                ORDER_REMEDY,
             )
 
     def learned(self) -> dict[str, Any]:

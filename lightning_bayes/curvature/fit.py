@@ -28,11 +28,12 @@ from lightning_bayes.jacobian.output_columns import CURVATURES, choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
+from lightning_bayes.network.adapters.sequences import Sequences
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
 from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
-from lightning_bayes.network.containers import Sequences, Together
-from lightning_bayes.network.loaders import ShownLoader
-from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
+from lightning_bayes.network.containers import WholeInput
+from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
 from lightning_bayes.structures.factor import Rank
 
@@ -114,7 +115,7 @@ def fit_curvature(
         stack.enter_context(torch.inference_mode(False))
 
         def batches(description: str) -> Iterator[tuple[Any, Tensor]]:
-            loaded = iter(ShownLoader(loader, f"Laplace: curvature{description}", progress))
+            loaded = iter(ProgressLoader(loader, f"Laplace: curvature{description}", progress))
             stack.callback(loaded.close)  # after an error as well
             for batch in loaded:
                 yield _prepare(network, batch)
@@ -161,12 +162,12 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     """A view of the network for the form of the first batch: its class dimension, and whether examples are rows of the
     output only."""
     inputs.batch_size(x)  # raises an error if x holds no tensor
-    output = replace(output_of(network), together=isinstance(x, Together), listed=isinstance(x, Sequences))
+    output = replace(output_of(network), together=isinstance(x, WholeInput), listed=isinstance(x, Sequences))
     if output.class_dim is None:
         with borrowed(network, ()), torch.no_grad(), explained(network, x):
             copy = inputs.map_tensors(x, Tensor.clone)  # the network may write into its input
             args, kwargs = inputs.arguments(network, inputs.to_device(copy, inputs.device_of(network)))
-            returned = unviewed(network)(*args, **kwargs)
+            returned = unwrap_output(network)(*args, **kwargs)
         output = output.with_targets(returned, y, likelihood.chooses_one_class)
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
             logger.warning(
@@ -174,7 +175,7 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
                 "dimension 1; if they are in the last dimension, set class_dim=-1",
                 list(y.shape),
             )
-    return viewed(network, output)
+    return wrap_output(network, output)
 
 
 def check_options(

@@ -30,7 +30,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.network.gathered_layer import plain_copy
-from lightning_bayes.network.output import output_of, unviewed
+from lightning_bayes.network.output import output_of, unwrap_output
 from lightning_bayes.network.processes import reshard, whole
 from lightning_bayes.network.subset import resolve_subset
 from lightning_bayes.structures import Diagonal
@@ -52,9 +52,9 @@ _WAY_OUT = "freeze it, or use L2MCallback, subset='last_layer' or strategy='ddp'
 
 def check_layers(network: nn.Module) -> None:
     """Raise an error, before training, for trainable weights whose gradients no hook sees."""
-    modules = dict(unviewed(network).named_modules())
+    modules = dict(unwrap_output(network).named_modules())
     owners: dict[nn.Parameter, str] = {}
-    for name, p in unviewed(network).named_parameters(remove_duplicate=False):
+    for name, p in unwrap_output(network).named_parameters(remove_duplicate=False):
         layer = modules[name.rpartition(".")[0]]
         if not p.requires_grad:
             continue
@@ -156,8 +156,10 @@ class LayerDiagonals(BatchSum):
         copy = self._layers[layer]
         if layer not in self._plans:
             self._plans[layer] = plan = make_plan(copy, a, resolve_subset(copy, "all", ()))
-            if plan.leftovers:
-                raise CurvatureError(f"{layer}: {plan.leftovers[0]} has no rule for its gradients; {_WAY_OUT}")
+            if plan.unmatched_parameters:
+                raise CurvatureError(
+                    f"{layer}: {plan.unmatched_parameters[0]} has no rule for its gradients; {_WAY_OUT}"
+                )
         for name, diagonal in _diagonals(copy, self._plans[layer], a, g).items():
             if not counts:
                 diagonal.zero_()
@@ -237,7 +239,7 @@ def _diagonals(layer: nn.Module, plan: Plan, a: Tensor, g: Tensor) -> dict[str, 
     grads = LayerGradients()(z, matched.used, g, matched.plain)
     with torch.no_grad():
         for site, calls in enumerate(matched.calls):
-            accumulator.add_site(site, calls, [grads.pop(0) for _ in calls])
+            accumulator.add_layer(site, calls, [grads.pop(0) for _ in calls])
     flat = accumulator.finish(Processes()).diagonal()
     shapes = dict(zip(plan.subset.names, plan.subset.shapes, strict=True))
     parts = flat.split([shape.numel() for shape in shapes.values()])

@@ -29,12 +29,12 @@ from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.column_sum import ColumnSum, FisherRoot
 from lightning_bayes.curvature.data_pass import DataPass
-from lightning_bayes.jacobian.linearised import Linearised
+from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior.at_mean import linearised_outputs, unflatten
+from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
@@ -220,7 +220,7 @@ class Batch:
         self._posterior, self.y, self.examples = posterior, y, slice(start, start + len(y))
         self._parameters = posterior.subset.parameters(posterior.network)
         self.f = inputs.call(posterior.network, x)
-        self._linearised = Linearised(posterior.network, self._parameters, x)
+        self._jacobian = Jacobian(posterior.network, posterior.subset, x, self.f)
 
     def outputs(self, d: Tensor) -> Tensor:
         """`f + Jd`.  # [P] -> [B, ...]"""
@@ -229,7 +229,7 @@ class Batch:
     @torch.no_grad()
     def push(self, v: Tensor) -> Tensor:
         """`Jv`.  # [P] -> [B, ...]"""
-        return self._linearised.derivative(unflatten(self._posterior, v))[1]
+        return self._jacobian.value_and_push(v)[1]
 
     def pull(self, u: Tensor) -> Tensor:
         """`Jᵀu`.  # [B, ...] -> [P]"""

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import word
-from lightning_bayes.jacobian.products import JacobianProducts
+from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.network import Subset, SubsetError
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import PosteriorError
@@ -244,7 +244,7 @@ class ExpectedVariation:
     parts: Tensor  # ΔJ B_dr JᵀΔᵀ [terms, edges]
 
     @staticmethod
-    def of(products: JacobianProducts, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
+    def of(products: FixedJacobian, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
         """Around weights `θ̃`, by a backward pass for each pair of neighbours and a forward one for each block."""
         if len(products.shape) < 4:
             raise PosteriorError(

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from lightning_bayes.arguments import count, flag, instance, positive, word
 from lightning_bayes.inverse import lanczos_quadrature as probes
 from lightning_bayes.inverse.block_prior import BlockPrior, ExpectedVariation
-from lightning_bayes.jacobian.products import JacobianProducts
+from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
 from lightning_bayes.network.accumulation import in_float64
@@ -86,7 +86,7 @@ def fit_measurements(
     instance("y", y, Tensor, "a tensor of measurements [1, d_y] or [d_y]")
     subset = resolve_subset(network, "all", ())
     x = inputs.to_device(x, inputs.device_of(network))
-    products = JacobianProducts(network, subset, x)
+    products = FixedJacobian(network, subset, x)
     if len(products.f) != 1:
         raise PosteriorError(
             f"measurements are those of one image, but the network returns {len(products.f)} for this input: pass one "
@@ -112,7 +112,7 @@ def fit_measurements(
 class MeasurementPosterior:
     """Of one image; made by `fit_measurements`. Nothing is mutated: `tune` returns another one."""
 
-    products: JacobianProducts
+    products: FixedJacobian
     likelihood: LinearMeasurement
     y: Tensor  # [d_y]
     θ: Tensor  # θ̃ [P]
@@ -340,7 +340,7 @@ class MeasurementPosterior:
 
 
 def _kernel(
-    products: JacobianProducts, likelihood: LinearMeasurement, prior: BlockPrior, d_y: int, progress: bool
+    products: FixedJacobian, likelihood: LinearMeasurement, prior: BlockPrior, d_y: int, progress: bool
 ) -> Tensor:
     """`AJ B_dr JᵀAᵀ` of each term; rows of `AJ` are made again for each pair of parts that do not fit together.
     # [terms, d_y, d_y]"""
@@ -369,11 +369,11 @@ def _normal(n: int, size: int, generator: torch.Generator | None, dtype: torch.d
     return torch.randn(n, size, generator=generator, device=device, dtype=dtype).cpu().double()
 
 
-def _rows_at_a_time(prior: BlockPrior, products: JacobianProducts) -> int:
+def _rows_at_a_time(prior: BlockPrior, products: FixedJacobian) -> int:
     return max(1, _ROWS // (prior.size + products.f.numel()))
 
 
-def _rows_of_map(likelihood: LinearMeasurement, products: JacobianProducts, ids: Tensor) -> Tensor:
+def _rows_of_map(likelihood: LinearMeasurement, products: FixedJacobian, ids: Tensor) -> Tensor:
     """# [k, 1, *image]"""
     d_y = likelihood.noise_shape(products.f).numel()
     picks = products.f.new_zeros(len(ids), d_y)

@@ -1,1 +1,1 @@
-"""Looking into a network: its layers and their calls, gradients at their outputs, and products with the Jacobian."""
+"""The inside of a network: its layers and their calls, gradients at their outputs, and products with the Jacobian."""

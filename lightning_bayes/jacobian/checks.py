@@ -1,16 +1,14 @@
-"""What must hold of a network and its outputs, and whether two ways to the same numbers agree.
+"""Checks of a network's outputs, of the batches of a pass, and of the order of several passes.
 
-What is wrong with a batch, noted without waiting for the device that computes it.
+Reading a value forces a device sync. So `BatchChecks` keeps a few numbers of each batch on the device; it reads those
+of the first batch at once, and later those of many batches together.
 
-A look at one number of a tensor makes the host wait until the device has computed it. So a few numbers of each batch
-stay on the device: of the first batch they are looked at as soon as it is through, then those of many at once.
-
-Whether several passes gave the same examples in the same order, by one number of each pass's outputs `f`:
+`PassOrder` checks that several passes see the same examples in the same order, by one number of each pass's outputs:
 
     Σₙ Σ_c cos(n + √2 c) fₙ_c,
 
-which examples that change places change by about `‖f‖`. Labels that are drawn (`curvature="fisher_mc"`) belong to an
-example's place: in another order, a later pass is one over other labels.
+which changes by about `‖f‖` if examples change places. Sampled labels (`curvature="fisher_mc"`) belong to an example's
+position, so a pass in another order would use other labels.
 """
 
 from __future__ import annotations
@@ -24,8 +22,12 @@ from torch import Tensor, nn
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, DataError, Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
+from lightning_bayes.network.output import network_name
 
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of two ways to compute the same number; 16-bit: 0.1
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # between two ways to compute a number; 16-bit: 0.1
+CHECK_INTERVAL = 64  # batches between two reads
+SAME_ORDER = "the same examples in the same order in each pass"
+ORDER_REMEDY = "pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
 
 
 def check_output(f: Any, size: int) -> None:
@@ -48,27 +50,31 @@ def check_output(f: Any, size: int) -> None:
 
 def check_finite(f: Tensor, x: Any, batch: int) -> None:
     if not f.isfinite().all():
-        culprit = "its input has" if inputs.has_nonfinite(x) else "its weights or activations overflow: it has"
-        raise DataError(f"batch {batch}: the network's output is not finite; {culprit} NaN or infinite values")
+        raise _nonfinite_output(f"batch {batch}", inputs.has_nonfinite(x))
 
 
-def check_examples_apart(network: nn.Module, f: Tensor, beside: Tensor) -> None:
-    """The first examples must give what they give beside others."""
-    apart = torch.linalg.vector_norm((f - beside[: len(f)]).detach())
-    if apart > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
+def _nonfinite_output(batch: str, has_bad_input: bool) -> DataError:
+    culprit = "its input has" if has_bad_input else "its weights or activations overflow: it has"
+    return DataError(f"{batch}: the network's output is not finite; {culprit} NaN or infinite values")
+
+
+def check_examples_apart(network: nn.Module, f: Tensor, in_batch: Tensor) -> None:
+    """Raise unless the first examples give the same outputs `f` as in a larger batch."""
+    distance = torch.linalg.vector_norm((f - in_batch[: len(f)]).detach())
+    if distance > TOLERANCE.get(f.dtype, 0.1) * f.detach().norm() + 1e-30:
         kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
         modules = network.named_modules()
         norms = [name for name, norm in modules if isinstance(norm, kinds) and norm.running_mean is None]
         culprit = f"{', '.join(norms)}: batch norm without running statistics" if norms else "or is it random?"
         raise CurvatureError(
-            f"the output of {type(network).__name__} for one example depends on another example of the batch "
-            f"({culprit}); curvature needs examples that do not see each other"
+            f"the output of {network_name(network)} for one example depends on another example of the batch "
+            f"({culprit}); curvature needs independent examples"
         )
 
 
 def agree(sums: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
-    """Whether two ways to a sum of gradients gave the same, up to rounding: that of each parameter's gradient, or, of a
-    gradient that is zero up to rounding, that of the largest."""
+    """Whether two sums of gradients agree up to rounding, relative to each parameter's gradient or, if that is zero up
+    to rounding, to the largest one."""
     norms = {name: float(torch.linalg.vector_norm(g)) for name, g in true.items()}
     largest = max(norms.values(), default=0.0)
     close = {}
@@ -79,88 +85,87 @@ def agree(sums: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, bool]:
 
 
 def random_numbers(*shape: int, like: Tensor) -> Tensor:
-    """Normal, and the same in every call: for checks, which must not depend on a generator nor move one."""
+    """Normal numbers, the same in every call: checks must not depend on a generator or advance one."""
     return torch.empty(shape, device="cpu").normal_(generator=torch.Generator().manual_seed(0)).to(like)
 
 
-EVERY = 64  # batches between two looks
-
-
 class BatchChecks:
-    """The outputs, inputs and targets of the batches of a pass; `overflowing` names a parameter whose sums are not
-    finite, and `what` is counted."""
+    """Checks of the outputs, inputs and targets of a pass's batches.
+
+    Args:
+        overflowing: Returns the name of a parameter whose sums are not finite, if there is one.
+        unit: The name of what is counted, for messages.
+    """
 
     def __init__(
-        self, likelihood: Likelihood, overflowing: Callable[[], str | None] = lambda: None, what: str = "batch"
+        self, likelihood: Likelihood, overflowing: Callable[[], str | None] = lambda: None, unit: str = "batch"
     ) -> None:
-        self._likelihood, self._overflowing, self._what = likelihood, overflowing, what
-        self._count = self._looked_at = 0  # batches
-        self._noting = -1  # the last of which there is a note
-        self._noted: Tensor | None = None  # four numbers of each that was not looked at yet [EVERY, 4]
-        self._outputs = torch.empty(0, device="cpu")  # of no example
-        self._with_nonfinite_input: int | None = None  # the first such batch
+        self._likelihood, self._overflowing, self._unit = likelihood, overflowing, unit
+        self._count = self._n_read = 0  # batches
+        self._last_recorded = -1
+        self._pending: Tensor | None = None  # four numbers of each batch that is not read yet [CHECK_INTERVAL, 4]
+        self._outputs = torch.empty(0, device="cpu")  # with the outputs' shape and dtype, but without examples
+        self._nonfinite_input: int | None = None  # the first batch with one
 
     def add(self, x: Any, f: Tensor, y: Tensor) -> Tensor:
-        """Returns the targets, zero where they are wrong: such may not break what comes before the next look. Of parts
-        of the same batch, which may come again, nothing is noted."""
+        """Record a batch, and return the targets with zeros in place of invalid ones, which must not break the code
+        before the next read. Only the first call for a batch counts: its examples may follow one by one."""
         check_fit(self._likelihood, f, y)
-        if self._noting == self._count:
+        if self._last_recorded == self._count:
             return y
-        self._noting = self._count
+        self._last_recorded = self._count
         wrong, *of_targets = wrong_in(self._likelihood, f, y)
         numbers = (f.isfinite().all().logical_not(), inputs.nonfinite(x, f.device), *of_targets)
-        if self._noted is None:
-            self._noted = torch.zeros(EVERY, len(numbers), dtype=torch.float64, device=float64_device(f.device))
-        self._noted[self._count - self._looked_at] = torch.stack([in_float64(number) for number in numbers])
+        if self._pending is None:
+            device = float64_device(f.device)
+            self._pending = torch.zeros(CHECK_INTERVAL, len(numbers), dtype=torch.float64, device=device)
+        self._pending[self._count - self._n_read] = torch.stack([in_float64(number) for number in numbers])
         self._outputs = f.new_empty(0, *f.shape[1:])
         return y.masked_fill(wrong, 0)
 
     def end_batch(self) -> None:
         self._count += 1
-        if self._count == 1 or self._count % EVERY == 0:
-            self.look()
+        if self._count == 1 or self._count % CHECK_INTERVAL == 0:
+            self.raise_pending()
 
-    def look(self) -> None:
-        """Raise what was wrong with the first bad batch since the last look."""
-        numbers = [] if self._noted is None else self._noted[: self._count - self._looked_at].tolist()
-        first, self._looked_at = self._looked_at, self._count
+    def raise_pending(self) -> None:
+        """Raise the error of the first bad batch since the last read."""
+        numbers = [] if self._pending is None else self._pending[: self._count - self._n_read].tolist()
+        first, self._n_read = self._n_read, self._count
         for batch, (bad_output, bad_input, bad_target, target) in enumerate(numbers, start=first):
             if bad_output:
-                culprit = "its input has" if bad_input else "its weights or activations overflow: it has"
-                raise DataError(
-                    f"{self._what} {batch}: the network's output is not finite; {culprit} NaN or infinite values"
-                )
+                raise _nonfinite_output(f"{self._unit} {batch}", bool(bad_input))
             if bad_target:
                 problem = self._likelihood.wrong_target(target, self._outputs)
-                raise type(problem)(f"{self._what} {batch}: {problem}")
-            if bad_input and self._with_nonfinite_input is None:
-                self._with_nonfinite_input = batch
-        if self._with_nonfinite_input is not None and (name := self._overflowing()) is not None:
+                raise type(problem)(f"{self._unit} {batch}: {problem}")
+            if bad_input and self._nonfinite_input is None:
+                self._nonfinite_input = batch
+        if self._nonfinite_input is not None and (name := self._overflowing()) is not None:
             raise DataError(
-                f"{self._what} {self._with_nonfinite_input}: its input has NaN or infinite values, with which the "
+                f"{self._unit} {self._nonfinite_input}: its input has NaN or infinite values, with which the "
                 f"curvature of {name} is not finite"
             )
 
 
 class FirstWrong:
-    """The numbers of the first batch with which something is wrong, of any number of batches."""
+    """Numbers that describe the first wrong one of many batches."""
 
     def __init__(self) -> None:
-        self._noted: Tensor | None = None
+        self._pending: Tensor | None = None
 
     def note(self, is_wrong: Tensor, *numbers: Tensor) -> None:
         new = torch.stack([in_float64(number.detach()) for number in (is_wrong, *numbers)])
-        self._noted = new if self._noted is None else torch.where(self._noted[0] > 0, self._noted, new)
+        self._pending = new if self._pending is None else torch.where(self._pending[0] > 0, self._pending, new)
 
-    def look(self) -> list[float] | None:
-        """The numbers since the last look; None if nothing was wrong."""
-        noted, self._noted = self._noted, None
-        is_wrong, *numbers = [0.0] if noted is None else noted.tolist()
+    def read(self) -> list[float] | None:
+        """The numbers since the last read, or None if nothing was wrong."""
+        pending, self._pending = self._pending, None
+        is_wrong, *numbers = [0.0] if pending is None else pending.tolist()
         return numbers if is_wrong else None
 
 
 def check_fit(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
-    """What is free; and all that a `check` of the author's own does."""
+    """Run the checks that need no device sync, or a `check` that the likelihood overrides."""
     if type(likelihood).check is Likelihood.check:
         likelihood.check_fit(f, y)
     else:
@@ -168,32 +173,28 @@ def check_fit(likelihood: Likelihood, f: Tensor, y: Tensor) -> None:
 
 
 def wrong_in(likelihood: Likelihood, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which targets are wrong, whether any is, and the first that is."""
+    """Which targets are invalid, whether any is, and the first invalid one."""
     wrong = likelihood.wrong_targets(f, y)  # [*y.shape]
     return wrong, wrong.any(), y.flatten().take(wrong.flatten().byte().argmax().reshape(1))[0]
 
 
-WANTED = "the same examples in the same order in each pass"
-REMEDY = "pass a loader with shuffle=False and without random transforms, or use curvature='ggn'"
-
-
 class PassOrder:
-    """The numbers of all passes, of one process's examples."""
+    """The order of the examples in several passes of one process; only sampled labels depend on it."""
 
     def __init__(self, curvature: str) -> None:
-        self._is_drawn = curvature == "fisher_mc"
+        self._is_sampled = curvature == "fisher_mc"
         self._passes: list[Tensor] = []  # [2] each
         self._rounding = torch.finfo(torch.float64).eps
         self.begin()
 
     def begin(self) -> None:
-        """A pass; the first has begun."""
-        # On the outputs' device as soon as there are some.
+        """Begin another pass. The constructor begins the first."""
+        # It moves to the outputs' device with the first batch.
         self._passes.append(torch.zeros(2, dtype=torch.float64, device="cpu"))
 
     def add(self, outputs: Tensor, examples: Tensor) -> None:
-        """A batch, with the places of its examples."""
-        if not self._is_drawn:
+        """Add a batch, with the positions of its examples."""
+        if not self._is_sampled:
             return
         self._rounding = max(self._rounding, torch.finfo(outputs.dtype).eps)
         f = in_float64(outputs.reshape(len(outputs), -1))  # [B, C]
@@ -202,9 +203,9 @@ class PassOrder:
         self._passes[-1] = self._passes[-1].to(f.device) + torch.stack([number, f.square().sum()])
 
     def is_same(self, processes: Processes, device: torch.device) -> bool:
-        """In the last pass as in the first, on all processes, or nothing is drawn. Rounding is far below its root; two
-        of 100,000 examples that change places are ten times that in float32."""
-        if not self._is_drawn:
+        """Whether the last pass had the order of the first one, on all processes. The tolerance is the square root of
+        the rounding error: in float32, two of 100,000 examples that change places exceed it ten times."""
+        if not self._is_sampled:
             return True
         first, last = numbers = torch.stack([self._passes[i].to(float64_device(device)) for i in (0, -1)])
         processes.sum_([numbers])

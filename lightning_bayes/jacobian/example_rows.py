@@ -1,14 +1,14 @@
-"""Find out which rows of every layer's output belong to which example, anew in each batch.
+"""Which rows of a layer's output belong to which example, determined for each batch.
 
-No operation says it: positions may be merged into the batch, examples sorted by length, sets of different sizes packed,
-rows routed to experts. Three ways, the cheapest first:
+No operation tells: positions may be merged into the batch, examples sorted by length, sets of different sizes packed,
+or rows routed to experts. There are three ways, the cheapest first:
 
-- a single example owns all rows;
-- where every operation of the graph is known to keep examples in their rows, so do the layers;
-- else gradients show it. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and `g'` that of
-  `Σ wₙcₙfₙ`. A row that belongs to example `n` alone has `g' = wₙ g`. The weights `w` are signed powers of two: scaling
-  by them rounds nothing, and they are far apart, so that the ratio names the example. A row without a gradient adds
-  nothing to any curvature and may belong to any example.
+- A single example owns all rows.
+- If every operation of the graph is known to keep examples in their rows, so do the layers.
+- Otherwise gradients tell. Let `g` be the gradient of `Σ cₙfₙ`, with random `c`, at a layer's output, and `g'` the
+  gradient of `Σ wₙcₙfₙ`. A row that belongs only to example `n` has `g' = wₙ g`. The weights `w` are signed powers of
+  two: scaling by them is exact, and they are far apart, so the ratio identifies the example. A row without a gradient
+  adds nothing to any curvature and may belong to any example.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _EXPONENTS = {torch.float64: 256, torch.float16: 4}  # powers of two that do not
 
 
 def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
-    """The rows of each call of a batch, which are `certain` if the graph of the output `f` keeps rows; `None` where a
-    row has more than one owner."""
+    """The rows of each call of a batch, or None if a row has several owners. They are `certain` if the graph of the
+    output `f` keeps rows."""
     B = len(f)
     if B == 1:
         return [all_rows(call) for call in calls]
@@ -45,14 +45,14 @@ def find_rows(f: Tensor, calls: list[Call], certain: bool) -> list[Rows | None]:
 
 
 def all_rows(call: Call) -> Rows:
-    """All rows as those of one example."""
+    """All rows, which belong to one example."""
     if not call.row_dims:
         return RowIndex(0, torch.zeros(1, 1, dtype=torch.long, device=call.input.tensor.device))
     return BatchAxis(0, call.output_shape[0])
 
 
 def _weight(digit: Tensor, dtype: torch.dtype) -> Tensor:
-    """`±2ᵏ`: the last bit of a digit is the sign, the others are the exponent."""
+    """`±2ᵏ`: the last bit of a digit is the sign, the other bits are the exponent."""
     return torch.ldexp((1 - 2 * (digit % 2)).to(dtype), digit // 2)
 
 
@@ -72,7 +72,7 @@ def _rows(call: Call, gradients: list[Tensor | None], B: int, base: int) -> Rows
 
 
 def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | None:
-    """The example of each row, -1 for a row without gradient; `None` if a row has several.  # [R, ...] -> [R]"""
+    """The example of each row, -1 for a row without a gradient; None if a row has several.  # [R, ...] -> [R]"""
     size, place = g.abs().max(1, keepdim=True)  # [R, 1]
     alive = size.squeeze(1) > 0
     owners, pure = torch.zeros_like(place.squeeze(1)), torch.ones_like(alive)
@@ -92,7 +92,7 @@ def _owners(g: Tensor, weighted: list[Tensor], B: int, base: int) -> Tensor | No
 
 
 def _axes(shape: torch.Size, B: int) -> list[BatchAxis]:
-    """The axes that the shape allows, the plainest first."""
+    """The possible axes for a shape, the plainest first."""
     merged = [(dim, size // B) for dim, size in enumerate(shape) if size and size % B == 0]
     axes = [BatchAxis(dim, repeats, apart) for dim, repeats in merged for apart in (False, True)[: min(repeats, 2)]]
     return sorted(axes, key=lambda axis: axis.repeats > 1)

@@ -1,4 +1,4 @@
-"""Functional calls as the layers that they are: `F.conv2d(x, W, b, stride=2)` is a `Convolution`."""
+"""Functional calls as layers: `F.conv2d(x, W, b, stride=2)` is a `Convolution`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_bayes.jacobian.layers import Layer
 _LINEAR = ("input", "weight", "bias")
 _CONV = (*_LINEAR, "stride", "padding", "dilation", "groups")
 _TRANSPOSED = (*_LINEAR, "stride", "padding", "output_padding", "groups", "dilation")
-_BUILTINS = {  # PyTorch tells no signature of these
+_BUILTINS = {  # functions without a Python signature
     "linear": _LINEAR,
     **{f"conv{n}d": _CONV for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)},
@@ -40,22 +40,20 @@ CONVOLUTIONS = frozenset(_BUILTINS) - {"linear"}
 
 
 def layer_of(func: Any, args: Any, kwargs: Any) -> Layer | None:
-    """The layer that a call stands for, if it is one with a rule."""
+    """The layer that a call computes, or None if it has no rule."""
     arguments = layer_arguments(func, args, kwargs)
     return None if arguments is None else make_layer(func, arguments)
 
 
 def layer_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """All arguments of a layer's function by name, `None` for any other function."""
+    """All arguments of a layer's function by name, or None for another function."""
     name = _NAMES.get(func)
     if name is None:
         return None
     if name in _OPERANDS:
         return _product_arguments({**dict(zip(_OPERANDS[name], args, strict=False)), **kwargs})
-    if name in _SUMS:
-        return _sum_arguments(*args, **kwargs)
-    if name in _SCALES:
-        return _scale_arguments(*args, **kwargs)
+    if name in (*_SUMS, *_SCALES):
+        return _vector_arguments(name in _SUMS, *args, **kwargs)
     if name in _BUILTINS:
         return {**_DEFAULTS, **dict(zip(_BUILTINS[name], args, strict=False)), **kwargs}
     return bind(func, args, kwargs).arguments
@@ -68,8 +66,8 @@ def bind(func: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
 
 
 def make_layer(func: Any, arguments: dict[str, Any], keep_graph: bool = False) -> Layer | None:
-    """`None` where the call has options that change what a gradient is. Its input has the graph that it came with if
-    that is kept."""
+    """The layer, or None if the call has options that change its gradients. Its input is detached unless `keep_graph`
+    is set."""
     name, x = _NAMES[func], arguments["input"]
     x = x if keep_graph else x.detach()
     if name in _SUMS:
@@ -101,13 +99,13 @@ def make_layer(func: Any, arguments: dict[str, Any], keep_graph: bool = False) -
 
 
 def as_tuple(value: Any, n: int) -> tuple[int, ...]:
-    """An option with a number for each of `n` dimensions, or one for all."""
+    """An option with one number per dimension, or one for all `n`."""
     values = (value,) * n if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
 
 
 def _bags_of_words(x: Tensor, weight: Tensor, arguments: dict[str, Any], padding_idx: int | None) -> Tensor | None:
-    """How much of each word is in each bag.  # [B, V]"""
+    """The weight of each word in each bag.  # [B, V]"""
     if arguments["mode"] not in ("sum", "mean"):
         return None
     each, V = arguments["per_sample_weights"], len(weight)
@@ -130,7 +128,7 @@ def _signature(func: Any) -> inspect.Signature:
 
 
 def _product_arguments(given: dict[str, Any]) -> dict[str, Any] | None:
-    """`x @ W`, to which `addmm` adds a vector, or anything else, which is no bias then."""
+    """`x @ W`; what `addmm` adds to it is a bias if it is a vector."""
     if given.get("alpha", 1) != 1:
         return None
     if "mat1" not in given:
@@ -143,26 +141,19 @@ def _product_arguments(given: dict[str, Any]) -> dict[str, Any] | None:
     return {"input": x, "weight": W, "bias": b if is_bias else None}
 
 
-def _sum_arguments(input: Any, other: Any, alpha: float = 1, **_: Any) -> dict[str, Any] | None:
-    """`z + b` or `b + z` for a vector `b` along the last dimension. It needs no input, so that `z` is not held."""
+def _vector_arguments(is_sum: bool, input: Any, other: Any, alpha: float = 1, **_: Any) -> dict[str, Any] | None:
+    """A sum `z + b` or a product `w * x`, in either order, with a vector along the last dimension: a bias, or the scale
+    of a hand-written norm. A bias needs no input, so `z` is not kept."""
     if not isinstance(input, Tensor) or not isinstance(other, Tensor) or alpha != 1:
         return None
-    z, b = (other, input) if input.ndim == 1 else (input, other)
-    is_bias = b.ndim == 1 and z.ndim > 1 and z.shape[-1] == len(b)
-    return {"input": b, "weight": None, "bias": b} if is_bias else None
-
-
-def _scale_arguments(input: Any, other: Any, **_: Any) -> dict[str, Any] | None:
-    """`w * x` or `x * w` for a vector `w` along the last dimension: the scale of a norm that is written by hand."""
-    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+    x, vector = (other, input) if input.ndim == 1 else (input, other)
+    if vector.ndim != 1 or x.ndim < 2 or x.shape[-1] != len(vector):
         return None
-    x, w = (other, input) if input.ndim == 1 else (input, other)
-    is_scale = w.ndim == 1 and x.ndim > 1 and x.shape[-1] == len(w)
-    return {"input": x, "weight": w, "bias": None} if is_scale else None
+    return {"input": vector if is_sum else x, "weight": None if is_sum else vector, "bias": vector if is_sum else None}
 
 
 def _without_affine(func: Any, arguments: dict[str, Any], keep_graph: bool) -> Callable[[], Tensor]:
-    """The same norm without scale and shift, to be run when its output is needed."""
+    """The norm without scale and shift, to be run when its output is needed."""
     plain = {name: value for name, value in arguments.items() if name not in ("weight", "bias")}
 
     def normalised() -> Tensor:
@@ -185,7 +176,7 @@ def _convolution(x: Tensor, shape: tuple[int, ...], arguments: dict[str, Any], t
 
 
 def _around(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Zeros before and after each dimension; of an odd number, "same" puts one more after."""
+    """The padding before and after each dimension; "same" puts the odd zero after."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

@@ -1,7 +1,7 @@
-"""Vector–Jacobian products: of many columns to every layer's output at once, and per example where no rule applies.
+"""Vector–Jacobian products: of many columns at every layer's output, and per example for parameters without a rule.
 
-Both run vectorised where PyTorch has batching rules for every operator of the network. Where it has none (custom
-functions, fused recurrent kernels), they fall back to a loop, once per fit.
+Both are vectorised if PyTorch has batching rules for every operator of the network. Otherwise (custom functions, fused
+recurrent kernels) they switch to a loop for the rest of the fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
-from torch.utils import _pytree as pytree
 
 from lightning_bayes.jacobian.checks import agree, random_numbers
 from lightning_bayes.jacobian.graph import describe_functions
@@ -22,26 +21,27 @@ from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.network import inputs
 from lightning_bayes.network.errors import first_line, is_missing_rule, log_slow_path
 from lightning_bayes.network.input_graph import differentiable_again
+from lightning_bayes.network.private import pytree
 
-MEMORY = 2**25  # bytes that the gradients of one chunk may take: beyond it, caches suffer more than calls save
-CACHE = 2**22  # bytes of a layer's own gradients that are worked on at a time
+MEMORY = 2**25  # bytes of the gradients of one chunk: larger chunks lose more to cache misses than they save in calls
+CACHE = 2**22  # bytes of one layer's gradients that are processed at a time
 
 
 class LayerGradients:
-    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` they can be differentiated in turn."""
+    """`columnsᵀ ∂f/∂z` for the output `z` of every call; with `create_graph` it can be differentiated again."""
 
     def __init__(self, create_graph: bool = False) -> None:
         self._create_graph = create_graph
         self._batched = True
-        self._checked: set[tuple[int, torch.Size]] = set()  # columns and outputs for which batching was right
+        self._checked: set[tuple[int, torch.Size]] = set()  # numbers of columns and output shapes that were right
         self._buffers: list[Tensor] = []
 
     def __call__(self, f: Tensor, calls: list[Call], columns: Tensor, plain: bool = False) -> list[Tensor]:
-        """Valid until the next call. Of operations that are not `plain` batching is checked before it is trusted.
+        """The gradients, valid until the next call. Batching is checked first unless all operations are `plain`.
         # columns [k, *f.shape] -> one [k, *z.shape] per call"""
         columns = columns.to(f.dtype)
         if self._batched and self._create_graph and describe_functions(f):
-            self._batched = False  # batching hides that a function of the author's own has no second derivative
+            self._batched = False  # batching hides that a custom function has no second derivative
         if self._batched and len(columns) > 1 and all(call.layer.batches for call in calls):
             try:
                 with quiet():
@@ -58,13 +58,13 @@ class LayerGradients:
             self._batched = False
         if len(columns) == 1:
             return [g.unsqueeze(0) for g in self._grad(f, calls, columns[0])]
-        if self._create_graph:  # which memory that is written again would break
+        if self._create_graph:  # reused buffers would break the graph
             by_column = [self._grad(f, calls, column) for column in columns]
             return [torch.stack(grads) for grads in zip(*by_column, strict=True)]
         return self._looped(f, calls, columns)
 
     def _grad(self, f: Tensor, calls: list[Call], columns: Tensor, **options: Any) -> list[Tensor]:
-        """Zero at a layer that `f` does not depend on."""
+        """One backward pass, with zeros at layers that `f` does not depend on."""
         edges = [call.edge for call in calls]
         options = {"retain_graph": True, "create_graph": self._create_graph, "allow_unused": True, **options}
         with differentiable_again() if self._create_graph else nullcontext():
@@ -74,8 +74,8 @@ class LayerGradients:
         return [columns.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)]
 
     def _wrong(self, f: Tensor, calls: list[Call], columns: Tensor, grads: list[Tensor]) -> list[str]:
-        """The layers with wrong gradients; checked once for each shape, because an operator's batching rule may confuse
-        columns with examples where there are as many."""
+        """The layers with wrong gradients. Each shape is checked once, because a batching rule may confuse columns with
+        examples if their numbers are equal."""
         if (len(columns), f.shape) in self._checked:
             return []
         edges: list[Any] = [call.edge for call in calls]
@@ -85,8 +85,8 @@ class LayerGradients:
         return wrong
 
     def _looped(self, f: Tensor, calls: list[Call], columns: Tensor) -> list[Tensor]:
-        """An example's columns lie together, as its own gradient needs them, and in memory that the next call reuses:
-        new memory would cost more than the copy."""
+        """One column at a time, into buffers that the next call reuses: allocation would cost more than the copy. The
+        columns of an example are adjacent, as its per-example gradient needs them."""
         shapes = [(call.output_shape[0], len(columns), *call.output_shape[1:]) for call in calls]
         if [g.shape for g in self._buffers] != shapes or self._buffers[0].dtype != columns.dtype:
             self._buffers = [columns.new_empty(shape) for shape in shapes]
@@ -102,8 +102,8 @@ class LayerGradients:
 
 
 class ParameterGradients:
-    """Per-example gradients of parameters that no layer rule covers: exact and slow. With `create_graph` they can be
-    differentiated in turn."""
+    """Per-example gradients of parameters without a layer rule: exact and slow. With `create_graph` they can be
+    differentiated again."""
 
     def __init__(self, network: nn.Module, parameters: dict[str, nn.Parameter], create_graph: bool = False) -> None:
         self._network, self._parameters, self._create_graph = network, parameters, create_graph
@@ -112,20 +112,20 @@ class ParameterGradients:
     def __call__(
         self, x: Any, columns: Tensor, names: Sequence[str], consume: Callable[[str, Tensor, slice], None]
     ) -> None:
-        """Hand each parameter's gradients `[k, b, numel]` of a few examples, and which those are, to `consume`."""
+        """Pass each parameter's gradients `[k, b, numel]` for a few examples, and their slice, to `consume`."""
         parameters = {name: self._parameters[name] for name in names}
         K, B = columns.shape[:2]
         size = sum(p.numel() * p.element_size() for p in parameters.values())
         chunk = max(1, MEMORY // max(K * size, 1))
         for start in range(0, B, chunk):
             part = slice(start, min(start + chunk, B))
-            gradients = self._some(parameters, inputs.take(self._network, x, part), columns[:, part])
+            gradients = self._gradients(parameters, inputs.take(self._network, x, part), columns[:, part])
             with torch.set_grad_enabled(self._create_graph):
                 for name, J in gradients.items():
                     consume(name, J, part)
 
-    def _some(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
-        if self._vectorised is None:  # vmap hides that a function of the author's own has no second derivative
+    def _gradients(self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor) -> dict[str, Tensor]:
+        if self._vectorised is None:  # vmap hides that a custom function has no second derivative
             self._vectorised = not describe_functions(inputs.call(self._network, x))
         if self._vectorised and not isinstance(x, inputs.Container):
             try:
@@ -146,7 +146,7 @@ class ParameterGradients:
     def _is_right(
         self, parameters: dict[str, nn.Parameter], x: Any, columns: Tensor, gradients: dict[str, Tensor]
     ) -> bool:
-        """Whether the gradients, weighted by random numbers, add up to autograd's gradient of the same weighted sum."""
+        """Whether the gradients, weighted by random numbers, add up to autograd's gradient of the weighted sum."""
         if any(g.shape[:2] != columns.shape[:2] for g in gradients.values()):
             return False
         r = random_numbers(*columns.shape[:2], like=columns)  # [k, b]
@@ -178,14 +178,13 @@ class ParameterGradients:
         K, B = columns.shape[:2]
         gradients = {n: torch.zeros(K, B, p.numel(), dtype=p.dtype, device=p.device) for n, p in parameters.items()}
         options = {"create_graph": self._create_graph, "materialize_grads": True}
-        for b in range(B):
-            f = inputs.call(self._network, inputs.take(self._network, x, slice(b, b + 1)))
+        for b, example in enumerate(inputs.take_each(self._network, x)):
+            f = inputs.call(self._network, example)
             for k in range(K):
                 cotangent = columns[k, b : b + 1].to(f.dtype)
-                leaves = list(parameters.values())
                 keep = self._create_graph or k < K - 1
                 with differentiable_again() if self._create_graph else nullcontext():
-                    grads = torch.autograd.grad(f, leaves, cotangent, retain_graph=keep, **options)
+                    grads = torch.autograd.grad(f, list(parameters.values()), cotangent, retain_graph=keep, **options)
                 for name, g in zip(parameters, grads, strict=True):
                     gradients[name][k, b] = g.flatten()
         return gradients
@@ -194,8 +193,8 @@ class ParameterGradients:
 def disagreeing(
     gradients: Sequence[Tensor | None], outputs: list[Tensor], inputs: list[Any], columns: list[Tensor]
 ) -> list[int]:
-    """The inputs at which a random combination of the columns has not that combination of their gradients: some of
-    PyTorch's batching rules are wrong."""
+    """The inputs at which batched gradients disagree with autograd: a random combination of the columns must have the
+    same combination of their gradients."""
     r = random_numbers(len(columns[0]), like=columns[0])
     combined = [torch.tensordot(r.to(c), c, dims=1) for c in columns]
     true = torch.autograd.grad(outputs, inputs, combined, retain_graph=True, allow_unused=True)
@@ -208,7 +207,7 @@ def disagreeing(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without PyTorch's note on operators that have no batching rule of their own: it is right, only slower."""
+    """Hide PyTorch's warning about operators without a batching rule: the result is right, only slower."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")
         yield

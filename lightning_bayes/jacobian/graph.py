@@ -1,18 +1,18 @@
 """The autograd graph behind an output: which layers it depends on, how often it uses each parameter, and whether its
-operations keep every example in its own row."""
+operations keep every example in its row."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_bayes.network.errors import CurvatureError
+from lightning_bayes.network.private import function_class, result_shape, saved
 
-_ONCE = once_differentiable(lambda ctx: None).__code__  # of all functions that it decorates
+_ONCE = once_differentiable(lambda ctx: None).__code__  # every decorated function has this code
 _LEAF = "torch::autograd::AccumulateGrad"
 _MISSING = "torch::autograd::NotImplemented"
 
@@ -30,12 +30,12 @@ _BY_ROW = _nodes("""
     MaxPool2DWithIndices MaxPool3DWithIndices AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveMaxPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D
 """)
-_WRONG = _nodes("NativeLayerNorm NativeBatchNorm CudnnBatchNorm MiopenBatchNorm")
-_ALONG = _nodes("Mean Sum Softmax LogSoftmax Cat Slice Select")  # the operations along dimensions that they name
+_WRONG_SECOND_DERIVATIVE = _nodes("NativeLayerNorm NativeBatchNorm CudnnBatchNorm MiopenBatchNorm")
+_ALONG_DIMS = _nodes("Mean Sum Softmax LogSoftmax Cat Slice Select")
 
 
 def uses(f: Tensor) -> Counter[Node]:
-    """How many edges of the graph of `f` lead to each of its nodes."""
+    """The number of edges that lead to each node of the graph of `f`."""
     root = get_gradient_edge(f).node
     counts, open_nodes = Counter([root]), [root]
     while open_nodes:
@@ -48,7 +48,7 @@ def uses(f: Tensor) -> Counter[Node]:
 
 
 def parameter_uses(nodes: Counter[Node]) -> Counter[int]:
-    """How many edges of a graph, `uses(f)`, lead to each parameter, by its `id`.
+    """The number of edges of a graph, `uses(f)`, that lead to each parameter, by its `id`.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -59,39 +59,37 @@ def parameter_uses(nodes: Counter[Node]) -> Counter[int]:
 
 
 def describe_functions(f: Tensor) -> str:
-    """The author's own functions behind `f`; PyTorch's errors do not name them, as they name its own operators."""
+    """The custom functions behind `f`, which PyTorch's errors do not name."""
     names = {node.name().removesuffix("Backward"): None for node in uses(f) if isinstance(node, BackwardCFunction)}
     return f" with {', '.join(names)}" if names else ""
 
 
 def once_differentiable_functions(f: Tensor) -> list[str]:
-    """The author's own functions behind `f` whose backward pass is `once_differentiable`: PyTorch would leave them out
-    of a second derivative, with an error in some places and in silence in others."""
-    nodes: list[Any] = [type(node) for node in uses(f) if isinstance(node, BackwardCFunction)]
-    functions = [node._forward_cls for node in nodes]
+    """The custom functions behind `f` whose backward pass is `once_differentiable`. PyTorch would omit them from a
+    second derivative, sometimes silently."""
+    functions = [function_class(node) for node in uses(f) if isinstance(node, BackwardCFunction)]
     return [function.__name__ for function in functions if getattr(function.backward, "__code__", None) is _ONCE]
 
 
 def has_missing_derivative(f: Tensor) -> bool:
-    """Whether a backward pass through the graph of `f` would end with an error, for want of a formula."""
+    """Whether a backward pass through the graph of `f` would fail for lack of a formula."""
     return f.requires_grad and any(node.name() == _MISSING for node in uses(f))
 
 
 def check_norms(f: Tensor) -> None:
-    """An error where PyTorch would be wrong in a derivative of the Jacobian (see `network.composite_norms`)."""
-    nodes: list[Any] = list(uses(f)) if f.requires_grad else []
-    names = {node.name() for node in nodes if getattr(node, "_saved_training", True)} & _WRONG
+    """Raise if a derivative of the Jacobian would be wrong in PyTorch (see `network.input_graph`)."""
+    nodes = list(uses(f)) if f.requires_grad else []
+    names = {node.name() for node in nodes if saved(node, "training", True)} & _WRONG_SECOND_DERIVATIVE
     if names:
         raise CurvatureError(
-            f"PyTorch is wrong in the second derivatives of {min(names).partition('Backward')[0]}, so that there is no "
-            "gradient in x: call it by torch.nn.functional, and not in a scripted module, or use predictive='bnn' or "
-            "'map'"
+            f"PyTorch is wrong in the second derivatives of {min(names).partition('Backward')[0]}, so there is no "
+            "gradient in x: call it by torch.nn.functional, outside a scripted module, or use predictive='bnn' or 'map'"
         )
 
 
 def keeps_rows(nodes: Counter[Node], B: int) -> bool:
-    """Whether row `n` of the output certainly depends on row `n` alone of every tensor in its graph, `uses(f)`. Where
-    an operation is not known to keep rows the answer is no.
+    """Whether row `n` of the output certainly depends only on row `n` of every tensor in its graph, `uses(f)`. False if
+    an operation is not known to keep rows.
 
     >>> import torch
     >>> x, layer = torch.ones(3, 4), torch.nn.Linear(4, 4)
@@ -102,42 +100,35 @@ def keeps_rows(nodes: Counter[Node], B: int) -> bool:
 
 
 def _keeps_rows(node: Node, B: int) -> bool:
-    shape = _shape(node, 0)
-    operands = [(n, _shape(n, i)) for n, i in node.next_functions if n is not None and not _is_constant(n)]
-    if any(not s or s[0] != B for s in (shape, *(s for _, s in operands))):
+    shape = result_shape(node, 0)
+    operands = [result_shape(n, i) for n, i in node.next_functions if n is not None and not _is_constant(n)]
+    if any(not s or s[0] != B for s in (shape, *operands)):
         return False
-    name, dims = node.name(), [len(s) for _, s in operands]
-    saved: Any = node
+    name = node.name()
     if name in _ELEMENTWISE:
-        return all(d == len(shape) for d in dims)  # fewer dimensions are broadcast from the last one
+        return all(len(s) == len(shape) for s in operands)  # fewer dimensions broadcast from the last one
     if name in _BY_ROW:
         return True
-    if name in _ALONG:
-        along = getattr(saved, "_saved_dim", None)
-        along = (along,) if isinstance(along, int) else along or (0,)
-        along = [dim - 2**64 if dim >= 2**63 else dim for dim in along]  # PyTorch keeps a negative one as unsigned
-        return all(dim % dims[0] != 0 for dim in along) if dims else False
+    if name in _ALONG_DIMS:
+        dims = saved(node, "dim")
+        dims = (dims,) if isinstance(dims, int) else dims or (0,)
+        dims = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]  # PyTorch stores negative ones as unsigned
+        return bool(operands) and all(dim % len(operands[0]) != 0 for dim in dims)
     if name in ("AddmmBackward0", "MmBackward0"):
         return _is_constant(node.next_functions[-1][0])
     if name == "ConvolutionBackward0":
         return _is_constant(node.next_functions[1][0])
     if name == "ConstantPadNdBackward0":
-        return len(saved._saved_pad) < 2 * len(shape)
+        return len(saved(node, "pad")) < 2 * len(shape)
     if name in ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"):
-        return not saved._saved_training
+        return not saved(node, "training")
     if name == "NativeLayerNormBackward0":
-        return len(saved._saved_normalized_shape) < len(shape)
+        return len(saved(node, "normalized_shape")) < len(shape)
     return False
 
 
 def _is_constant(node: Node | None) -> bool:
-    """A parameter, one transposed, or what has no gradient."""
+    """Whether a node is a parameter, a transposed one, or has no gradient."""
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     return node is None or node.name() == _LEAF
-
-
-def _shape(node: Node, output: int) -> tuple[int, ...]:
-    """Of one of the tensors that an operation made; empty where PyTorch does not say."""
-    metadata = getattr(node, "_input_metadata", ())
-    return tuple(metadata[output].shape) if output < len(metadata) else ()

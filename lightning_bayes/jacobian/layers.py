@@ -1,8 +1,8 @@
-"""Layers that are linear in their parameters, brought to one form.
+"""Layers that are linear in their parameters, in one common form.
 
-Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group, so
-that the gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with
-respect to the layer's *output*:
+Every such layer computes `z[b, t] = W a[b, t] + bias` for examples `b` and shared positions `t`, once per group. So the
+gradient of an output with respect to the parameters needs only the layer's input `a` and the gradient `g` with respect
+to the layer's *output*:
 
     a  [G, B, T, I]      inputs: groups, batch, shared positions, features
     g  [K, G, B, T, O]   K output columns, back-propagated to z
@@ -16,7 +16,7 @@ respect to the layer's *output*:
 | embedding              | 1        | tokens                  | one-hot of the vocabulary |
 | norm (scale and shift) | channels | pixels or tokens        | the normalised input      |
 
-`Rows` say which rows of a layer's output belong to which example: an axis, or an index where no axis says it.
+`Rows` tell which rows of a layer's output belong to which example: an axis or, without a pattern, an index.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torch import Tensor
 from lightning_bayes.jacobian.patches import Patches, pad, patch_gram, transposed_patches
 from lightning_bayes.structures import Piece
 
-WORDS = 4096  # up to which a bag of words has a Kronecker block
-STRIP = 2**23  # bytes of a convolution's patches that are made at a time
+LARGEST_VOCABULARY = 4096  # for which a bag of words has a Kronecker block
+STRIP = 2**23  # bytes of a convolution's patches that are built at a time
 
 
 class Layer(ABC):
-    """One call of a layer: what went in, and how to read what comes back."""
+    """One call of a layer: its input, and the layout of its output and gradients."""
 
     kind: str  # for messages
     kronecker = True  # whether the curvature block is approximated by a Kronecker product
-    batches = True  # whether one backward pass for many columns beats many passes
+    batches = True  # whether one batched backward pass is faster than a loop over columns
 
     @abstractmethod
     def inputs(self, axis: Rows) -> Tensor:
@@ -53,27 +53,27 @@ class Layer(ABC):
         return self.inputs(axis)[:, examples]
 
     def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
-        """The same, some positions after the other where all at once would take much memory.  # [G, b, t, I]"""
+        """The inputs in strips of positions, if all at once would need much memory.  # [G, b, t, I]"""
         yield self.inputs_of(examples, axis)
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
-        """Some features.  # [G, B, T, columns]"""
+        """Selected features.  # [G, B, T, columns]"""
         return self.inputs(axis).index_select(-1, columns)
 
     def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
-        """`aQ + bias`, in one product for all examples: a batched one would run over a copy of `Q` for each.
+        """`aQ + bias` in one product for all examples; a batched one would copy `Q` for each.
         # [G, I, k], [G, 1, k] -> [G, B, T, k]"""
         a = self.inputs(axis)
         rows = a.flatten(1, 2).to(Q.dtype)
         return (rows @ Q if bias is None else torch.baddbmm(bias, rows, Q)).reshape(*a.shape[:3], -1)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """# [K, *z.shape] -> [K, G, B, T, O]; by default of one group, with features last"""
+        """# [K, *z.shape] -> [K, G, B, T, O]; by default one group, with features last"""
         g = axis.split(g, lead=1)
         return g.reshape(g.shape[0], 1, g.shape[1], -1, g.shape[-1])
 
     def row_dims(self, ndim: int) -> int:
-        """How many of the output's `ndim` dimensions, the first ones, count rows: not channels, pixels or features."""
+        """The number of leading dimensions, of `ndim`, that index rows, not channels, pixels or features."""
         return ndim - 1
 
     @property
@@ -82,7 +82,7 @@ class Layer(ABC):
         """The stored weight as `(G, O, I…)`, or another shape and the permutation that makes it so."""
 
     def input_gram(self) -> tuple[Tensor, Tensor, int] | None:
-        """`Σ aaᵀ`, `Σ a` and the number of positions, where there is a faster way than through `inputs`."""
+        """`Σ aaᵀ`, `Σ a` and the number of positions, or None if `inputs` is the fastest way."""
         return None
 
 
@@ -114,14 +114,14 @@ class MatrixProduct(LinearLayer):
 
 @dataclass(frozen=True)
 class EmbeddingBag(MatrixProduct):
-    """The sum or mean of the rows of some words: a product with how much of each word is in a bag `[B, V]`."""
+    """The sum or mean of word vectors: a product with the weight of each word in each bag, `[B, V]`."""
 
     kind = "bag of words"
 
     @property
     def kronecker(self) -> bool:  # type: ignore[override]
-        """Words that come together make a factor of all pairs of words."""
-        return self.weight_shape[0] <= WORDS
+        """The input factor has an entry for each pair of words."""
+        return self.weight_shape[0] <= LARGEST_VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -142,18 +142,18 @@ class Bias(Layer):
 
 @dataclass(frozen=True)
 class Patched(Layer):
-    """A layer that sees its input in overlapping patches, which take many times its memory: `a` comes in strips."""
+    """A layer that sees its input in overlapping patches. They need many times its memory, so `a` comes in strips."""
 
     x: Tensor  # [B, C, *S]
     weight_shape: tuple[int, ...]  # (O, C / groups, *kernel), transposed (C, O / groups, *kernel)
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    batches = False  # PyTorch has no batched backward of a convolution, and would loop itself
+    batches = False  # PyTorch has no batched backward of a convolution and would loop
 
     @abstractmethod
     def patches(self) -> Patches:
-        """What each output position sees."""
+        """The inputs that each output position sees."""
 
     def inputs(self, axis: Rows) -> Tensor:
         return _grouped_inputs(self.patches().of(self.x), self.groups, axis)
@@ -194,7 +194,7 @@ class Convolution(Patched):
         return few.inputs(axis).index_select(-1, index * size + columns % size)
 
     def inputs_times(self, Q: Tensor, bias: Tensor | None, axis: Rows) -> Tensor:
-        """A convolution with other filters, which needs no patches."""
+        """A convolution with other filters, without patches."""
         if axis != PLAIN:
             return super().inputs_times(Q, bias, axis)
         filters = Q.mT.reshape(-1, *self.weight_shape[1:])  # [G·k, C/G, *kernel]
@@ -243,7 +243,7 @@ class Embedding(Layer):
     kind = "embedding"
 
     def inputs(self, axis: Rows) -> Tensor:
-        """One-hot rows; the padding token's row is zero, because its vector gets no gradient."""
+        """One-hot rows, zero for the padding token, whose vector gets no gradient."""
         tokens = self.token_grid(axis)
         one_hot = F.one_hot(tokens, self.weight_shape[0]).to(self.dtype).unsqueeze(0)  # [1, B, T, V]
         if self.padding_idx is not None:
@@ -255,7 +255,7 @@ class Embedding(Layer):
         return (one_hot if self.padding_idx is None else one_hot * (columns != self.padding_idx)).unsqueeze(0)
 
     def gradients(self, g: Tensor, axis: Rows) -> Tensor:
-        """Without those at padding, which reach no weight, and behind a normalisation may be larger than all others."""
+        """Gradients, zero at padding: they reach no weight, and behind a normalisation they can be the largest."""
         g = super().gradients(g, axis)
         if self.padding_idx is None:
             return g
@@ -272,9 +272,9 @@ class Embedding(Layer):
 
 @dataclass(frozen=True)
 class _Norm(Layer):
-    """Scale and shift of a norm: a group for each channel or feature."""
+    """Scale and shift of a norm, with one group per channel or feature."""
 
-    normalised: Callable[[], Tensor]  # the layer without scale and shift
+    normalised: Callable[[], Tensor]  # computes the norm without scale and shift
     shape: tuple[int, ...]  # of scale and shift
     kind = "norm"
     kronecker = False
@@ -312,8 +312,8 @@ class FeatureNorm(_Norm):
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The dimension of a layer's output that counts examples; `repeats` positions of each may be merged into it, lying
-    together (`[B, T]` flattened) or, if `interleaved`, apart (`[T, B]` flattened)."""
+    """The dimension of a layer's output that indexes examples. It may also contain `repeats` positions of each example,
+    adjacent (`[B, T]` flattened) or `interleaved` (`[T, B]` flattened)."""
 
     dim: int
     repeats: int = 1
@@ -329,8 +329,8 @@ class BatchAxis:
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Rows without a pattern: sets of different sizes, rows routed to experts. The first `dims` dimensions of the
-    output count as one. An example with fewer rows than another gets rows of zeros, whose gradient adds nothing."""
+    """Rows without a pattern, as for sets of different sizes or rows routed to experts. The first `dims` dimensions of
+    the output count as one. Examples with fewer rows are filled up with zeros, which add nothing to a gradient."""
 
     dims: int
     index: Tensor  # [B, T], one past the last row where an example has no more
@@ -340,7 +340,7 @@ class RowIndex:
         """# owners [R], the example of each row, -1 for none"""
         counts = torch.bincount(owners[owners >= 0], minlength=B)
         index = owners.new_full((B, max(1, int(counts.max()))), len(owners))
-        rows = owners.argsort(stable=True)[int((owners < 0).sum()) :]  # those of the first example first
+        rows = owners.argsort(stable=True)[int((owners < 0).sum()) :]  # sorted by example
         places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[owners[rows]]
         index[owners[rows], places] = rows
         return RowIndex(dims, index)
@@ -370,7 +370,7 @@ def products(a: Tensor | None, g: Tensor, bias: bool) -> list[Tensor]:
 
 
 def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> list[Tensor]:
-    """`products` of inputs that come in strips of positions."""
+    """`products` for inputs in strips of positions."""
     if strips is None:
         return products(None, g, bias)
     total: list[Tensor] = []

@@ -1,14 +1,16 @@
-"""Layers whose scale a normalisation takes away (tutorial, section 6, recommendation 2).
+"""Layers whose scale a normalisation removes (tutorial, section 6, recommendation 2).
 
-Where a normalisation reads the whole output of a linear or convolution layer directly, and nothing else does, `k` times
-that layer's weights give the same network for any `k > 0`. Such weights have no scale that a shared prior could refer
-to. The graph tells: between the layer's output and the normalisation there are only views, and one edge to each.
+If only a normalisation reads the output of a linear or convolution layer, directly and completely, multiplying the
+layer's weights by any `k > 0` does not change the network. Such weights have no scale that a shared prior could refer
+to. The graph shows it: only views lie between the layer's output and the normalisation, with one edge to each.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from lightning_bayes.network.subset import layer_of
 
 _NAMES = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
 _NORMALISATIONS = tuple(getattr(F, name) for name in _NAMES if hasattr(F, name))
-_LOOK_ALIKE = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(\dd)?$")  # modules that compute it themselves
+_NORM_NAME = re.compile(r"(Batch|Layer|Group|Instance|RMS|Rms)Norm(\dd)?$")  # modules that do not call PyTorch's norms
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Alias|Transpose|Permute|T|Unsqueeze|Squeeze|Clone|ToCopy)Backward\d"
 )
@@ -30,18 +32,16 @@ _LAYERS = ("linear", "matrix product", "convolution", "transposed convolution") 
 
 
 def normalised_layers(network: nn.Module, x: Any, subset: Subset) -> tuple[str, ...]:
-    """The layers of the subset directly before a normalisation, in order, found by running the network, which must be
-    borrowed, on one example of `x`."""
+    """The layers of the subset directly before a normalisation, in order, found by running the borrowed network on one
+    example of `x`."""
     parameters = subset.parameters(network)
     marking = _Marking(parameters)
-    own_ways = [module for module in network.modules() if _is_look_alike(module)]
-    handles = [module.register_forward_pre_hook(marking.mark_arguments) for module in own_ways]
-    try:
-        with marking:
-            f = inputs.call(network, inputs.few(network, x, 1))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for module in network.modules():
+            if _is_norm_by_name(module):
+                stack.callback(module.register_forward_pre_hook(marking.mark_arguments).remove)
+        stack.enter_context(marking)
+        f = inputs.call(network, inputs.few(network, x, 1))
     if not isinstance(f, Tensor) or not f.requires_grad:
         return ()
     nodes = uses(f)
@@ -49,19 +49,21 @@ def normalised_layers(network: nn.Module, x: Any, subset: Subset) -> tuple[str, 
     outputs = {call.edge.node for call in calls}
     before = {_origin(mark, nodes, outputs) for mark in marking.marks if mark in nodes}
     total = parameter_uses(nodes)
-    names = dict.fromkeys(parameters, 0)  # how often a normalised call uses each
-    for call in calls:
-        if call.edge.node in before:
-            for rows in call.parameters:
-                names[rows.name] += rows.start == 0 and rows.stop == len(parameters[rows.name])
-    scaled = {name for name, n in names.items() if n > 0 and n == total[id(parameters[name])]}
-    layers = {layer: [name for name in parameters if layer_of(name) == layer] for layer in subset.layers}
-    weights = {name for name in scaled if parameters[name].ndim > 1}  # not a bias whose weights are computed
-    return tuple(layer for layer, own in layers.items() if scaled.issuperset(own) and not weights.isdisjoint(own))
+    counts = Counter(
+        rows.name
+        for call in calls
+        if call.edge.node in before
+        for rows in call.parameters
+        if rows.start == 0 and rows.stop == len(parameters[rows.name])
+    )
+    scale_free = {name for name, n in counts.items() if n == total[id(parameters[name])]}
+    names = {layer: [name for name in parameters if layer_of(name) == layer] for layer in subset.layers}
+    weights = {name for name in scale_free if parameters[name].ndim > 1}  # a bias alone does not count
+    return tuple(layer for layer, own in names.items() if scale_free.issuperset(own) and not weights.isdisjoint(own))
 
 
 class _Marking(Recorder):
-    """What a normalisation reads is marked by a view, of which nothing else knows."""
+    """Records layers, and marks what a normalisation reads by a view that nothing else uses."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
@@ -77,7 +79,7 @@ class _Marking(Recorder):
         return super().__torch_function__(func, types, args, kwargs)
 
     def mark_arguments(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A forward pre-hook."""
+        """A forward pre-hook that marks the first argument."""
         return (self._mark(args[0]), *args[1:]) if args and isinstance(args[0], Tensor) else args
 
     def _mark(self, z: Tensor) -> Tensor:
@@ -89,14 +91,14 @@ class _Marking(Recorder):
         return marked
 
 
-def _is_look_alike(module: nn.Module) -> bool:
-    """A normalisation by its name: a module of its own with no more than one scale and one shift per channel."""
+def _is_norm_by_name(module: nn.Module) -> bool:
+    """Whether a module is called like a norm, has only vectors as parameters, and no children."""
     vectors = all(p.ndim <= 1 for p in module.parameters(recurse=False))
-    return bool(_LOOK_ALIKE.search(type(module).__name__)) and vectors and not any(True for _ in module.children())
+    return bool(_NORM_NAME.search(type(module).__name__)) and vectors and not any(True for _ in module.children())
 
 
 def _origin(mark: Node, nodes: Mapping[Node, int], outputs: set[Node]) -> Node | None:
-    """The layer's output behind a mark, with nothing but views in between that nothing else reads."""
+    """The layer's output behind a mark, if only views lie in between and nothing else reads them."""
     node = mark.next_functions[0][0]
     while node is not None and nodes[node] == 1:
         if node in outputs:

@@ -1,4 +1,4 @@
-"""The output's curvature as columns to back-propagate: `Λₙ = Σ_k r_k r_kᵀ`.
+"""The curvature of the outputs as columns to back-propagate: `Λₙ = Σ_k r_k r_kᵀ`.
 
 | curvature          | columns of example n                                         |
 |--------------------|--------------------------------------------------------------|
@@ -6,9 +6,9 @@
 | `fisher_mc`        | `∂ log p(ỹ | f) / ∂f / √S` for `S` labels `ỹ` from the model |
 | `empirical_fisher` | `∂ log p(yₙ | f) / ∂f` for the example's own label           |
 
-Positions of a dense output are independent given `f`, so the exact form has its columns at every position: a backward
-pass for each class of each pixel. `auto` is `fisher_mc` there, which takes one, unless the outputs are few, and `ggn`
-everywhere else.
+The positions of a dense output are independent given `f`, so the exact form needs a backward pass for each class of
+each position. There `auto` means `fisher_mc`, which needs one pass, unless the outputs are few; elsewhere it means
+`ggn`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lightning_bayes.network.noise import uniforms
 logger = logging.getLogger("lightning_bayes")
 
 CURVATURES = ("auto", "ggn", "fisher_mc", "empirical_fisher")
-FEW = 64  # outputs of an example with several positions for which "auto" is exact
-SLOW = 1000  # outputs, of such an example, whose exact columns are worth a warning
+FEW = 64  # outputs of an example with several positions up to which "auto" is exact
+SLOW = 1000  # outputs of such an example from which exact columns are worth a warning
 
 
 def choose_curvature(curvature: str, likelihood: Likelihood, shape: torch.Size, trial: bool = False) -> str:
-    """What "auto" means for outputs of this shape; a `trial` does not wait for the exact columns of an image. Coupled
-    outputs have a column for each measurement."""
+    """The curvature that "auto" means for outputs of this shape. A `trial` does not wait for the exact columns of an
+    image. Coupled outputs have one column per measurement, so they count as few."""
     dense, outputs = len(shape) > 2 and shape[2:].numel() > 1, shape[1:].numel()
     dense = dense and not likelihood.couples_outputs
     if curvature == "auto" and dense and outputs > FEW:
-        logger.info("%d outputs per example: the curvature is 'fisher_mc', by one backward pass a batch", outputs)
+        logger.info("%d outputs per example: the curvature is 'fisher_mc', with one backward pass per batch", outputs)
         return "fisher_mc"
     if curvature == "ggn" and dense and outputs > SLOW:
         logger.warning(
-            "curvature='ggn' takes about %d backward passes for each batch, one for each output of an example: use "
-            "curvature='fisher_mc', which takes one, or structure='diag' with hessian='approx'",
+            "curvature='ggn' needs about %d backward passes per batch, one for each output of an example: use "
+            "curvature='fisher_mc', which needs one, or structure='diag' with hessian='approx'",
             outputs,
         )
         return "fisher_mc" if trial else "ggn"
@@ -59,7 +59,7 @@ def output_columns(
 ) -> Iterator[Tensor]:
     """Columns for the whole batch, at most `size` at a time.  # [k, *f.shape]"""
     if curvature == "ggn" and likelihood.has_diagonal_fisher:
-        # The whole root would have the square of an image's size: `√d` at one output in each column.
+        # One output per column, `√d`: the whole root would have the square of an image's size.
         root = likelihood.fisher_diagonal(f, y).sqrt().reshape(1, len(f), 1, -1)
         return (columns.reshape(-1, *f.shape) for columns in root_columns(root, size))
     if curvature == "ggn":
@@ -77,13 +77,14 @@ def output_columns(
 
 
 def root_columns(S: Tensor, size: int, coupled: bool = False) -> Iterator[Tensor]:
-    """The columns of a `fisher_root`, those of a dense output at one position alone unless outputs are coupled."""
+    """The columns of a `fisher_root`. For a dense output each column is nonzero at one position, unless outputs are
+    coupled."""
     if S.ndim <= 3 or coupled:
         yield from S.split(size)
         return
     flat = S.flatten(3)  # [K, B, C, R]
     K, _, _, R = flat.shape
     for ids in torch.arange(K * R, device=S.device).split(size):
-        alone = flat.new_zeros(len(ids), *flat.shape[1:])
-        alone[torch.arange(len(ids), device="cpu"), :, :, ids % R] = flat[ids // R, :, :, ids % R]
-        yield alone.reshape(len(ids), *S.shape[1:])
+        columns = flat.new_zeros(len(ids), *flat.shape[1:])
+        columns[torch.arange(len(ids), device="cpu"), :, :, ids % R] = flat[ids // R, :, :, ids % R]
+        yield columns.reshape(len(ids), *S.shape[1:])

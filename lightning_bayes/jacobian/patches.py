@@ -1,10 +1,11 @@
-"""The inputs that each output position of a convolution sees, for any number of dimensions.
+"""`Patches`: the inputs that each output position of a convolution sees, for any number of dimensions.
 
-They turn it into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel offset). If it is
-transposed, it is the convolution, with flipped kernel and stride one, of the input with zeros between its pixels.
+They turn a convolution into a linear layer, `z[b, t, o] = Σ_i a[b, t, i] W[o, i]` with `i` over (channel, kernel
+offset). A transposed convolution is a convolution with flipped kernel and stride one, after zeros are inserted between
+the pixels of its input.
 
-Patches take as many times the memory of the image as the kernel has offsets. So they also come in strips, of some rows
-of output pixels each.
+Patches need the memory of the image times the number of kernel offsets, so they also come in strips of a few rows of
+output pixels.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Patches:
-    """Of images `[B, C, *S]`: `[B, C, k, L]`, what kernel offset k of each output position sees in channel C."""
+    """Patches `[B, C, k, L]` of images `[B, C, *S]`: the pixel of each channel at kernel offset k of each output
+    position."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
     padding: Sequence[tuple[int, int]]  # before and after each dimension; a negative number crops
     dilation: Sequence[int]
-    spread: Sequence[int] | None = None  # the distance of the image's pixels, between which are zeros; None is one
-    flipped: bool = False  # whether the offsets are counted from the end
+    spread: Sequence[int] | None = None  # the distance of pixels after zeros are inserted; None means one
+    flipped: bool = False  # whether offsets count from the end
 
     def of(self, x: Tensor) -> Tensor:
-        """At once."""
+        """All patches at once."""
         x = pad(_spread(x, self.spread), self.padding)
         n = len(self.kernel)
         for d in range(n):
@@ -40,7 +42,7 @@ class Patches:
         return x.flip(2) if self.flipped else x
 
     def strips(self, x: Tensor, size: int) -> Iterator[Tensor]:
-        """A few rows of output pixels after the other, in at most `size` bytes, or one row.  # [B, C, k, l]"""
+        """Patches of a few rows of output pixels at a time, at most `size` bytes or one row.  # [B, C, k, l]"""
         rows, *others = self._positions(x)
         of_row = prod(x.shape[:2]) * prod(self.kernel) * prod(others) * x.element_size()
         step = max(1, size // max(1, of_row))
@@ -48,19 +50,19 @@ class Patches:
             yield self._rows(x, start, min(start + step, rows))
 
     def _positions(self, x: Tensor) -> list[int]:
-        """The output's pixels in each dimension."""
+        """The number of output pixels in each dimension."""
         spread = self.spread or [1] * len(self.kernel)
         sizes = [(size - 1) * s + 1 + sum(p) for size, s, p in zip(x.shape[2:], spread, self.padding, strict=True)]
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
         return [(size - r - 1) // s + 1 for size, r, s in zip(sizes, reach, self.stride, strict=True)]
 
     def _rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The output's rows from `start` to `stop` see the image's, padding included, from `first` to `last`."""
+        """The output rows `start:stop` see the rows `first:last` of the padded image."""
         before, s = self.padding[0][0], 1 if self.spread is None else self.spread[0]
         first = start * self.stride[0] - before
         last = (stop - 1) * self.stride[0] - before + self.dilation[0] * (self.kernel[0] - 1) + 1
         low, high = max(0, -(-first // s)), min(x.shape[2], (last - 1) // s + 1)  # the pixels among them
-        if low >= high:  # zeros alone
+        if low >= high:  # only zeros
             low, high = 0, 1
             x = torch.zeros_like(x[:, :, :1])
             first, last = 0, last - first
@@ -75,7 +77,7 @@ def transposed_patches(
     output_padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Patches:
-    """The offsets are in the order of the transposed convolution's own weight."""
+    """Patches with the offsets in the order of the transposed convolution's weight."""
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     around = [(r - p, r - p + o) for r, p, o in zip(reach, padding, output_padding, strict=True)]
     return Patches(kernel, [1] * len(kernel), around, dilation, spread=stride, flipped=True)
@@ -88,13 +90,13 @@ def pad(x: Tensor, padding: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def windows(x: Tensor, dim: int, kernel: int, stride: int, dilation: int) -> Tensor:
-    """All windows along `dim` as a view, their offsets in a new last dimension."""
+    """All windows along `dim` as a view, with the offsets in a new last dimension."""
     return x.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
 
 
 def patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, int]:
-    """`Σ aaᵀ`, `Σ a` and the number of all patches `a` of a convolution of stride one in its first dimension, in at
-    least float32. At most `size` bytes are worked on at a time, or one example.  # [B, C, *S] -> [C·k, C·k], [C·k]"""
+    """`Σ aaᵀ`, `Σ a` and the number of all patches `a`, in at least float32, for stride one in the first dimension. At
+    most `size` bytes, or one example, are processed at a time.  # [B, C, *S] -> [C·k, C·k], [C·k]"""
     dtype = torch.promote_types(x.dtype, torch.float32)
     one = x[:1].numel() * prod(patches.kernel[1:]) * dtype.itemsize
     parts = [_patch_gram(part.to(dtype), patches, size) for part in x.split(max(1, size // max(one, 1)))]
@@ -103,9 +105,9 @@ def patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, 
 
 
 def _patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor, int]:
-    """Two kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, only over different ranges of
-    `r`. So each product of rows is taken once per distance `d`, and the windows over `r` are sums of small matrices:
-    `K` products of rows where the plain Gram matrix takes `K²`. Rows of zeros that pad the image are left out."""
+    """The kernel rows `k` and `k + d` meet the same pairs of image rows `(r, r + d)`, over different ranges of `r`. So
+    each product of rows is computed once per distance `d`, and windows over `r` are sums of small matrices: `K`
+    products of rows instead of `K²`. Rows of zeros that pad the image are skipped."""
     kernel, padding = patches.kernel, patches.padding
     K, dil = kernel[0], patches.dilation[0]
     C, R = x.shape[1:3]
@@ -135,7 +137,7 @@ def _patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor,
     for d in range(1, K):
         for k in range(K - d):
             gram[k + d, :, k] = gram[k, :, k + d].mT
-    # From (kernel row, channel, rest) to the weight's own order (channel, kernel row, rest).
+    # From (kernel row, channel, rest) to the weight's order (channel, kernel row, rest).
     rest = F_ // C
     gram = gram.reshape(K, C, rest, K, C, rest).permute(1, 0, 2, 4, 3, 5)
     total = total.reshape(K, C, rest).transpose(0, 1)
@@ -143,7 +145,7 @@ def _patch_gram(x: Tensor, patches: Patches, size: int) -> tuple[Tensor, Tensor,
 
 
 def _spread(x: Tensor, distances: Sequence[int] | None) -> Tensor:
-    """With zeros between the pixels."""
+    """Insert zeros between the pixels."""
     if distances is None or all(s == 1 for s in distances):
         return x
     spread = x.new_zeros(*x.shape[:2], *((size - 1) * s + 1 for size, s in zip(x.shape[2:], distances, strict=True)))

@@ -1,8 +1,8 @@
-"""Before the data pass: run the network on a few examples and decide how each parameter's curvature is computed.
+"""`Plan`: how to compute each parameter's curvature, decided before the data pass by tracing the network.
 
-The rules of `layers` are checked on this very network: the gradient they give must be autograd's, the graph must use
-each parameter as often as a layer was seen to, and every row of a layer's output must belong to one example. Parameters
-for which this fails are left to exact per-example gradients. Each later batch is matched with the plan anew.
+The network runs on a few examples, and the rules of `layers` are checked on it: their gradient must be autograd's, the
+graph must use each parameter as often as the recorded layers do, and every row of a layer's output must belong to one
+example. Parameters that fail a check get exact per-example gradients. Each later batch is matched with the plan.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from lightning_bayes.jacobian.recorder import Call, ParameterRows, Recorder, Rol
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
 from lightning_bayes.network.checks import check_merged
 from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.output import network_name
 from lightning_bayes.structures import Layout, Piece
 
 logger = logging.getLogger("lightning_bayes")
 
-PROBE = 32  # examples at most: enough to see most of the paths that a network takes
+PROBE = 32  # examples at most: enough to see most of the paths through a network
 
 
 @dataclass(frozen=True)
-class Site(Role):
-    """A layer and its parameters; of several calls in one forward pass, the later positions are further shared ones."""
+class LayerUse(Role):
+    """A layer with its parameters. If one forward pass calls it several times, the calls are further shared
+    positions."""
 
     kronecker: bool  # whether the block is approximated by a Kronecker product
     layout: Layout  # of [W b] in the concatenation of the subset's parameters
 
     def inputs(self, calls: list[Call], examples: slice = slice(None)) -> Tensor | None:
-        """# [G, B, T, I], or None where only the bias is in the subset"""
+        """# [G, B, T, I], or None if only the bias is in the subset"""
         if self.weight is None:
             return None
-        parts = [call.layer.inputs_of(examples, call.rows) for call in calls]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return _joined([call.layer.inputs_of(examples, call.rows) for call in calls], dim=2)
 
     def inputs_times(self, calls: list[Call], Q: Tensor) -> Tensor | None:
-        """`[a 1] Q`, with a row of `Q` for the bias; None where only that is in the subset.
+        """`[a 1] Q`, where the last row of `Q` belongs to the bias; None if only the bias is in the subset.
         # [G, I, k] -> [G, B, T, k]"""
         if self.weight is None:
             return None
         of_weight, of_bias = (Q, None) if self.bias is None else (Q[:, :-1], Q[:, -1:])
-        parts = [call.layer.inputs_times(of_weight, of_bias, call.rows) for call in calls]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return _joined([call.layer.inputs_times(of_weight, of_bias, call.rows) for call in calls], dim=2)
 
     def strips(self, calls: list[Call], examples: slice = slice(None)) -> Iterator[Tensor] | None:
-        """The same, in strips of positions.  # [G, b, t, I]"""
+        """The inputs in strips of positions.  # [G, b, t, I]"""
         if self.weight is None:
             return None
         return chain.from_iterable(call.layer.strips(examples, call.rows) for call in calls)
 
     def inputs_at(self, calls: list[Call], columns: Tensor, g: Tensor) -> Tensor:
-        """Some columns of `[a 1]`, where `g` are the gradients of the same calls.  # [G, B, T, columns]"""
+        """Selected columns of `[a 1]`; `g` are the gradients of the same calls.  # [G, B, T, columns]"""
         width = 0 if self.weight is None else self.layout.shape[2] - (self.bias is not None)
         of_weight = columns[columns < width]
         parts = [call.layer.inputs_at(of_weight, call.rows).to(g.dtype) for call in calls if len(of_weight)]
@@ -72,8 +72,7 @@ class Site(Role):
 
     def gradients(self, calls: list[Call], grads: list[Tensor]) -> Tensor:
         """# [K, G, B, T, O]"""
-        parts = [call.layer.gradients(g, call.rows) for call, g in zip(calls, grads, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+        return _joined([call.layer.gradients(g, call.rows) for call, g in zip(calls, grads, strict=True)], dim=3)
 
     def jacobian(self, calls: list[Call], g: Tensor) -> Tensor:
         """Per-example gradients of `[W b]` in the block's order.  # [K, G, B, T, O] -> [K, B, G·O·(I + 1)]"""
@@ -81,14 +80,18 @@ class Site(Role):
         return joint.permute(2, 1, 0, 3, 4).flatten(2)
 
 
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
 @dataclass(frozen=True)
 class Matched:
-    """One forward pass in the terms of a plan."""
+    """One forward pass, matched with a plan."""
 
-    calls: list[list[Call]]  # of each site; none where the batch did not take its path
-    leftovers: tuple[str, ...]  # those that the output depends on
-    mixed: tuple[str, ...]  # layers that have rows of several examples: take the batch one example at a time
-    plain: bool  # whether all operations are of the plainest kind, which keep each example in its row
+    calls: list[list[Call]]  # of each layer; empty if the batch did not reach it
+    unmatched_parameters: tuple[str, ...]  # those that the output depends on
+    mixed: tuple[str, ...]  # layers with rows of several examples: take the batch one example at a time
+    plain: bool  # whether every operation is known to keep each example in its row
 
     @property
     def used(self) -> list[Call]:
@@ -102,50 +105,50 @@ class Matched:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sites that a rule covers, and the parameters that need their own per-example gradients."""
+    """The layers that a rule covers, and the parameters that need their own per-example gradients."""
 
     subset: Subset
-    sites: tuple[Site, ...]
-    leftovers: tuple[str, ...]
-    output_shape: torch.Size  # of the network, for some examples
+    layers: tuple[LayerUse, ...]
+    unmatched_parameters: tuple[str, ...]
+    output_shape: torch.Size  # of the network, for the traced examples
     n_activations: int  # of all layers in the plan, per example
-    repeats: frozenset[str] = frozenset()  # embeddings that all examples share, and that are repeated for each
+    repeats: frozenset[str] = frozenset()  # embeddings that all examples share and that are repeated for each
 
     def recorder(self, parameters: dict[str, nn.Parameter], size: int, keep_graph: bool = False) -> Recorder:
-        """For a forward pass of `size` examples."""
+        """A recorder for a forward pass of `size` examples."""
         return Recorder(parameters, size, self.repeats, keep_graph)
 
     @property
     def n_outputs(self) -> int:
-        """Of the network, per example."""
+        """Outputs of the network per example."""
         return self.output_shape[1:].numel()
 
-    def leftover_layout(self, name: str) -> Layout:
+    def parameter_layout(self, name: str) -> Layout:
+        """The place of a whole parameter in the flat vector."""
         shape = self.subset.shapes[self.subset.names.index(name)]
         return Layout.vector([(self.subset.starts[name], shape.numel())])
 
     def describe(self, rows: ParameterRows) -> str:
-        """The parameter's name, and which rows of it if they are not all."""
+        """The parameter's name, with the range of rows unless it is complete."""
         whole = rows.stop - rows.start == self.subset.shapes[self.subset.names.index(rows.name)][0]
         return rows.name if whole else f"{rows.name}[{rows.start}:{rows.stop}]"
 
     def match(self, f: Tensor, calls: list[Call], parameters: dict[str, nn.Parameter]) -> Matched:
-        """The calls of each site in the forward pass that ended in `f`, with the rows of each example."""
+        """The calls of each layer in the forward pass that ended in `f`, with the rows of each example."""
         nodes = uses(f)
-        known = {site.key for site in self.sites}
-        # A call whose output does not reach f would dilute a Kronecker block's mean over inputs.
-        calls = [call for call in calls if call.key in known and call.edge.node in nodes]
-        covered = {rows.name: parameters[rows.name] for site in self.sites for rows in site.parameters}
+        by_key: dict[Any, list[Call]] = {layer.key: [] for layer in self.layers}
+        # A call that does not reach f would dilute a Kronecker block's mean over inputs.
+        calls = [call for call in calls if call.key in by_key and call.edge.node in nodes]
+        covered = {rows.name: parameters[rows.name] for layer in self.layers for rows in layer.parameters}
         for name in _used_elsewhere(nodes, calls, covered):
             raise CurvatureError(
-                f"{name}: this batch uses the parameter in another way than the first examples did; the network's path "
-                "must not depend on the data so, or leave this parameter out of the subset"
+                f"{name}: this batch uses the parameter in another way than the first examples did; make the network's "
+                "path independent of the data, or leave this parameter out of the subset"
             )
         calls = [call for call in calls if call.output_shape.numel()]
         for call in calls:
             call.check_input()
         plain = keeps_rows(nodes, len(f))
-        by_key: dict[Any, list[Call]] = {key: [] for key in known}
         mixed = []
         for call, rows in zip(calls, find_rows(f, calls, plain), strict=True):
             if rows is None:
@@ -153,22 +156,22 @@ class Plan:
             else:
                 by_key[call.key].append(replace(call, rows=rows))
         reached = parameter_uses(nodes)
-        leftovers = tuple(name for name in self.leftovers if id(parameters[name]) in reached)
-        return Matched([by_key[site.key] for site in self.sites], leftovers, tuple(dict.fromkeys(mixed)), plain)
+        unmatched = tuple(name for name in self.unmatched_parameters if id(parameters[name]) in reached)
+        return Matched(list(by_key.values()), unmatched, tuple(dict.fromkeys(mixed)), plain)
 
 
 def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     """Trace `network`, which must be borrowed (see `network.borrowed`), on a few examples of `x`."""
     parameters = subset.parameters(network)
-    # Of examples that are computed together, one alone has rows of its own.
-    together = isinstance(x, inputs.Together)
-    few = inputs.few(network, x, 1 if together else max(3, min(inputs.batch_size(x), PROBE)))
+    # A row of a whole input is not independent of the others; one alone owns all rows.
+    whole = isinstance(x, inputs.WholeInput)
+    few = inputs.few(network, x, 1 if whole else max(3, min(inputs.batch_size(x), PROBE)))
     f, recorder = _record(network, few, parameters)
     calls = recorder.calls
     check_output(f, inputs.batch_size(few))
     check_finite(f, few, 0)
     with torch.no_grad():
-        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 1 if together else 2)), f)
+        check_examples_apart(network, inputs.call(network, inputs.few(network, x, 1 if whole else 2)), f)
     for call in calls:
         call.check_input()
     nodes = uses(f)
@@ -181,23 +184,23 @@ def make_plan(network: nn.Module, x: Any, subset: Subset) -> Plan:
     mixed = {call.key for call, rows in zip(calls, rows_of_calls, strict=True) if rows is None}
     roles = {call.key: call for call in calls}
     used = [rows for call in roles.values() for rows in call.parameters]
-    sites = [
-        Site(call.kind, call.weight, call.bias, call.layer.kronecker, _layout(call, subset))
+    layers = [
+        LayerUse(call.kind, call.weight, call.bias, call.layer.kronecker, _layout(call, subset))
         for key, call in roles.items()
-        # Not one weight in two roles, such as an embedding tied to the output layer.
+        # A weight must not have two roles, as an embedding tied to the output layer has.
         if key not in mixed and all(sum(map(rows.overlaps, used)) == 1 for rows in call.parameters)
     ]
-    wrong |= _disagreeing(subset, sites, calls, grads, true)
-    sites = _without(sites, wrong, parameters)
-    covered = {rows.name for site in sites for rows in site.parameters}
-    keys = {site.key for site in sites}
+    wrong |= _disagreeing(subset, layers, calls, grads, true)
+    layers = _without(layers, wrong, parameters)
+    covered = {rows.name for layer in layers for rows in layer.parameters}
+    keys = {layer.key for layer in layers}
     n_activations = sum(call.output_shape.numel() for call in calls if call.key in keys) // len(f)
-    leftovers = tuple(name for name in subset.names if name not in covered)
-    return Plan(subset, tuple(sites), leftovers, f.shape, n_activations, recorder.repeats)
+    unmatched = tuple(name for name in subset.names if name not in covered)
+    return Plan(subset, tuple(layers), unmatched, f.shape, n_activations, recorder.repeats)
 
 
 def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Recorder]:
-    """The forward pass, with shared embeddings repeated where that changes no output."""
+    """The forward pass, with shared embeddings repeated for each example if that changes no output."""
     size = inputs.batch_size(x)
     with Recorder(parameters, size) as recorder:
         f = inputs.call(network, x)
@@ -206,16 +209,15 @@ def _record(network: nn.Module, x: Any, parameters: dict[str, nn.Parameter]) -> 
     try:
         with Recorder(parameters, size, frozenset(recorder.shared)) as repeating:
             g = inputs.call(network, x)
-    except Exception:  # the network does not broadcast them, and may say so by any error
+    except Exception:  # a network that does not broadcast them may raise anything
         return f, recorder
     same = isinstance(g, Tensor) and g.shape == f.shape and torch.allclose(g, f)
     return (g, repeating) if same else (f, recorder)
 
 
 def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
-    """The names of the last layer's parameters: those of the last call before the output that has a rule."""
-    parameters = dict(network.named_parameters())
-    with Recorder(parameters) as recorder:
+    """The parameter names of the last layer: the last recorded call that the output depends on."""
+    with Recorder(dict(network.named_parameters())) as recorder:
         f = inputs.call(network, inputs.few(network, x, 1))
     check_output(f, 1)
     reached = uses(f)
@@ -223,23 +225,23 @@ def find_last_layer(network: nn.Module, x: Any) -> tuple[str, ...]:
         if call.layer.kronecker and call.edge.node in reached:
             return tuple(dict.fromkeys(rows.name for rows in call.parameters))
     raise SubsetError(
-        f"found no last layer in {type(network).__name__}: its output depends on no linear, convolution or embedding "
+        f"found no last layer in {network_name(network)}: its output depends on no linear, convolution or embedding "
         "layer; name the parameters instead"
     )
 
 
-def describe(sites: list[tuple[str, str]]) -> None:
-    """One log line that says which parameter got which block."""
-    blocks: dict[str, list[str]] = {}
-    for name, block in sites:
-        blocks.setdefault(block, []).append(name)
-    logger.info("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in blocks.items()))
+def describe(blocks: list[tuple[str, str]]) -> None:
+    """Log which parameter gets which kind of block."""
+    names_of: dict[str, list[str]] = {}
+    for name, block in blocks:
+        names_of.setdefault(block, []).append(name)
+    logger.info("curvature blocks: %s", "; ".join(f"{block}: {', '.join(names)}" for block, names in names_of.items()))
 
 
 def _random_gradients(
     f: Tensor, calls: list[Call], parameters: dict[str, nn.Parameter]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """A random combination of all outputs, back-propagated to every layer and every parameter."""
+    """The gradients of a random combination of all outputs at every layer's output and every parameter."""
     cotangent = random_numbers(*f.shape, like=f)
     wanted: list[Any] = [*(call.edge for call in calls), *parameters.values()]
     shapes = [*(call.output_shape for call in calls), *(p.shape for p in parameters.values())]
@@ -253,21 +255,21 @@ def _random_gradients(
 
 def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dict[str, nn.Parameter]) -> set[str]:
     """The parameters that a graph uses more often than the recorded calls do."""
-    seen = Counter(rows.name for call in calls if call.edge.node in nodes for rows in call.parameters)
+    recorded = Counter(rows.name for call in calls if call.edge.node in nodes for rows in call.parameters)
     total = parameter_uses(nodes)
-    return {name for name, p in parameters.items() if total[id(p)] > seen[name]}
+    return {name for name, p in parameters.items() if total[id(p)] > recorded[name]}
 
 
-def _without(sites: list[Site], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[Site]:
-    """The sites that use no wrong parameter, nor one of which the sites that remain cover only some rows."""
+def _without(layers: list[LayerUse], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[LayerUse]:
+    """The layers without wrong parameters, and without parameters of which they would cover only some rows."""
     while True:
-        sites = [site for site in sites if not any(rows.name in wrong for rows in site.parameters)]
+        layers = [layer for layer in layers if not any(rows.name in wrong for rows in layer.parameters)]
         covered: Counter[str] = Counter()
-        for site in sites:
-            covered.update({rows.name: rows.stop - rows.start for rows in site.parameters})
+        for layer in layers:
+            covered.update({rows.name: rows.stop - rows.start for rows in layer.parameters})
         wrong = {name for name, rows in covered.items() if rows < len(parameters[name])}
         if not wrong:
-            return sites
+            return layers
 
 
 def _layout(call: Call, subset: Subset) -> Layout:
@@ -282,19 +284,19 @@ def _layout(call: Call, subset: Subset) -> Layout:
 
 
 def _disagreeing(
-    subset: Subset, sites: list[Site], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]
+    subset: Subset, layers: list[LayerUse], calls: list[Call], grads: list[Tensor], true: dict[str, Tensor]
 ) -> set[str]:
-    """The parameters that get from the rules another gradient of all examples together than from autograd."""
-    first = next(iter(true.values()))
+    """The parameters whose gradient, summed over examples, differs between the rules and autograd."""
     widest = max((g.dtype for g in true.values()), key=lambda dtype: torch.finfo(dtype).bits)
-    flat = first.new_zeros(subset.full_size, dtype=torch.promote_types(widest, torch.float32))
-    for site in sites:
-        total = flat.new_zeros(site.layout.size)
+    like = next(iter(true.values()))
+    flat = like.new_zeros(subset.full_size, dtype=torch.promote_types(widest, torch.float32))
+    for layer in layers:
+        total = flat.new_zeros(layer.layout.size)
         for call, g in zip(calls, grads, strict=True):
-            if call.key == site.key:
-                apart = replace(call, rows=PLAIN if isinstance(call.layer, Patched) else all_rows(call))
-                total += site.jacobian([apart], site.gradients([apart], [g.unsqueeze(0)]))[0].sum(0)
-        site.layout.scatter(total, flat)
+            if call.key == layer.key:
+                alone = replace(call, rows=PLAIN if isinstance(call.layer, Patched) else all_rows(call))
+                total += layer.jacobian([alone], layer.gradients([alone], [g.unsqueeze(0)]))[0].sum(0)
+        layer.layout.scatter(total, flat)
     parts = flat.split([g.numel() for g in true.values()])
     sums = {name: part.view_as(g) for (name, g), part in zip(true.items(), parts, strict=True)}
     return {name for name, close in agree(sums, true).items() if not close}

@@ -1,7 +1,7 @@
-"""Watch a network run, and keep each layer's input and the edge of its output in the graph.
+"""`Recorder`: record the layers that a network calls, with each layer's input and the graph edge of its output.
 
-Module hooks miss weights that are used through functional calls (`F.linear(x, self.w)`, the packed projections of
-`nn.MultiheadAttention`). A `TorchFunctionMode` sees every such call with the very parameter as its argument.
+Module hooks miss weights that are used by functional calls, such as `F.linear(x, self.w)` or the packed projections of
+`nn.MultiheadAttention`. A `TorchFunctionMode` sees every such call with the parameter itself as an argument.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from torch.overrides import TorchFunctionMode
 from lightning_bayes.jacobian.functional_calls import bind, layer_arguments, make_layer
 from lightning_bayes.jacobian.layers import PLAIN, Layer, Rows
 from lightning_bayes.network import CurvatureError
+from lightning_bayes.network.private import write_count
 
 _ATTENTION = F.multi_head_attention_forward
 
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """A tensor as an operation saw it: what overwrites it in place afterwards makes a later reading of it wrong."""
+    """A tensor as an operation saw it. If it is overwritten in place later, its values must not be used."""
 
     tensor: Tensor
     number: int
 
     @staticmethod
     def of(t: Tensor) -> Version:
-        return Version(t, _writes(t))
+        return Version(t, write_count(t))
 
     @property
     def overwritten(self) -> bool:
-        return _writes(self.tensor) != self.number
+        return write_count(self.tensor) != self.number
 
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """The rows `start:stop` of a parameter, which may be packed with others' in one tensor."""
+    """The rows `start:stop` of a parameter, which may pack the weights of several layers."""
 
     name: str
     start: int
@@ -53,9 +54,9 @@ class ParameterRows:
 
 @dataclass(frozen=True)
 class Role:
-    """The parameters that a layer uses, as far as they are tracked, and what for."""
+    """A kind of layer, with the tracked parameters that it uses as its weight and bias."""
 
-    kind: str  # of layer
+    kind: str
     weight: ParameterRows | None
     bias: ParameterRows | None
 
@@ -74,34 +75,35 @@ class Role:
 
 @dataclass(frozen=True)
 class Call(Role):
-    """One use of a layer: what it is, its input, and the edge of its output in the graph."""
+    """One call of a layer, with its input and the edge of its output in the graph."""
 
     layer: Layer
     edge: GradientEdge
     output_shape: torch.Size
-    input: Version  # which must not be overwritten before it is used
-    rows: Rows = PLAIN  # of the output, by example
+    input: Version  # must not be overwritten before it is used
+    rows: Rows = PLAIN  # which rows of the output belong to which example
 
     @property
     def row_dims(self) -> int:
-        """How many of the output's first dimensions count rows."""
+        """The number of leading output dimensions that index rows."""
         return self.layer.row_dims(len(self.output_shape))
 
     def check_input(self) -> None:
         if self.weight is not None and self.input.overwritten:  # a bias needs no input
             raise CurvatureError(
-                f"{self.name}: the layer's input was overwritten in place after the layer had used it; "
-                "replace the in-place operation on it by one that makes a new tensor"
+                f"{self.name}: the layer's input was overwritten in place after the layer had used it: replace the "
+                "in-place operation by one that makes a new tensor"
             )
 
 
 class Recorder(TorchFunctionMode):
-    """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter. It holds
-    no output and asks nothing of other operations, so that a fit takes the time and memory of autograd alone.
+    """`with Recorder(parameters) as recorder: f = network(x)` records the calls that use a tracked parameter.
 
-    Of a batch of `size` examples, `shared` names the embeddings that all of them share, as those of positions. The ones
-    in `repeats` are repeated for each, so that each has rows of its own; a network that does not broadcast them cannot
-    be run like this. The layers' inputs have no graph, unless it is kept (`keep_graph`).
+    It stores no outputs and does not touch other operations, so a fit needs only the time and memory of autograd.
+
+    After a batch of `size` examples, `shared` names the embeddings that all examples share, such as those of positions.
+    The ones in `repeats` are repeated for each example, which then has its own rows; the network must broadcast them.
+    The layers' inputs are detached unless `keep_graph` is set.
     """
 
     def __init__(
@@ -140,19 +142,19 @@ class Recorder(TorchFunctionMode):
     def _record(
         self, func: Any, arguments: dict[str, Any], z: Tensor, weight: ParameterRows | None, bias: ParameterRows | None
     ) -> None:
-        # A call under no_grad, or of a form without a rule, is left to the exact per-example gradients.
+        # A call under no_grad, or without a rule, is left to the exact per-example gradients.
         if (
             (weight or bias)
             and z.requires_grad
             and not z.is_nested
             and (layer := make_layer(func, arguments, self._keep_graph)) is not None
         ):
-            # The edge, not the tensor: an in-place activation may overwrite z, and z would take memory.
+            # Keep the edge, not z: an in-place activation may overwrite z, and z would take memory.
             edge, x = get_gradient_edge(z), arguments["input"]
             self.calls.append(Call(layer.kind, weight, bias, layer, edge, z.shape, Version.of(x)))
 
     def _shared_table(self, arguments: dict[str, Any]) -> str | None:
-        """The name of an embedding whose rows are of no one example."""
+        """The name of an embedding whose rows belong to no single example."""
         rows, ids = self._rows(arguments["weight"]), arguments["input"]
         if self._size == 1 or rows is None:
             return None
@@ -164,8 +166,8 @@ class Recorder(TorchFunctionMode):
         return None if parameter is None or name is None else ParameterRows(name, *rows.indices(len(parameter))[:2])
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
-        """Four linear layers around an attention without parameters. The inner call gets identity projections, which
-        change no number, so that masks and options stay PyTorch's."""
+        """Attention as four linear layers around a call without parameters. PyTorch still handles masks and options:
+        the inner call gets identity projections, which change no number."""
         bound = bind(_ATTENTION, args, kwargs)
         a = bound.arguments
         E = a["embed_dim_to_check"]
@@ -184,13 +186,8 @@ class Recorder(TorchFunctionMode):
     def _linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: slice = slice(None), biased: slice = slice(None)
     ) -> Tensor:
-        """With some rows of the weight and of the bias."""
+        """A linear layer with selected rows of the weight and of the bias."""
         part = weight if out == slice(None) else weight[out]
         z = F.linear(x, part, bias if bias is None or biased == slice(None) else bias[biased])
         self._record(F.linear, {"input": x, "weight": part}, z, self._rows(weight, out), self._rows(bias, biased))
         return z
-
-
-def _writes(t: Tensor) -> int:
-    """PyTorch counts the writes into a tensor, but not into one of inference mode."""
-    return -1 if t.is_inference() else t._version

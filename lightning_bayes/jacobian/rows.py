@@ -1,12 +1,12 @@
-"""The Jacobian of a chunk of columns for the entries of a subset, `[K, B, P]`, put together layer by layer.
+"""The Jacobian rows of a chunk of columns for the entries of a subset, `[K, B, P]`, assembled layer by layer.
 
-Of a subnetwork, the gradient of a whole layer is never formed. With the inputs `a` and output gradients `g` of a layer
-(format in `layers`), the weight from input `i` to output `o` of group `γ` has the gradient
+A subnetwork never needs the gradient of a whole layer. With a layer's inputs `a` and output gradients `g` (format in
+`layers`), the weight from input `i` to output `o` of group `γ` has the gradient
 
     J[k, b] = Σ_t g[k, γ, b, t, o] · a[γ, b, t, i],
 
-so that `n` chosen weights take their `n` columns of `g` and of `a`. Where the chosen weights fill a good part of the
-rectangle of their inputs and outputs, one matrix product over that rectangle is faster.
+so `n` chosen weights need `n` columns of `g` and of `a`. If they fill a good part of the rectangle of their inputs and
+outputs, one matrix product over that rectangle is faster.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.structures import Layout, layer_jacobian
 
-FILLED = 1 / 16  # the share of a rectangle from which on a matrix product over it is faster than single entries
+FILLED = 1 / 16  # the share of the rectangle at which its matrix product becomes faster than single entries
 
 
 class JacobianRows:
-    """`begin_chunk`, then `add_site` and `add_leftover` for all layers, fill `rows` `[K, B, P]`."""
+    """`begin_chunk`, then `add_layer` and `add_parameter` for all layers and other parameters, fill `rows`
+    `[K, B, P]`."""
 
     def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
         self._plan, self._dtype, self._device = plan, dtype, device
@@ -37,18 +38,18 @@ class JacobianRows:
     def begin_chunk(self, columns: int, examples: int) -> None:
         self.rows = torch.zeros(columns, examples, self._plan.subset.size, dtype=self._dtype, device=self._device)
 
-    def add_site(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
-        site = self._plan.sites[index]
-        g = site.gradients(calls, grads).to(self._dtype)
+    def add_layer(self, index: int, calls: list[Call], grads: list[Tensor]) -> None:
+        layer = self._plan.layers[index]
+        g = layer.gradients(calls, grads).to(self._dtype)
         if self._mask is None:
-            site.layout.scatter(site.jacobian(calls, g), self.rows)
+            layer.layout.scatter(layer.jacobian(calls, g), self.rows)
         else:
-            chosen = self._chosen_in(site.layout, self._mask)
-            if len(chosen.places):  # of weights packed in one parameter, a layer may have none
-                chosen.put(site.inputs_at(calls, chosen.columns, g), g, self.rows)
+            chosen = self._chosen_in(layer.layout, self._mask)
+            if len(chosen.places):  # a layer whose weights are packed with others may have none
+                chosen.put(layer.inputs_at(calls, chosen.columns, g), g, self.rows)
 
-    def add_leftover(self, name: str, J: Tensor, examples: slice) -> None:
-        layout, rows = self._plan.leftover_layout(name), self.rows[:, examples]
+    def add_parameter(self, name: str, J: Tensor, examples: slice) -> None:
+        layout, rows = self._plan.parameter_layout(name), self.rows[:, examples]
         if self._mask is None:
             layout.scatter(J.to(self._dtype), rows)
         else:
@@ -63,14 +64,14 @@ class JacobianRows:
 
 @dataclass(frozen=True, eq=False)
 class ChosenWeights:
-    """Those of a subnetwork that belong to one layer; its outputs and inputs are numbered among the chosen ones."""
+    """The weights of a subnetwork in one layer, with their outputs and inputs numbered among the chosen ones."""
 
     places: Tensor  # [n] in the flat vector of the subnetwork
     group: Tensor  # [n]
     row: Tensor  # [n] index into `rows`
     column: Tensor  # [n] index into `columns`
-    rows: Tensor  # the layer's outputs that a chosen weight leads to, in order
-    columns: Tensor  # its inputs that a chosen weight comes from, in order; the bias is the last input of all
+    rows: Tensor  # sorted outputs of the layer that have a chosen weight
+    columns: Tensor  # sorted inputs of the layer that have a chosen weight; the bias is the last input
 
     @staticmethod
     def of(layout: Layout, mask: Tensor) -> ChosenWeights:
@@ -94,7 +95,7 @@ class ChosenWeights:
         return ChosenWeights(torch.cat(places), torch.cat(groups), row_index, column_index, row_numbers, column_numbers)
 
     def put(self, a: Tensor, g: Tensor, into: Tensor) -> None:
-        """# a [G, B, T, i] of the columns, g [K, G, B, T, O] of all rows, into [K, B, P]"""
+        """# a [G, B, T, i] at the chosen columns, g [K, G, B, T, O] at all rows, into [K, B, P]"""
         K, G, B, T, _ = g.shape
         n, rectangle = len(self.places), G * len(self.rows) * len(self.columns)
         g = g if len(self.rows) == g.shape[-1] else g.index_select(-1, self.rows)

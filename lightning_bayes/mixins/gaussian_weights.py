@@ -32,7 +32,7 @@ from lightning_bayes.mixins.options import (
 from lightning_bayes.mixins.step_checks import StepChecks
 from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.output import Output, viewed
+from lightning_bayes.network.output import Output, wrap_output
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.fingerprint import fingerprint
@@ -120,7 +120,7 @@ class GaussianWeights:
         return [p for p in self.module.parameters() if p.requires_grad and id(p) not in log_σ]
 
     def posterior(self) -> GaussianPosterior:
-        network = viewed(unwrap(self.network), self.read_as)
+        network = wrap_output(unwrap(self.network), self.read_as)
         log_σ = {id(μ): l for μ, l in self.pairs().values()}
         weights = {name: p for name, p in network.named_parameters() if id(p) in log_σ}
         with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be differentiated later

@@ -1,10 +1,10 @@
 """What is wrong with a training step, noted on the device: a look at a number makes the host wait.
 
 Each step notes whether an output is NaN, a target impossible, or the returned loss not the mean negative log-likelihood
-of the outputs. The notes are looked at in the first step, every `EVERY` steps, and at the end of an epoch. Until then
-a step with which something is wrong has a gradient of zero, so that weights stay as good as they were. What only the
-loss's graph shows is checked in the steps with a look: that the loss depends on parameters through the outputs alone,
-and on the outputs as the likelihood does.
+of the outputs. The notes are looked at in the first step, every `CHECK_INTERVAL` steps, and at the end of an epoch.
+Until then a step with which something is wrong has a gradient of zero, so that weights stay as good as they were. What
+only the loss's graph shows is checked in the steps with a look: that the loss depends on parameters through the outputs
+alone, and on the outputs as the likelihood does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import some
-from lightning_bayes.jacobian.checks import EVERY, FirstWrong, check_fit, wrong_in
+from lightning_bayes.jacobian.checks import CHECK_INTERVAL, FirstWrong, check_fit, wrong_in
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
 from lightning_bayes.trainer.loss_check import SAME_SCALE, compare_gradients, explain, mean_nll
@@ -37,7 +37,7 @@ class StepChecks:
     @property
     def looks_now(self) -> bool:
         """Whether the step that runs is one in which numbers are looked at."""
-        return self._n_steps % EVERY == 0
+        return self._n_steps % CHECK_INTERVAL == 0
 
     def add(self, f: Tensor, y: Tensor, loss: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the targets, zero where they are wrong, and whether anything is. `loss` is to be the mean NLL."""
@@ -63,7 +63,7 @@ class StepChecks:
 
     def look(self) -> None:
         """Raise what was wrong with the first bad step since the last look."""
-        numbers = self._wrong.look()
+        numbers = self._wrong.read()
         if numbers is None:
             return
         is_nan, is_impossible, target, loss, nll = numbers

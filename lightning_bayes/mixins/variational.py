@@ -16,7 +16,7 @@ from torch import nn
 from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights
 from lightning_bayes.mixins.log_sigma import LogSigma, MixinBase
 from lightning_bayes.mixins.options import options_from, plain
-from lightning_bayes.network.output import unviewed
+from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -119,4 +119,8 @@ class VariationalCallback(PosteriorCallback):
 
 
 def _same_place(a: GaussianPosterior, b: GaussianPosterior) -> bool:
-    return unviewed(a.network) is unviewed(b.network) and a.subset.names == b.subset.names and a.device == b.device
+    return (
+        unwrap_output(a.network) is unwrap_output(b.network)
+        and a.subset.names == b.subset.names
+        and a.device == b.device
+    )

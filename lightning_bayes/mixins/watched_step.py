@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.mixins.step_checks import StepError, explicitly
 from lightning_bayes.network import inputs
-from lightning_bayes.network.borrowed import Buffers, RandomState, kept_buffers, preserved_rng, refuse_recomputation
+from lightning_bayes.network.borrowed import Buffers, RandomState, kept_buffers, preserved_rng
 from lightning_bayes.network.output import Output
+from lightning_bayes.network.private import refuse_recomputation
 from lightning_bayes.trainer.loss_check import mean_nll
 from lightning_bayes.trainer.module import call_step, split_batch
 

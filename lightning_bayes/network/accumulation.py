@@ -1,4 +1,4 @@
-"""Where sums and decompositions in float64 are computed: on the device, or on the host if the device has no float64."""
+"""Float64 sums and decompositions: on the device, or on the host if the device lacks float64 (Apple's MPS)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @cache
 def float64_device(device: torch.device) -> torch.device:
-    """The device itself if it has float64, else the CPU. Apple's MPS has none."""
+    """`device` if it supports float64, else the CPU."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -20,32 +20,33 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def in_float64(t: Tensor) -> Tensor:
-    """`t` in float64; on the host if its device has no float64, where the copy must come before the cast."""
+    """`t` in float64. If its device lacks float64, `t` is copied to the host before the cast."""
     return t.to(float64_device(t.device)).double()
 
 
 def widest(t: Tensor) -> Tensor:
-    """`t` in float64, or in float32 if its device has no float64: for a training step, which must not wait for a copy
-    to the host."""
+    """`t` in float64, or in float32 if its device lacks float64: a training step must not wait for a copy to the
+    host."""
     return t.double() if float64_device(t.device) == t.device else t.float()
 
 
 def cast_like(t: Tensor, like: Tensor) -> Tensor:
-    """`t.to(like)`, which a device without float64 can follow both ways: the gradient goes back by the same steps."""
+    """`t.to(like)` in an order that never creates float64 on a device without it, in the backward pass either."""
     if like.dtype == torch.float64:
         return t.to(like.device).to(like.dtype)
     return t.to(like.dtype).to(like.device)
 
 
 def number_like(number: Any, like: Tensor) -> Tensor:
-    """A number or tensor as a tensor in the dtype and on the device of `like`."""
+    """A number or tensor as a tensor with the dtype and device of `like`."""
     if isinstance(number, Tensor):
         return cast_like(number, like)
     return torch.as_tensor(number, dtype=like.dtype, device=like.device)
 
 
 def running_sum(t: Tensor, dim: int) -> Tensor:
-    """`t.cumsum(dim)`; on the host under `torch.use_deterministic_algorithms`, for which CUDA has no kernel."""
+    """`t.cumsum(dim)`. CUDA has no deterministic kernel, so the host computes it if
+    `torch.use_deterministic_algorithms` is on."""
     if torch.are_deterministic_algorithms_enabled() and t.device.type != "cpu":
         return t.cpu().cumsum(dim).to(t.device)
     return t.cumsum(dim)

@@ -1,8 +1,7 @@
-"""The user's module is borrowed: what is changed to look inside it is put back, also after an exception.
+"""Borrow the user's module: change what a computation needs, and restore it afterwards, also after an exception.
 
-A network at other weights for a moment: in place, or in one functional call.
-
-A guard against activation checkpointing, where running a layer again in the backward pass would be wrong.
+`borrowed` prepares a network for curvature and prediction; `at_weights` and `call_with` run it at other weights, in
+place or in one functional call. `RandomState` and `Buffers` restore the remaining state that a run may change.
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules import module as module_hooks
-from torch.utils import checkpoint
 
+from lightning_bayes.network import private
 from lightning_bayes.network.processes import local, reshard
 from lightning_bayes.network.subset import copies
 
 
 def unwrap(network: nn.Module) -> nn.Module:
-    """The module behind `torch.compile`, whose parameters have the names that its author gave them."""
-    return getattr(network, "_orig_mod", network)
+    """The module behind `torch.compile`."""
+    return private.uncompiled(network)
 
 
 @contextmanager
 def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
-    """Eval mode, gradients for the `tracked` parameters only, plain kernels, and no trace left behind.
+    """Eval mode, gradients for the `tracked` parameters only, and plain kernels.
 
-    Hooks that may change gradients, as training does with clipping, are suspended. Forward hooks are part of the
-    function, and stay.
-    Frozen parameters get no graph, so that a last layer costs no backward pass through the rest. Attention runs on the
-    math kernel, and without `nn.MultiheadAttention`'s fused fast path, because the fused ones hide their projections
-    and cannot be differentiated for many outputs at a time. Autocast is off: curvature squares what it rounds.
+    - Hooks on gradients, such as clipping, belong to training and are suspended. Forward hooks are part of the function
+      and stay.
+    - Frozen parameters get no graph, so a last layer needs no backward pass through the rest.
+    - Attention uses the math kernel without the fast path of `nn.MultiheadAttention`: fused kernels hide their
+      projections and cannot be differentiated for many outputs at once.
+    - Autocast is off, because curvature squares its rounding errors.
     """
     names = set(tracked)
     parameters = dict(network.named_parameters())
+    device = next((p.device for p in parameters.values()), None)
     with ExitStack() as stack:
         modules = list(network.modules())
         stack.callback(_restore_modes, modules, [module.training for module in modules])
@@ -54,14 +54,13 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
                 for option in ("sparse", "scale_grad_by_freq"):
                     stack.callback(setattr, module, option, getattr(module, option))
                     setattr(module, option, False)
-        for hooks in _gradient_hooks(modules, parameters.values()):
-            stack.enter_context(_emptied(hooks))
-        stack.callback(_require, list(parameters.values()), [p.requires_grad for p in parameters.values()])
-        stack.enter_context(preserved_rng(next((p.device for p in parameters.values()), None)))
+        for hooks in private.gradient_hooks(modules, parameters.values()):
+            stack.enter_context(_suspended(hooks))
+        stack.callback(_require_grad, list(parameters.values()), [p.requires_grad for p in parameters.values()])
+        stack.enter_context(preserved_rng(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        device = next((p.device.type for p in parameters.values()), "cpu")
-        stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.autocast("cpu" if device is None else device.type, enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
@@ -70,24 +69,13 @@ def borrowed(network: nn.Module, tracked: Iterable[str]) -> Iterator[None]:
             # cuDNN's recurrent kernels have no backward in eval mode.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         network.eval()
-        _require(parameters.values(), [name in names for name in parameters])
+        _require_grad(parameters.values(), [name in names for name in parameters])
         yield
 
 
-def _gradient_hooks(modules: list[nn.Module], parameters: Iterable[nn.Parameter]) -> list[dict[int, Any]]:
-    """The dictionaries of hooks on gradients. They are private, but torch has no public way to list or suspend hooks,
-    and the handles that users hold refer to them."""
-    found: list[Any] = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
-    for module in modules:
-        found += module._backward_hooks, module._backward_pre_hooks
-    for p in parameters:
-        found += p._backward_hooks, p._post_accumulate_grad_hooks
-    return [hooks for hooks in found if hooks]
-
-
 @contextmanager
-def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
-    """Without the hooks, which come back in their order."""
+def _suspended(hooks: dict[int, Any]) -> Iterator[None]:
+    """Remove the hooks, and put them back in order, before any that were added in the meantime."""
     suspended = dict(hooks)
     hooks.clear()
     try:
@@ -99,21 +87,21 @@ def _emptied(hooks: dict[int, Any]) -> Iterator[None]:
 
 
 def _restore_modes(modules: list[nn.Module], training: list[bool]) -> None:
-    for module, was in zip(modules, training, strict=True):
-        if module.training != was:
-            module.training = was
+    for module, was_training in zip(modules, training, strict=True):
+        if module.training != was_training:
+            module.training = was_training
 
 
-def _require(parameters: Iterable[nn.Parameter], wanted: list[bool]) -> None:
-    for p, gradient in zip(parameters, wanted, strict=True):
-        if p.requires_grad != gradient:
-            p.requires_grad_(gradient)
+def _require_grad(parameters: Iterable[nn.Parameter], required: list[bool]) -> None:
+    for p, requires_grad in zip(parameters, required, strict=True):
+        if p.requires_grad != requires_grad:
+            p.requires_grad_(requires_grad)
 
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """A shuffling loader or a random transform draws from the global generators: give them back as they were, those of
-    the host and of the network's `device`. No other device is touched: a first look initialises it."""
+    """Restore the global generators, from which a shuffling loader or a random transform may draw: those of the host
+    and of the network's `device`. Reading the state of any other device would initialise it."""
     before = RandomState.now(device)
     try:
         yield
@@ -123,7 +111,7 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The global generators of Python, numpy and torch at one moment, on the host and on one device."""
+    """The state of the global generators of Python, NumPy and PyTorch, on the host and on one device."""
 
     python: Any
     numpy: Any
@@ -134,13 +122,13 @@ class RandomState:
     @staticmethod
     def now(device: torch.device | None) -> RandomState:
         numpy: Any = sys.modules.get("numpy")
-        getter = getattr(_module_of(device), "get_rng_state", None)  # the CPU and the meta device have none
+        getter = getattr(_device_module(device), "get_rng_state", None)  # the CPU and the meta device have none
         return RandomState(
             random.getstate(),
             numpy.random.get_state() if numpy else None,
             torch.get_rng_state(),
             device,
-            None if getter is None else getter(*_named(getter, device)),
+            None if getter is None else getter(*_device_argument(getter, device)),
         )
 
     def restore(self) -> None:
@@ -149,22 +137,22 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.of_device is not None:
-            setter = _module_of(self.device).set_rng_state
-            setter(self.of_device, *_named(setter, self.device, 1))
+            setter = _device_module(self.device).set_rng_state
+            setter(self.of_device, *_device_argument(setter, self.device, 1))
 
 
-def _module_of(device: torch.device | None) -> Any:
-    """What `torch.cuda` is to CUDA; None where there is none."""
+def _device_module(device: torch.device | None) -> Any:
+    """`torch.cuda` for a CUDA device, and so on; None if there is no such module."""
     return None if device is None else getattr(torch, device.type, None)
 
 
-def _named(function: Any, device: torch.device | None, before: int = 0) -> tuple[Any, ...]:
-    """The device as an argument; `torch.mps`, which has one device, takes none."""
+def _device_argument(function: Any, device: torch.device | None, before: int = 0) -> tuple[Any, ...]:
+    """The device, or nothing for `torch.mps`, whose functions take no device."""
     return (device,) if len(inspect.signature(function).parameters) > before else ()
 
 
 def generator_on(device: torch.device) -> torch.Generator:
-    """A new generator of that device, or of the CPU if the device has none."""
+    """A new generator on the device, or on the CPU if the device has none."""
     try:
         return torch.Generator(device)
     except RuntimeError:
@@ -172,14 +160,28 @@ def generator_on(device: torch.device) -> torch.Generator:
 
 
 def copied_generator(device: torch.device) -> torch.Generator:
-    """A generator that goes on as the device's global one would."""
+    """A generator that continues like the device's global one."""
     now, generator = RandomState.now(device), generator_on(device)
     return generator.set_state(now.cpu if now.of_device is None else now.of_device)
 
 
+class Buffers:
+    """The values of a module's buffers, to be restored later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        owned = [(m, name, b) for m in module.modules() for name, b in private.own_buffers(m).items() if b is not None]
+        self._saved = [(owner, name, buffer, buffer.detach().clone()) for owner, name, buffer in owned]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write into the original tensors, also if the network has replaced them."""
+        for owner, name, buffer, value in self._saved:
+            private.own_buffers(owner)[name] = buffer.copy_(value)
+
+
 @contextmanager
 def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
-    """Put buffers back: a batch norm's statistics move once per step, however often the network runs."""
+    """Restore buffers: batch norm statistics must be updated once per step, even if the network runs more often."""
     buffers = Buffers(module) if keep else None
     try:
         yield
@@ -188,30 +190,17 @@ def kept_buffers(module: nn.Module, keep: bool = True) -> Iterator[None]:
             buffers.restore()
 
 
-class Buffers:
-    """The values of a module's buffers at one moment, which can be put back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        present = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        self._saved = [(owner, name, buffer, buffer.detach().clone()) for owner, name, buffer in present]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for owner, name, buffer, value in self._saved:
-            owner._buffers[name] = buffer.copy_(value)  # where the network has put another tensor, the first one
-
-
 def eager() -> AbstractContextManager[Any]:
-    """Sub-modules compiled in place run uncompiled: a compiled graph shows no layers."""
+    """Run compiled submodules uncompiled: a compiled graph hides the layers."""
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 @contextmanager
 def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Add `moves` to the parameters in place, and put the parameters back bit by bit.
+    """Add `moves` to the parameters in place, and restore the parameters bit by bit.
 
-    A backward pass reads weights too, and activation checkpointing runs the network again in it, so it must end inside
-    the context. Of a parameter that is sharded over processes, the move is that of this process's shard.
+    A backward pass reads weights, and activation checkpointing runs the network again in it, so it must end inside the
+    context. For a sharded parameter, the move is for this process's shard.
     """
     reshard(network)
     shards = [local(p) for p in moves]
@@ -219,33 +208,33 @@ def at_weights(network: nn.Module, moves: Mapping[nn.Parameter, Tensor]) -> Iter
     try:
         if shards:
             with torch.no_grad():
-                torch._foreach_add_(shards, list(moves.values()))
-        torch.clear_autocast_cache()  # which holds 16-bit copies of the weights
+                private.foreach_add_(shards, list(moves.values()))
+        torch.clear_autocast_cache()  # it holds 16-bit copies of the weights
         yield
     finally:
         reshard(network)
         if shards:
             with torch.no_grad():
-                torch._foreach_copy_(shards, before)
+                private.foreach_copy_(shards, before)
         torch.clear_autocast_cache()
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any = None) -> Any:
-    """`functional_call` with other parameters and buffers, also of a module that has two names: there PyTorch's own,
-    left to tie weights itself, puts a wrong tensor back."""
+    """`functional_call` with other parameters and buffers. Ties are resolved here: with `tie_weights=True` PyTorch
+    restores a wrong tensor in a module that has two names."""
     named = chain(module.named_parameters(), module.named_buffers())
     values = {id(t): tensors[name] for name, t in named if name in tensors}
     places = {
         ".".join(filter(None, ("module", prefix, name))): values[id(t)]
         for prefix, owner in module.named_modules()
-        for name, t in chain(owner._parameters.items(), owner._buffers.items())
+        for name, t in chain(private.own_parameters(owner).items(), private.own_buffers(owner).items())
         if id(t) in values
     }
-    return functional_call(_Inside(module), places, args, kwargs, tie_weights=False)
+    return functional_call(_Outer(module), places, args, kwargs, tie_weights=False)
 
 
-class _Inside(nn.Module):
-    """A module inside another: a functional call refuses a scripted or a `DataParallel` one at the top."""
+class _Outer(nn.Module):
+    """A parent module: `functional_call` refuses a scripted module or `DataParallel` at the top."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -253,31 +242,3 @@ class _Inside(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-@contextmanager
-def refuse_recomputation(error: Exception, reentrant_only: bool = False) -> Iterator[None]:
-    """Raise `error` where a layer is checkpointed, in both of torch's forms or in the reentrant one only. Torch has no
-    hook for this: the names that `checkpoint` itself looks up are replaced while the context lasts."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise error
-
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(checkpoint.CheckpointFunction, "apply", refuse))
-        if not reentrant_only:
-            stack.enter_context(_replaced(checkpoint, "_checkpoint_hook", refuse))
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(name)  # a class may inherit it
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

@@ -1,4 +1,4 @@
-"""Networks, loaders and inputs that cannot be used: one sentence each, where torch's own is hard to read."""
+"""Checks of networks, loaders and inputs, with clear errors where PyTorch's are hard to read."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_bayes.arguments import instance, shown, text
+from lightning_bayes.arguments import instance, shown, some, text
 from lightning_bayes.network.containers import forward_parameters, tensors
 from lightning_bayes.network.errors import PLAIN, CurvatureError, DataError, NetworkError
+from lightning_bayes.network.output import network_name
 
 _CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-_LONGEST = 120  # characters of torch's own message within ours
+_QUOTED = 120  # characters of PyTorch's message in ours
 
 
 def check_network(network: Any) -> nn.Module:
-    """A module whose weights have shapes and values."""
+    """Raise unless `network` is a module whose weights have shapes and values."""
     instance("network", network, nn.Module, "an nn.Module that maps x to f")
     for name, p in network.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise CurvatureError(f"{name} has no shape before the first batch: run one through the lazy layers first")
+            raise CurvatureError(
+                f"{name} has no shape before the first batch: run a batch through the lazy layers first"
+            )
         if p.is_meta:
             raise CurvatureError(f"{name} is on the meta device and has no values: use to_empty and load the weights")
     return network
 
 
 def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
-    """Refuse `unused` weights of an adapter (as of `peft`) that is merged into its base layer: they do nothing."""
+    """Raise if `unused` weights belong to an adapter, such as one of `peft`, that is merged into its base layer."""
     layers = [(path, module) for path, module in network.named_modules() if hasattr(module, "unmerge")]
     merged = [path for path, layer in layers if getattr(layer, "merged", False) is True]
     for name in unused:
@@ -43,27 +46,27 @@ def check_merged(network: nn.Module, unused: Iterable[str]) -> None:
 
 
 def check_device(device: Any) -> torch.device:
-    """One that this machine has."""
+    """Raise unless this machine has the device."""
     try:
         return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
-    except (RuntimeError, AssertionError, TypeError):  # torch's own ways to say that it has no such device
+    except (RuntimeError, AssertionError, TypeError):  # what PyTorch raises for a device that does not exist
         raise ValueError(f"device must be one of this machine's, such as 'cpu', got {shown(device)}") from None
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
-    """The submodule at a dotted path, or an error with the existing names."""
+    """The submodule at a dotted path; an error lists the existing names."""
     text("network", path, "the dotted name of a submodule")
     try:
         return module.get_submodule(path)
     except AttributeError:
         children = ", ".join(name for name, _ in module.named_children()) or "none"
         raise error(
-            f"{type(module).__name__} has no submodule {path!r} (network=); its submodules are: {children}"
+            f"{network_name(module)} has no submodule {path!r} (network=); its submodules are: {children}"
         ) from None
 
 
 def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batches") -> Any:
-    """Something that gives batches when it is iterated."""
+    """Raise unless `loader` is an iterable of batches."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise DataError(
             f"{name} is a {type(loader).__name__}, which gives single examples: pass DataLoader(dataset, batch_size=…)"
@@ -75,13 +78,13 @@ def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batch
 
 
 def reads_once(loader: Any) -> bool:
-    """Whether a loader, or what it wraps, is an iterator, which gives its batches once."""
+    """Whether a loader, or the loader that it wraps, is an iterator and yields its batches only once."""
     return isinstance(loader, Iterator) or getattr(loader, "reads_once", False)
 
 
 @contextmanager
 def explained(network: nn.Module, x: Any) -> Iterator[None]:
-    """An error while `network` runs on `x` says what was run on what."""
+    """Describe the network and its input `x` in errors that PyTorch raises inside the context."""
     try:
         yield
     except PLAIN as error:
@@ -91,28 +94,22 @@ def explained(network: nn.Module, x: Any) -> Iterator[None]:
 
 
 def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
-    kind = type(network).__name__
+    kind = network_name(network)
     if isinstance(error, NotImplementedError) and "forward" in str(error):
         return f"{kind} has no forward: give it one that maps x to f, or name the submodule that does with network="
     leaves = tensors(x)
     shapes, dtypes = [str(list(leaf.shape)) for leaf in leaves], list(dict.fromkeys(leaf.dtype for leaf in leaves))
-    few = ", ".join(shapes[:3]) + (", …" if len(shapes) > 3 else "")
-    what = f"{'an input of shape' if len(shapes) == 1 else 'inputs of shapes'} {few} and {', '.join(map(str, dtypes))}"
+    noun = "an input of shape" if len(shapes) == 1 else "inputs of shapes"
+    description = f"{noun} {some(shapes)} and {', '.join(map(str, dtypes))}"
     weights = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
-    said = " ".join(str(error).split())
-    said = said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
-    way_out = _way_out(network, x, error, dtypes, weights)
-    return f"{kind} cannot be run on {what}, with weights of {weights} ({said}): {way_out}"
-
-
-def _way_out(
-    network: nn.Module, x: Any, error: Exception, dtypes: list[torch.dtype], weights: torch.dtype | None
-) -> str:
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _QUOTED else f"{message[: _QUOTED - 1]}…"
+    way_out = "give it inputs as in training"
     if weights in _CASTS and weights not in dtypes and "dtype" in str(error):
-        return f"give it x.{_CASTS[weights]}()"
-    if isinstance(error, TypeError) and isinstance(x, Mapping):
-        taken = ", ".join(parameter.name for parameter in forward_parameters(network))
-        return f"its forward takes {taken}, and x has {', '.join(map(repr, x))}"
-    if isinstance(error, TypeError):
-        return "give it the inputs that its forward takes, several of them as ((x1, x2), y)"
-    return "give it inputs as in training"
+        way_out = f"give it x.{_CASTS[weights]}()"
+    elif isinstance(error, TypeError) and isinstance(x, Mapping):
+        parameters = ", ".join(parameter.name for parameter in forward_parameters(network))
+        way_out = f"its forward takes {parameters}, and x has {', '.join(map(repr, x))}"
+    elif isinstance(error, TypeError):
+        way_out = "give it the inputs that its forward takes, several of them as ((x1, x2), y)"
+    return f"{kind} cannot be run on {description}, with weights of {weights} ({message}): {way_out}"

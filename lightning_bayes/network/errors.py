@@ -1,6 +1,6 @@
-"""What can go wrong between a user's network and data and its curvature: one exception per kind of mistake.
+"""Exceptions for networks, data and their curvature, one per kind of mistake, and the log of slow paths.
 
-Where PyTorch has no rule for an operator (batching, forward mode), an exact, slow path takes over and is logged.
+If PyTorch lacks a batching or forward-mode rule for an operator, an exact but slow path takes over and is logged.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from functools import cache
 
 import torch
 
-# What torch and Python raise of themselves; subclasses, such as out of memory, mean something of their own.
+logger = logging.getLogger("lightning_bayes")
+
+# Raised by PyTorch and Python themselves. Subclasses, such as out of memory, have a more specific meaning.
 PLAIN = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
@@ -19,17 +21,29 @@ class CurvatureError(RuntimeError):
 
 
 class NetworkError(CurvatureError):
-    """The network cannot be run on an input; the message says on what, and holds the network's own."""
+    """The network fails on an input; the message describes the input and quotes the original error."""
 
 
 class OutputError(NetworkError):
-    """What the network returns is not what `output=` or `class_dim=` says."""
+    """The network's return value does not match `output=` or `class_dim=`."""
+
+
+class ProcessError(RuntimeError):
+    """Another process failed; the message quotes its error."""
+
+
+class DataError(ValueError):
+    """A batch does not have the form `(x, y)`, or its values cannot be used."""
+
+
+class SubsetError(ValueError):
+    """The subset does not match the network's parameters."""
 
 
 def not_finite(name: str) -> CurvatureError:
     return CurvatureError(
-        f"{name}: the curvature is not finite; the network's gradients overflow there (half precision, or exploding "
-        "activations?): use a wider dtype or leave the parameter out of the subset"
+        f"{name}: the curvature is not finite because gradients overflow (half precision, or exploding activations?): "
+        "use a wider dtype or leave the parameter out of the subset"
     )
 
 
@@ -40,39 +54,24 @@ def no_second_derivative(reason: str) -> CurvatureError:
     )
 
 
-class ProcessError(RuntimeError):
-    """Another process has failed; the message is that of its error."""
-
-
-class DataError(ValueError):
-    """A batch is not of the form `(x, y)`, or holds values that cannot be used."""
-
-
-class SubsetError(ValueError):
-    """The choice of parameters does not fit the network."""
-
-
-logger = logging.getLogger("lightning_bayes")
-
-
 def is_missing_rule(error: Exception) -> bool:
-    """Whether PyTorch, or a network under one of its transforms, raised `error` for want of a rule. Out of memory, and
-    what a network raises under a type of its own, have other reasons."""
+    """Whether PyTorch, or a network under one of its transforms, raised `error` because a rule is missing. Running out
+    of memory does not count, nor does an exception class of the network's author."""
     return type(error) in (*PLAIN, AssertionError, NetworkError) and not is_out_of_memory(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On an accelerator it has a type; cuBLAS, cuDNN, MPS and the CPU raise a plain `RuntimeError`."""
-    reports = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in reports)
+    """Accelerators raise a specific type; cuBLAS, cuDNN, MPS and the CPU raise a plain `RuntimeError`."""
+    messages = ("can't allocate memory", "ALLOC_FAILED", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in messages)
 
 
 def first_line(error: BaseException) -> str:
-    """PyTorch names the operator there."""
+    """The line in which PyTorch names the operator."""
     return str(error).partition("\n")[0][:200]
 
 
 @cache
 def log_slow_path(reason: str, path: str) -> None:
-    """Once in a process for each reason."""
+    """Log once per process for each reason."""
     logger.info("%s; %s, which is exact and slow", reason, path)

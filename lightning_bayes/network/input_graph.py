@@ -1,17 +1,14 @@
-"""Outputs whose graph leads to a network's inputs `x`, and to nothing else.
+"""Outputs whose autograd graph leads to a network's inputs `x` and to nothing else.
 
-A layer's gradients are found through its weights, which therefore are in the graph of all that is made of them. A
-`backward` from there would also fill the weights' `.grad`. So the numbers are computed on copies of the inputs, and a
-function of its own stands between these and the inputs: its backward pass asks the inner graph for the gradient of the
-copies alone. It is differentiable in turn, because that gradient, too, is computed on copies and attached.
+Layer gradients come from a graph that contains the weights, so a `backward` through it would fill the weights' `.grad`.
+`attached` therefore computes on copies of the inputs and connects them to the inputs by an autograd function. Its
+backward pass asks the inner graph for the gradient of the copies only, and is differentiable in the same way.
 
-Normalisations made of elementary operators, for graphs that are differentiated once more than usual.
-
-The backward pass of PyTorch's layer norm keeps the mean and the standard deviation as numbers. So does its forward
-mode. The derivative of either is right only where a formula was written for it: the second one is, unless `vmap` took
-the first; the gradient of a Jacobian product and the third one are not (PyTorch 2.15), and there is no error. Batch
-norm by the statistics of the batch, of which instance norm is made, is the same. The elementary operators below have
-right derivatives of any order.
+`CompositeNorms` replaces normalisations by elementary operators. The backward pass and the forward mode of PyTorch's
+layer norm treat the mean and the standard deviation as constants. Their derivative is right only where PyTorch has a
+formula for it: the second derivative is right unless `vmap` took the first one, but the third derivative and the
+gradient of a Jacobian product are silently wrong (PyTorch 2.15). The same holds for batch norm with batch statistics,
+on which instance norm is built.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -27,33 +25,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.network.borrowed import refuse_recomputation
 from lightning_bayes.network.containers import map_tensors, tensors
 from lightning_bayes.network.errors import CurvatureError, DataError, first_line, no_second_derivative
+from lightning_bayes.network.private import refuse_recomputation
 
-_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's own messages
-_RECOMPUTED = (
-    "the network has activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again, when it is "
-    "no longer borrowed: switch it off for differentiable=True"
-)
+_NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's messages
 
 
 def check_differentiable(differentiable: bool, x: Any) -> None:
-    """Whether it is True or False; and if True, that there can be a graph to `x`."""
+    """Raise unless `differentiable` is a bool and, if it is True, `x` can have a graph."""
     if not flag("differentiable", differentiable):
         return
     if not torch.is_grad_enabled():
         raise DataError(
             "differentiable=True keeps a graph, but gradients are off (torch.no_grad(), torch.inference_mode()): call "
-            "it outside of these"
+            "it outside"
         )
     parts = tensors(x)
     if any(t.requires_grad for t in parts):
         return
     if parts and not any(t.is_floating_point() for t in parts):
         raise DataError(
-            "differentiable=True needs an input with a gradient, but x holds whole numbers alone: give the network "
-            "their embeddings as its input"
+            "differentiable=True needs an input with a gradient, but x holds only integers: give the network their "
+            "embeddings as its input"
         )
     if parts:
         raise DataError(
@@ -63,24 +57,24 @@ def check_differentiable(differentiable: bool, x: Any) -> None:
 
 
 def attached(x: Any, compute: Callable[[Any], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """`compute(x)`, with a graph to the tensors of `x` that require gradients."""
-    real: list[Tensor] = []
+    """`compute(x)` with a graph to the tensors of `x` that require gradients."""
+    originals: list[Tensor] = []
     copies: list[Tensor] = []
 
     def copy(t: Tensor) -> Tensor:
         if not t.requires_grad:
             return t
-        real.append(t)
+        originals.append(t)
         copies.append(t.detach().requires_grad_())
         return copies[-1]
 
     outputs = compute(map_tensors(x, copy))
-    return _Attached.apply(_Graph(copies, list(outputs)), *real)
+    return _Attached.apply(_Graph(copies, list(outputs)), *originals)
 
 
 @contextmanager
 def differentiable_again() -> Iterator[None]:
-    """A backward pass that needs derivatives of backward passes; one sentence where an operator has none."""
+    """Raise a clear error if an operator has no second derivative."""
     try:
         yield
     except RuntimeError as error:
@@ -90,13 +84,17 @@ def differentiable_again() -> Iterator[None]:
 
 
 @contextmanager
-def kept_whole(differentiable: bool) -> Iterator[None]:
-    """A forward pass whose graph has derivatives of any order and must not run the network again: by then it may have
-    other weights and be training."""
+def double_backward_guard(differentiable: bool) -> Iterator[None]:
+    """Run a forward pass so that its graph has derivatives of any order. Activation checkpointing is an error: the
+    backward pass would run the network again, which by then may have other weights or be in training mode."""
     if not differentiable:
         yield
         return
-    with refuse_recomputation(CurvatureError(_RECOMPUTED)), CompositeNorms():
+    recomputed = CurvatureError(
+        "the network uses activation checkpointing (torch.utils.checkpoint), whose backward pass runs it again in "
+        "another state: switch it off for differentiable=True"
+    )
+    with refuse_recomputation(recomputed), CompositeNorms():
         yield
 
 
@@ -106,21 +104,20 @@ class _Graph:
     outputs: list[Tensor]
 
     def pull(self, gradients: Sequence[Tensor], create_graph: bool) -> tuple[Tensor, ...]:
-        """The gradient of the inputs."""
+        """The gradient of the inputs. The graph is retained, and freed with the tensors that own it."""
         reached = [(f, g) for f, g in zip(self.outputs, gradients, strict=True) if f.requires_grad]
-        options = {"create_graph": create_graph, "materialize_grads": True}
-        options["retain_graph"] = True  # it is freed with the tensors that it belongs to
+        options = {"create_graph": create_graph, "materialize_grads": True, "retain_graph": True}
         with differentiable_again():
             return torch.autograd.grad([f for f, _ in reached], self.inputs, [g for _, g in reached], **options)
 
 
 class _Attached(torch.autograd.Function):
-    """The outputs of an inner graph as a function of the tensors that its inputs are copies of."""
+    """The outputs of an inner graph as a function of the originals of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _Graph, *real: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: _Graph, *originals: Tensor) -> tuple[Tensor, ...]:
         ctx.graph = graph
-        ctx.save_for_backward(*real)
+        ctx.save_for_backward(*originals)
         return tuple(f.detach() for f in graph.outputs)
 
     @staticmethod
@@ -133,76 +130,52 @@ class _Attached(torch.autograd.Function):
         return None, *_Attached.apply(graph, *ctx.saved_tensors, *gradients)
 
 
-class CompositeNorms(TorchFunctionMode):
-    """While it lasts, `torch.nn.functional` has norms that can be differentiated any number of times."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        composite = _COMPOSITES.get(func)
-        result = NotImplemented if composite is None else composite(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is NotImplemented else result
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> Tensor:
-    if input.shape[-len(normalized_shape) :] != tuple(normalized_shape):
-        return NotImplemented  # an error of PyTorch's own
-    return _normalised(input, range(-len(normalized_shape), 0), weight, bias, eps)
-
-
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not use_input_stats or running_mean is not None or input[0, 0].numel() < 2:
-        return NotImplemented  # constants, numbers to update, or an error of PyTorch's own
-    return _normalised(input, range(2, input.ndim), _by_channel(weight, input), _by_channel(bias, input), eps)
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training or running_mean is not None or input[:, 0].numel() < 2:
-        return NotImplemented
-    dims = [dim for dim in range(input.ndim) if dim != 1]
-    return _normalised(input, dims, _by_channel(weight, input), _by_channel(bias, input), eps)
-
-
-_COMPOSITES: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
+_CHANNEL_NORM = ("input", "running_mean", "running_var", "weight", "bias")
+_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: _LAYER_NORM,
+    torch.layer_norm: _LAYER_NORM,
+    F.instance_norm: (*_CHANNEL_NORM, "use_input_stats", "momentum", "eps"),
+    F.batch_norm: (*_CHANNEL_NORM, "training", "momentum", "eps"),
 }
 
 
-def _normalised(x: Tensor, dims: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Half precision is too coarse for the moments, as it is in PyTorch's own."""
-    dims = tuple(dims)
+class CompositeNorms(TorchFunctionMode):
+    """Inside the context, the norms of `torch.nn.functional` can be differentiated any number of times."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORM_ARGUMENTS:
+            arguments = {**dict(zip(_NORM_ARGUMENTS[func], args, strict=False)), **kwargs}
+            dims = _reduced_dims(func, arguments)
+            if dims:
+                return _normalised(arguments, dims, per_channel="normalized_shape" not in arguments)
+        return func(*args, **kwargs)
+
+
+def _reduced_dims(func: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """The dimensions of the moments; empty if PyTorch uses fixed statistics, updates them, or raises an error."""
+    x: Tensor = arguments["input"]
+    if "normalized_shape" in arguments:
+        shape = tuple(arguments["normalized_shape"])
+        return tuple(range(-len(shape), 0)) if x.shape[-len(shape) :] == shape else ()
+    if arguments.get("running_mean") is not None:
+        return ()
+    if func is F.instance_norm:
+        applies, dims = arguments.get("use_input_stats", True), tuple(range(2, x.ndim))
+    else:
+        applies, dims = arguments.get("training", False), tuple(dim for dim in range(x.ndim) if dim != 1)
+    return dims if applies and prod(x.shape[dim] for dim in dims) > 1 else ()
+
+
+def _normalised(arguments: dict[str, Any], dims: tuple[int, ...], per_channel: bool) -> Tensor:
+    """Moments in at least float32, as in PyTorch's norms."""
+    x: Tensor = arguments["input"]
+    weight, bias = (arguments.get(name) for name in ("weight", "bias"))
+    if per_channel:
+        weight, bias = (None if p is None else p.view(-1, *[1] * (x.ndim - 2)) for p in (weight, bias))  # [C, 1, …]
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z - z.mean(dims, keepdim=True)
-    z = z * (z.square().mean(dims, keepdim=True) + eps).rsqrt()
+    z = z * (z.square().mean(dims, keepdim=True) + arguments.get("eps", 1e-5)).rsqrt()
     z = z if weight is None else z * weight
     return (z if bias is None else z + bias).to(x.dtype)
-
-
-def _by_channel(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.view(-1, *[1] * (x.ndim - 2))  # [C, 1, …]

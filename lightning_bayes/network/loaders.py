@@ -1,19 +1,15 @@
-"""Progress bars of passes over data: tqdm's, or those of the caller's own display.
-
-A loader of which each batch is looked at, in the first pass, once it has been used.
-"""
+"""Loaders around a user's loader, with a progress bar or an observer, and the bars themselves: tqdm's or a caller's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from operator import length_hint
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from tqdm.auto import tqdm  # Lightning's own progress bar, and so always installed
+from tqdm.auto import tqdm  # Lightning depends on it, so it is always installed
 
 from lightning_bayes.network import inputs
 from lightning_bayes.network.checks import reads_once
@@ -25,14 +21,17 @@ class Bar(Protocol):
     def close(self) -> Any: ...
 
 
-MakeBar = Callable[[str, "int | None"], Bar]  # of what is done, and the number of steps, if it is known
-_MAKE: ContextVar[MakeBar | None] = ContextVar("bars", default=None)
+MakeBar = Callable[[str, "int | None"], Bar]  # from a description and the number of steps, if known
+_MAKE_BAR: ContextVar[MakeBar | None] = ContextVar("make_bar", default=None)
 
 
 @contextmanager
-def progress_bar(what: str, total: int | None, shown: bool, unit: str = "batch") -> Iterator[Bar]:
-    make = _MAKE.get()
-    bar = tqdm(desc=what, total=total, disable=not shown, unit=unit) if make is None or not shown else make(what, total)
+def progress_bar(description: str, total: int | None, visible: bool, unit: str = "batch") -> Iterator[Bar]:
+    make = _MAKE_BAR.get()
+    if make is None or not visible:
+        bar: Bar = tqdm(desc=description, total=total, disable=not visible, unit=unit)
+    else:
+        bar = make(description, total)
     try:
         yield bar
     finally:
@@ -41,51 +40,17 @@ def progress_bar(what: str, total: int | None, shown: bool, unit: str = "batch")
 
 @contextmanager
 def bars_made_by(make: MakeBar | None) -> Iterator[None]:
-    """Bars of another kind than tqdm's, as long as it lasts."""
-    token = _MAKE.set(make)
+    """Use bars from `make` instead of tqdm inside the context."""
+    token = _MAKE_BAR.set(make)
     try:
         yield
     finally:
-        _MAKE.reset(token)
+        _MAKE_BAR.reset(token)
 
 
-@dataclass(frozen=True)
-class ShownLoader:
-    """A loader whose passes have a bar."""
-
-    loader: Iterable[Any]
-    what: str
-    shown: bool
-
-    def __iter__(self) -> Generator[Any, None, None]:
-        with progress_bar(self.what, length_hint(self.loader) or None, self.shown) as bar:
-            for batch in self.loader:
-                yield batch
-                bar.update()
-
-    def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
-
-    @property
-    def reads_once(self) -> bool:
-        return reads_once(self.loader)
-
-
-class Watched:
-    """The loader's batches as they are; `look(x, y)` sees each of them after its user, in the first whole pass."""
-
-    def __init__(
-        self, network: nn.Module, loader: Iterable[Any], look: Callable[[Any, Tensor], None], stage: str = "train"
-    ) -> None:
-        self._network, self._loader, self._look, self._stage = network, loader, look, stage
-        self._has_seen_all = False
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield batch
-            if not self._has_seen_all:
-                self._look(*inputs.split_targets(self._network, batch, self._stage))
-        self._has_seen_all = True
+class _LoaderWrapper:
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -93,3 +58,35 @@ class Watched:
     @property
     def reads_once(self) -> bool:
         return reads_once(self._loader)
+
+
+class ProgressLoader(_LoaderWrapper):
+    """A loader with a progress bar for each pass."""
+
+    def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
+        super().__init__(loader)
+        self._description, self._visible = description, visible
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        with progress_bar(self._description, length_hint(self._loader) or None, self._visible) as bar:
+            for batch in self._loader:
+                yield batch
+                bar.update()
+
+
+class ObservedLoader(_LoaderWrapper):
+    """A loader that calls `observe(x, y)` on each batch of its first complete pass, after the consumer has used it."""
+
+    def __init__(
+        self, network: nn.Module, loader: Iterable[Any], observe: Callable[[Any, Tensor], None], stage: str = "train"
+    ) -> None:
+        super().__init__(loader)
+        self._network, self._observe, self._stage = network, observe, stage
+        self._done = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield batch
+            if not self._done:
+                self._observe(*inputs.split_targets(self._network, batch, self._stage))
+        self._done = True

@@ -1,7 +1,7 @@
-"""Uniform numbers that belong to an example, not to a batch: to its place in the data, or to what it holds.
+"""Uniform random numbers that depend on an example, not on its batch.
 
 Monte-Carlo labels must not depend on how the data are split into batches or over processes. A counter-based generator
-(the SplitMix64 finaliser of Steele, Lea and Flood 2014) turns (seed, draw, example, output) into a number directly.
+(the SplitMix64 finaliser of Steele, Lea and Flood 2014) maps (seed, draw, example, output) directly to a number.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ def uniforms(seed: int, draw: int, examples: Tensor, shape: torch.Size, dtype: t
 
 
 def hashed(bits: Tensor, seed: int = 0) -> Tensor:
-    """64 bits for each row of whole numbers, which they determine.  # [B, n] -> [B]"""
-    return _mix((bits * _keys(bits.shape[1], seed, bits.device)).sum(1))
+    """A 64-bit hash of each row of integers.  # [B, n] -> [B]"""
+    return _mix((bits * _odd_keys(bits.shape[1], seed, bits.device)).sum(1))
 
 
 def as_bits(t: Tensor) -> Tensor:
-    """Whole numbers that stand for these; of floats, the bits in float32."""
-    return ((t.float() + 0.0).view(torch.int32) if t.is_floating_point() else t).long()  # −0 is 0
-
-
-@lru_cache(maxsize=64)
-def _keys(n: int, seed: int, device: torch.device) -> Tensor:
-    """Odd numbers."""
-    return _mix(_mix(torch.tensor(seed, device=device)) + torch.arange(n, device=device)) | 1
+    """Integers that identify the values; floats are cast to float32 and reinterpreted."""
+    return ((t.float() + 0.0).view(torch.int32) if t.is_floating_point() else t).long()  # + 0.0 turns −0 into 0
 
 
 def unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in (0, 1). 23 bits and a half are exact in float32; the half keeps 0 and 1 out of reach of an inverse
-    CDF."""
+    """Numbers in (0, 1). Float32 represents 23 bits plus one half exactly, and the half keeps an inverse CDF away from
+    0 and 1."""
     return (_shift_right(bits, 41).to(dtype) + 0.5) / 2**23
+
+
+@lru_cache(maxsize=64)
+def _odd_keys(n: int, seed: int, device: torch.device) -> Tensor:
+    return _mix(_mix(torch.tensor(seed, device=device)) + torch.arange(n, device=device)) | 1
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -55,5 +54,5 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """The unsigned shift; torch's own keeps the sign."""
+    """Unsigned shift; `>>` keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,7 +1,7 @@
-"""`Output`: which part of what a network returns is its output `f`, and which dimension of `f` counts classes.
+"""`Output`: which part of a network's return value is its output `f`, and which dimension of `f` holds the classes.
 
-A Hugging Face model returns a `ModelOutput` with an entry `logits`, those of tokens as `[B, T, C]`. Here the outputs of
-all networks are one tensor with its classes in dimension 1, as PyTorch's losses have them: `[B, C]`, or `[B, C, T]`.
+Inside the package every output is one tensor with its classes in dimension 1, as PyTorch's losses expect: `[B, C]` or
+`[B, C, T]`. A Hugging Face model, for example, returns a `ModelOutput` with an entry `logits`, `[B, T, C]` for tokens.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import integer, shown
 from lightning_bayes.network.errors import OutputError
 
-LOGITS = "logits"  # the entry that is the output where none is named
+DEFAULT_KEY = "logits"
 
 
 @dataclass(frozen=True)
 class Output:
-    """How to read what a network returns; it checks itself when it is made.
+    """How to read a network's return value.
 
     Args:
-        key: the entry, attribute or place of `f`; None for a tensor, or the `logits`.
-        class_dim: the dimension that counts classes; None is dimension 1.
-        together: whether examples are rows of the output only, and cannot be taken out of an input: the nodes of a
-            graph.
-        squeeze: whether the one output of an example has a dimension of its own, `[B, 1]`, that its target has not.
-        listed: whether an input is a list with an entry for each example.
+        key: The entry, attribute or index of `f`; None for a tensor, or for the entry `logits`.
+        class_dim: The dimension that holds the classes; None means dimension 1.
+        together: Whether examples are rows of the output only, like the nodes of a graph, so an input cannot be split.
+        squeeze: Whether a single output has a dimension of its own, `[B, 1]`, which its target lacks.
+        listed: Whether an input is a list with one entry per example.
+        error: The exception class for invalid arguments.
     """
 
     key: str | int | None = None
@@ -51,7 +51,8 @@ class Output:
         return self == Output()
 
     def __call__(self, returned: Any) -> Any:
-        """The output `f`, classes in dimension 1; what holds none is returned as it is, for others to refuse."""
+        """The output `f` with classes in dimension 1. Without a `key`, a value that holds no tensor is returned as it
+        is; callers check the type."""
         f = self.select(returned)
         if f is not None:
             return self.arranged(f)
@@ -63,10 +64,10 @@ class Output:
         )
 
     def select(self, returned: Any) -> Tensor | None:
-        """The tensor itself, as the network returned it; None where there is none."""
+        """The tensor in the network's own layout, or None if there is no such tensor."""
         if isinstance(returned, Tensor):
             return returned if self.key is None else None
-        entry = _entry(returned, LOGITS if self.key is None else self.key)
+        entry = _entry(returned, DEFAULT_KEY if self.key is None else self.key)
         return entry if isinstance(entry, Tensor) else None
 
     def arranged(self, f: Tensor) -> Tensor:
@@ -77,76 +78,84 @@ class Output:
         if dim is None:
             return f
         if not -f.ndim < dim < f.ndim:
-            raise OutputError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} but the first")
+            raise OutputError(f"class_dim={dim} is no dimension of outputs of shape {list(f.shape)} after the first")
         return f if dim in (1, 1 - f.ndim) else f.movedim(dim, 1)
 
     def with_targets(self, returned: Any, y: Tensor, classes: bool) -> Output:
-        """The same with what the shape of the targets `y` says. Of class labels, the dimension that counts classes,
-        where none is given; if two are possible, that of token logits is the last, and that of a tensor the first. Of
-        others, whether one output has a dimension too many."""
+        """Complete the options from the shape of the targets `y`.
+
+        Class labels determine the class dimension, if none is given. If two are possible, token logits have it last
+        and plain tensors first. Other targets determine whether a single output has one dimension too many.
+        """
         f = self.select(returned)
+        # Compare all dimensions but the first: targets may exist for some rows only, as for the nodes of a graph.
         if self.class_dim is not None or f is None or f.ndim < 2 or y.shape[1:] != f.shape[1:-1]:
-            return self  # of the rows, targets may have some alone: the labelled nodes of a graph
+            return self
         if not classes or f.ndim < 3:
             return self if classes or f.shape[-1] != 1 else replace(self, squeeze=True)
         return self if self.is_ambiguous(returned, y) else replace(self, class_dim=-1)
 
     def is_ambiguous(self, returned: Any, y: Tensor) -> bool:
-        """Whether a tensor has as many positions as classes, so that the shape of class labels does not tell."""
+        """Whether a tensor has as many positions as classes, so labels do not determine the class dimension."""
         if self.class_dim is not None or not isinstance(returned, Tensor) or returned.ndim < 3:
             return False
         return y.shape[1:] == returned.shape[1:-1] == returned.shape[2:]
 
 
-def viewed(network: nn.Module, output: Output) -> nn.Module:
-    """The network, whose call returns the output alone: itself where the default reads it right."""
-    network = unviewed(network)
-    return network if output.is_default else _View(network, output)
+def wrap_output(network: nn.Module, output: Output) -> nn.Module:
+    """A network that returns `f` alone: `network` itself if `output` is the default."""
+    network = unwrap_output(network)
+    return network if output.is_default else _OutputView(network, output)
 
 
 def read_as(network: nn.Module, key: str | int | None, class_dim: int | None) -> nn.Module:
-    """The network with the output that a caller names; without a name, as it was read before."""
+    """The network with the output that a caller names, or unchanged without a name."""
     output = Output(key, class_dim)
-    return network if output.is_default else viewed(network, output)
+    return network if output.is_default else wrap_output(network, output)
 
 
-def unviewed(network: nn.Module) -> nn.Module:
+def unwrap_output(network: nn.Module) -> nn.Module:
     """The user's own module."""
-    return network.parts_of_view()[0] if isinstance(network, _View) else network
+    return network._wrapped_network if isinstance(network, _OutputView) else network
 
 
 def output_of(network: nn.Module) -> Output:
-    return network.parts_of_view()[1] if isinstance(network, _View) else Output()
+    return network._wrapped_output if isinstance(network, _OutputView) else Output()
 
 
-class _View(nn.Module):
-    """A second module with the state of another: its weights, buffers, submodules and mode are the network's, and a
-    call returns the output alone. Nothing is added to the network; its hooks run once."""
+def network_name(network: nn.Module) -> str:
+    """The class of the user's module, for messages."""
+    return type(unwrap_output(network)).__name__
 
-    __slots__ = ("__network", "__output")  # under names that no submodule of a network has
 
-    def __new__(cls, network: nn.Module, output: Output) -> _View:
-        # A class of the network's name, for messages.
-        return super().__new__(type(type(network).__name__, (_View,), {"__slots__": ()}))
+class _OutputView(nn.Module):
+    """A wrapper without state: parameters, buffers, submodules, hooks and mode are looked up in the network itself, so
+    they keep their names and objects. The network's hooks run once, inside its own call."""
+
+    _wrapped_network: nn.Module
+    _wrapped_output: Output
 
     def __init__(self, network: nn.Module, output: Output) -> None:
-        object.__setattr__(self, "__dict__", network.__dict__)
-        object.__setattr__(self, "_View__network", network)
-        object.__setattr__(self, "_View__output", output)
+        # Without `nn.Module.__init__`, which would create empty state in the wrapper.
+        self.__dict__.update(_wrapped_network=network, _wrapped_output=output)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols such as copy and pickle
+            raise AttributeError(name)
+        return getattr(self._wrapped_network, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._wrapped_network, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        network, output = self.parts_of_view()
-        return output(network(*args, **kwargs))
+        return self._wrapped_output(self._wrapped_network(*args, **kwargs))
 
     def __reduce__(self) -> Any:
-        return viewed, self.parts_of_view()
-
-    def parts_of_view(self) -> tuple[nn.Module, Output]:
-        return self.__network, self.__output  # type: ignore[return-value]
+        return wrap_output, (self._wrapped_network, self._wrapped_output)
 
 
 def _entry(returned: Any, key: str | int) -> Any:
-    """The value under a key, at a place, or of an attribute; None where there is none."""
+    """The value for a key, index or attribute, or None if there is none."""
     if isinstance(returned, Mapping) and key in returned:
         return returned[key]
     if isinstance(key, str):

@@ -1,9 +1,8 @@
-"""Several processes, each with its own examples, that end with the same sums.
+"""Data and parameters spread over processes.
 
-A process sees the examples `rank, rank + size, …` of one global order, so that Monte-Carlo labels, which belong to the
-example's place in that order, are the same for any number of processes.
-
-Parameters that are sharded over processes (FSDP2): each process holds a part of them.
+`Processes` sums over processes that each see part of the data: the examples `rank, rank + size, …` of one global order.
+Monte-Carlo labels belong to an example's position in that order, so any number of processes gives the same sums. The
+functions below it handle parameters that are sharded over processes (FSDP2).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those that share the data; the default is one process alone. Where some processes see
-    the same data, because they share out a layer among them, `group` are those with data of their own."""
+    """This process's rank among those that share the data; by default a single process. If some processes see the same
+    data because they share a layer, `group` contains the ones with different data."""
 
     rank: int = 0
     size: int = 1
@@ -43,32 +42,32 @@ class Processes:
         return self.rank + self.size * torch.arange(start, start + count, device=device)
 
     def sum_(self, tensors: list[Tensor]) -> None:
-        """Sum over processes, in place. NCCL reduces contiguous tensors alone."""
+        """Sum over processes, in place."""
         if self.size > 1:
             for t in tensors:
-                total = t.contiguous()
+                total = t.contiguous()  # NCCL reduces only contiguous tensors
                 dist.all_reduce(total, group=self.group)
                 if total is not t:
                     t.copy_(total)
 
     @contextmanager
     def raising_together(self) -> Iterator[None]:
-        """What one process raises inside, all of them raise at the end: they would wait for it in their next sum. There
-        may be no sum over processes inside."""
+        """Raise an error of one process on all of them when the context ends, because the others would wait for it in
+        their next sum. The context itself must not sum over processes."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        said = self.gather(None if error is None else " ".join(str(error).split()) or type(error).__name__)
+        messages = self.gather(None if error is None else " ".join(str(error).split()) or type(error).__name__)
         if error is not None:
             raise error
-        for rank, problem in enumerate(said):
-            if problem is not None:
-                raise ProcessError(f"process {rank} has failed: {problem}")
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise ProcessError(f"process {rank} has failed: {message}")
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process has, in their order; tensors on the CPU."""
+        """The value of each process, in order; tensors must be on the CPU."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
@@ -80,41 +79,41 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def distributed(t: Tensor) -> DTensor | None:
-    """The same tensor, if it is a distributed one."""
+    """`t` if it is a distributed tensor, else None."""
     if not hasattr(t, "to_local"):
         return None
-    from torch.distributed.tensor import DTensor  # half a second, which others need not wait for
+    from torch.distributed.tensor import DTensor  # takes half a second, and only sharded networks need it
 
     return t if isinstance(t, DTensor) else None
 
 
 def local(t: Tensor) -> Tensor:
-    """This process's shard of a distributed tensor; every other tensor is whole."""
+    """This process's shard of a distributed tensor; other tensors are returned whole."""
     t = t.detach()
     return t.to_local() if hasattr(t, "to_local") else t
 
 
 def placed_like(shard: Tensor, p: Tensor) -> Tensor:
-    """The tensor with this shard that is distributed over the processes as `p` is."""
+    """A tensor with this shard, distributed over the processes like `p`."""
     placed = distributed(p)
     if placed is None:
         return shard
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(p.shape, device="meta").stride()  # the parameter's own may be channels-last
+    stride = torch.empty(p.shape, device="meta").stride()  # `p` itself may be channels-last
     mesh, placements = placed.device_mesh, placed.placements
     return DTensor.from_local(shard.contiguous(), mesh, placements, run_check=False, shape=p.shape, stride=stride)
 
 
 def whole(t: Tensor) -> Tensor:
-    """A distributed tensor gathered on every process; every other tensor is whole."""
+    """A distributed tensor gathered on every process; other tensors are returned unchanged."""
     placed = distributed(t)
     return t if placed is None else placed.full_tensor()
 
 
 def reshard(network: nn.Module) -> None:
-    """Show shards again: after a run without a backward pass a network may still hold its whole weights, which the
-    optimizer does not know and which a change of the shards does not reach."""
+    """Free gathered weights. After a run without a backward pass a network may still hold whole weights, which neither
+    the optimizer nor a change of the shards reaches."""
     for module in network.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # type: ignore[operator]

@@ -1,13 +1,12 @@
-"""Which parameters: all that train, the last layer, some by name, or single weights (a subnetwork).
+"""`Subset`: the parameters a posterior is over, and their flat vector.
 
-The flat vector concatenates the chosen parameters in `named_parameters` order; a subnetwork keeps some of its entries.
-
-Many tensors as one vector: one operation for all of them, and one piece of memory.
+A subset is all trainable parameters, the last layer, parameters by name, or single weights (a subnetwork). The flat
+vector concatenates the parameters in `named_parameters` order; a subnetwork keeps only some of its entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -19,13 +18,16 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import shown
 from lightning_bayes.network.errors import SubsetError
+from lightning_bayes.network.output import network_name
+from lightning_bayes.network.processes import local
 
-WORDS = ("all", "last_layer")
+SUBSETS = ("all", "last_layer")
+COPIED_TOGETHER = 2**20  # elements; larger tensors are copied one by one, because large allocations are slow
 
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Parameters by name, and for a subnetwork the positions that count within their concatenation."""
+    """Names and shapes of parameters and, for a subnetwork, the selected entries of their flat vector."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -41,12 +43,13 @@ class Subset:
 
     @cached_property
     def starts(self) -> dict[str, int]:
+        """The position of each parameter in the concatenation."""
         sizes = [shape.numel() for shape in self.shapes]
         return dict(zip(self.names, accumulate(sizes, initial=0), strict=False))
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """The modules that own the parameters, in order; a prior per layer is one number for each."""
+        """The modules that own the parameters, in order; a prior per layer has one number for each."""
         return tuple(dict.fromkeys(layer_of(name) for name in self.names))
 
     @cached_property
@@ -63,20 +66,41 @@ class Subset:
 
     def flatten(self, network: nn.Module) -> Tensor:
         """The subset's weights as one vector, detached.  # [P]"""
-        return self.narrow(torch.cat([p.detach().reshape(-1) for p in self.parameters(network).values()]))
+        return self.join([p.detach() for p in self.parameters(network).values()])
 
-    def name_at(self, place: int) -> str:
-        """The parameter of an entry of the flat vector."""
-        place = place if self.mask is None else int(self.mask[place])
-        return next(name for name in reversed(self.names) if self.starts[name] <= place)
+    def join(self, tensors: Iterable[Tensor], lead: int = 0) -> Tensor:
+        """One tensor per parameter, after `lead` further dimensions, as flat vectors.  # [*lead, ...] -> [*lead, P]"""
+        return self.narrow(torch.cat([t.reshape(*t.shape[:lead], -1) for t in tensors], dim=-1))
+
+    def unflatten(self, vectors: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Flat vectors as one tensor per parameter, or per local shard, with zeros outside a subnetwork.
+        # [*lead, P] -> {name: [*lead, *shape]}"""
+        lead = vectors.shape[:-1]
+        shards = [local(parameters[name]) for name in self.names]
+        parts = self.widen(vectors).split([t.numel() for t in shards], dim=-1)
+        like = zip(self.names, parts, shards, strict=True)
+        return {name: part.reshape(*lead, *t.shape).to(t.dtype) for name, part, t in like}
+
+    def name_at(self, position: int) -> str:
+        """The parameter to which an entry of the flat vector belongs."""
+        position = position if self.mask is None else int(self.mask[position])
+        return next(name for name in reversed(self.names) if self.starts[name] <= position)
 
     def narrow(self, flat: Tensor) -> Tensor:
-        """The subnetwork's entries of a vector over the whole parameters.  # [..., full] -> [..., P]"""
+        """The subnetwork's entries of vectors over all parameters.  # [..., full] -> [..., P]"""
         return flat if self.mask is None else flat[..., self.mask.to(flat.device)]
+
+    def widen(self, vectors: Tensor) -> Tensor:
+        """Vectors over all parameters, zero outside the subnetwork.  # [..., P] -> [..., full]"""
+        if self.mask is None:
+            return vectors
+        full = vectors.new_zeros(*vectors.shape[:-1], self.full_size)
+        full[..., self.mask.to(vectors.device)] = vectors
+        return full
 
 
 def layer_of(name: str) -> str:
-    """The module that owns a parameter; those that the network itself owns are one layer, named "network"."""
+    """The module that owns a parameter; the network's direct parameters form the layer "network"."""
     return name.rpartition(".")[0] or "network"
 
 
@@ -85,14 +109,14 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, last_layer: Sequence[str]) -> Subset:
-    """`subset` in the words of `fit_laplace`; `last_layer` holds the names that tracing found."""
+    """The `subset` argument of `fit_laplace`; `last_layer` holds the parameter names that tracing found."""
     parameters = trainable(network)
     if isinstance(subset, Tensor):
         return _subnetwork(parameters, subset)
     if subset == "all":
         if not parameters:
             raise SubsetError(
-                f"{type(network).__name__} has no trainable parameter: set requires_grad on some, or name the subset"
+                f"{network_name(network)} has no trainable parameter: set requires_grad on some, or name the subset"
             )
         return _whole(parameters)
     if subset == "last_layer":
@@ -102,8 +126,8 @@ def resolve_subset(network: nn.Module, subset: str | Sequence[str] | Tensor, las
 
 
 def check_subset(subset: Any) -> None:
-    """Refuse what names no parameters of any network."""
-    if isinstance(subset, Tensor) or (isinstance(subset, str) and subset in WORDS):
+    """Raise if `subset` is invalid for every network."""
+    if isinstance(subset, Tensor) or (isinstance(subset, str) and subset in SUBSETS):
         return
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise SubsetError(
@@ -122,7 +146,7 @@ def _whole(parameters: dict[str, nn.Parameter]) -> Subset:
 
 
 def _named(parameters: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
-    """By parameter name, or by module name for all its parameters."""
+    """Parameters by name, or all parameters of a module by its name."""
     chosen = set()
     for name in wanted:
         matches = {p for p in parameters if p == name or p.startswith(f"{name}.")}
@@ -134,7 +158,7 @@ def _named(parameters: dict[str, nn.Parameter], wanted: list[str]) -> Subset:
 
 
 def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
-    """A boolean mask over all trainable weights, or the positions of the chosen ones."""
+    """Single weights, from a boolean mask over all trainable weights or from positions."""
     total = sum(p.numel() for p in parameters.values())
     if mask.dtype == torch.bool:
         if mask.shape != (total,):
@@ -154,16 +178,13 @@ def _subnetwork(parameters: dict[str, nn.Parameter], mask: Tensor) -> Subset:
     return replace(_whole(kept), mask=torch.cat([parts[name] for name in kept]).nonzero().squeeze(-1))
 
 
-SMALL = 2**20  # elements; larger tensors are copied one by one, because very large pieces of memory come slowly
-
-
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """A copy of all, in the widest of their dtypes.  # [P]"""
+    """A copy of all tensors as one vector in their widest dtype.  # [P]"""
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a vector, as views in the shapes of the tensors that it holds one after the other.
+    """Views of consecutive parts of a vector in the shapes of `like`.
 
     >>> first, second = parts(torch.arange(5.0), [torch.zeros(2, 2), torch.zeros(1)])
     >>> first, second
@@ -174,11 +195,11 @@ def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each; small ones in one piece of memory for each device and dtype."""
+    """A copy of each tensor. Small ones share one allocation per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     copied = list(tensors)
     for index, t in enumerate(tensors):
-        if t.numel() <= SMALL:
+        if t.numel() <= COPIED_TOGETHER:
             groups.setdefault((t.device, t.dtype), []).append(index)
         else:
             copied[index] = t.detach().clone()

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.jacobian.linearised import Linearised
+from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.input_graph import kept_whole
-from lightning_bayes.network.processes import local, reshard
+from lightning_bayes.network.input_graph import double_backward_guard
+from lightning_bayes.network.processes import reshard
 
 if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
@@ -32,8 +32,8 @@ def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
 def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
     """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
     with at_mean(posterior, x, differentiable) as x:
-        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
-        return network(unflatten(posterior, move)).to(posterior.mean)
+        jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
+        return jacobian.linearised(move).to(posterior.mean)
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
     with (
         torch.inference_mode(False),
         borrowed(posterior.network, ()),
-        kept_whole(differentiable),
+        double_backward_guard(differentiable),
         torch.set_grad_enabled(differentiable),
     ):
         yield inputs.to_device(x, posterior.device)
@@ -55,12 +55,4 @@ def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
     """Vectors over the subset as one tensor per parameter (or this process's shard of it), zero outside a subnetwork.
     # [..., P] -> {name: [..., the parameter's shape]}"""
     reshard(posterior.network)
-    subset, lead = posterior.subset, flat.shape[:-1]
-    if subset.mask is not None:
-        whole = flat.new_zeros(*lead, subset.full_size)
-        whole[..., subset.mask.to(flat.device)] = flat
-        flat = whole
-    shards = {name: local(p) for name, p in subset.parameters(posterior.network).items()}
-    parts = flat.split([shard.numel() for shard in shards.values()], dim=-1)
-    named = zip(shards.items(), parts, strict=True)
-    return {name: part.reshape(*lead, *t.shape).to(t.dtype) for (name, t), part in named}
+    return posterior.subset.unflatten(flat, posterior.subset.parameters(posterior.network))

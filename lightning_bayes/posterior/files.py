@@ -34,7 +34,7 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.gathered_layer import gathered_for, ungathered
-from lightning_bayes.network.output import Output, output_of, viewed
+from lightning_bayes.network.output import Output, output_of, wrap_output
 from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, check_parameters
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -283,7 +283,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "output": {},
     }  # than some files
     state = {**newer, **state}
-    network = viewed(network, Output(**state["output"]))
+    network = wrap_output(network, Output(**state["output"]))
     matrix = "curvature" if state.get("type") == "LaplacePosterior" else "precision"
     for key in (*_COMMON, *(_OF_LAPLACE if matrix == "curvature" else ("precision",))):
         if key not in state:

@@ -14,7 +14,7 @@ from lightning_bayes.arguments import keywords, positive, word
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.output import read_as, viewed
+from lightning_bayes.network.output import read_as, wrap_output
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -135,7 +135,7 @@ def from_curvature(
     prior: Prior | None = None,
 ) -> LaplacePosterior:
     """The Laplace posterior around the network's present weights with this curvature."""
-    network = network if curvature.output.is_default else viewed(network, curvature.output)
+    network = network if curvature.output.is_default else wrap_output(network, curvature.output)
     with torch.inference_mode(False), torch.no_grad():
         mean = curvature.subset.flatten(network).to(curvature.structure.dtype)
         weights = fingerprint(network)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_bayes.jacobian.checks import check_examples_apart
 from lightning_bayes.jacobian.gradients import MEMORY
-from lightning_bayes.jacobian.output_gaussian import ForwardPass
+from lightning_bayes.jacobian.output_gaussian import LayerJacobian
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
@@ -104,7 +104,7 @@ def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
 
 def _of_few(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[Factors]:
     with posterior.linearised(x) as (plan, x):
-        forward = ForwardPass(posterior.network, plan, x)
+        forward = LayerJacobian(posterior.network, plan, x)
         f, masked = forward.f.detach(), plan.subset.mask is not None
         if not forward.matched.mixed or len(f) == 1:
             gradients = forward.gradients(0, forward.n_outputs)
@@ -112,7 +112,7 @@ def _of_few(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[Factors
                 layers: dict[Layout, LayerFactors] = {}
                 for layout, (a, g) in gradients.factors().items():
                     layers[layout] = _smallest(a.detach(), g, layout.gather(scale).reshape(layout.shape), masked)
-                for layout, J in gradients.leftovers().items():
+                for layout, J in gradients.parameter_jacobians().items():
                     block = layout.gather(scale)
                     layers[layout] = Rows((J * block.to(J))[..., block > 0])
             return [Factors(f, layers)]

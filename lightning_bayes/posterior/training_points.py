@@ -24,7 +24,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.loaders import ShownLoader, Watched
+from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.posterior.gaussian import PosteriorError
 
@@ -113,7 +113,7 @@ class PointSelection:
         if self._options.points == 0:
             return loader
         look = self._keep_random if self._options.selection == "random" else self._check_outputs
-        return Watched(self._network, check_loader(loader), look)
+        return ObservedLoader(self._network, check_loader(loader), look)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
@@ -121,7 +121,7 @@ class PointSelection:
             return posterior
         if self._options.selection == "leverage":
             with preserved_rng(posterior.device):
-                for batch in ShownLoader(loader, "Laplace: leverage of training points", progress):
+                for batch in ProgressLoader(loader, "Laplace: leverage of training points", progress):
                     self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
             if not self._seen and self._processes.size == 1:
                 raise DataError("the loader was empty when it was read again: leverage needs a second pass")

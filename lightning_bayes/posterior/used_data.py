@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.loaders import Watched
+from lightning_bayes.network.loaders import ObservedLoader
 from lightning_bayes.network.noise import as_bits, hashed
 from lightning_bayes.posterior.gaussian import GaussianPosterior
 
@@ -37,7 +37,7 @@ class UsedData:
 
     def __init__(self, network: nn.Module, loader: Iterable[Any], as_: str, processes: Processes | None = None) -> None:
         stage = "train" if as_ == "fit" else "val"
-        self.watched = Watched(network, check_loader(loader), self._look, stage)
+        self.watched = ObservedLoader(network, check_loader(loader), self._look, stage)
         self._as, self._processes = as_, processes or Processes()
         self._parts: list[Tensor] = [torch.empty(0, dtype=torch.long, device="cpu")]
 

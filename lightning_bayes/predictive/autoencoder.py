@@ -25,6 +25,7 @@ from lightning_bayes.arguments import count, flag
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import call_with
+from lightning_bayes.network.output import network_name
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import at_mean
 from lightning_bayes.posterior.implementation import implements
@@ -91,7 +92,7 @@ def _check_parts(network: nn.Module) -> None:
         if not isinstance(getattr(network, name, None), nn.Module):
             children = ", ".join(child for child, _ in network.named_children()) or "none"
             raise PosteriorError(
-                f"{type(network).__name__} has no submodule {name!r} (its submodules are: {children}): name the two "
+                f"{network_name(network)} has no submodule {name!r} (its submodules are: {children}): name the two "
                 "parts of an autoencoder `encoder` and `decoder`, or use predict, which needs no names"
             )
 

@@ -35,7 +35,7 @@ from lightning_bayes.arguments import instance, listed, shown
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.network.checks import submodule
-from lightning_bayes.network.output import unviewed
+from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
 from lightning_bayes.posterior.fingerprint import same_weights
@@ -220,7 +220,7 @@ def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
         for other in range(number):
             # Compared as `check_weights` does, which at least one of the two would fail.
             same = same_weights(member.fingerprint, posteriors[other].fingerprint)
-            if unviewed(member.network) is unviewed(posteriors[other].network) and not same:
+            if unwrap_output(member.network) is unwrap_output(posteriors[other].network) and not same:
                 raise PosteriorError(
                     f"members {other} and {number} share one network, but belong to different weights of it: give each "
                     "member a network of its own"

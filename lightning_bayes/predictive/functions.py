@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, word
-from lightning_bayes.jacobian.linearised import Linearised
+from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
@@ -65,18 +65,17 @@ def each_function(
     if linearised and posterior.is_sharded:
         raise PosteriorError(f"the linearised network {NEEDS_WHOLE}: use linearised=False")
     with at_mean(posterior, x, differentiable) as x:
-        network = Linearised(posterior.network, posterior.subset.parameters(posterior.network), x, differentiable)
+        jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
         few = _together(posterior, x) if linearised and not differentiable else 1
         for start in range(0, n, few):
             draws = [draw_move(posterior, generator) for _ in range(min(few, n - start))]
             if linearised and len(draws) > 1:
-                moves = unflatten(posterior, torch.stack(draws))
+                moves = torch.stack(draws)
                 del draws
-                for f in network.many(moves):
+                for f in jacobian.linearised_many(moves):
                     consume(f)
             else:
-                moves = unflatten(posterior, draws[0])
-                consume(network(moves) if linearised else network.at(moves))
+                consume(jacobian.linearised(draws[0]) if linearised else jacobian.at(draws[0]))
 
 
 def draw_moves(posterior: GaussianPosterior, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -113,7 +112,7 @@ class FunctionDraw:
     """
 
     posterior: GaussianPosterior
-    moves: Sequence[dict[str, Tensor]]  # from the network's weights to each sample, by parameter
+    moves: Sequence[Tensor]  # [P] from the network's weights to each sample
     linearised: bool
     single: bool  # whether the outputs have no dimension for the samples
 
@@ -121,9 +120,8 @@ class FunctionDraw:
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs.tensors(x))
         posterior = self.posterior
         with at_mean(posterior, x, differentiable) as x:
-            parameters = posterior.subset.parameters(posterior.network)
-            network = Linearised(posterior.network, parameters, x, differentiable)
-            draws = [network(move) if self.linearised else network.at(move) for move in self.moves]
+            jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
+            draws = [jacobian.linearised(move) if self.linearised else jacobian.at(move) for move in self.moves]
         return draws[0] if self.single else torch.stack(draws)
 
     def __repr__(self) -> str:
@@ -144,5 +142,5 @@ def draw_function(
     posterior.check_weights()
     exact = torch.autocast(posterior.device.type, enabled=False)
     with preserved_rng(posterior.device), torch.inference_mode(False), torch.no_grad(), exact:
-        moves = [draw_moves(posterior, generator) for _ in range(n or 1)]
+        moves = [draw_move(posterior, generator) for _ in range(n or 1)]
     return FunctionDraw(posterior, tuple(moves), predictive == "glm", n is None)

@@ -132,7 +132,7 @@ def output_laws(
 
 def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
-    if isinstance(x, inputs.Together):  # each output takes a backward pass of its own, a sample one pass for all
+    if isinstance(x, inputs.WholeInput):  # each output takes a backward pass of its own, a sample one pass for all
         return outputs(posterior, x).numel() > MANY_TOGETHER
     if (plan := posterior.known_plan(x)) is not None:
         return plan.n_outputs > MANY

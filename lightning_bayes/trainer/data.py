@@ -36,9 +36,9 @@ from torch.utils.data import (
 )
 
 from lightning_bayes.network import DataError, Processes, inputs
+from lightning_bayes.network.adapters.graphs import is_graph, labelled_nodes
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import reads_once
-from lightning_bayes.network.containers import is_graph, labelled_nodes
 from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 from lightning_bayes.trainer.private import (
     TRANSFER_HOOKS,

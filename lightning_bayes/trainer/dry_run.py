@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import RandomState, borrowed, eager, kept_buffers, preserved_rng
 from lightning_bayes.network.errors import OutputError, is_out_of_memory
-from lightning_bayes.network.output import Output, output_of, unviewed
+from lightning_bayes.network.output import Output, network_name, output_of, unwrap_output
 from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.trainer.data import as_list
 from lightning_bayes.trainer.loss_check import LossFit, Reading, Watch, compare_gradients, compare_values
@@ -140,12 +140,12 @@ _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"
 
 def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tensor, list[nn.Module]]:
     """The outputs, as the fit will see them, and the modules that return them, the network first."""
-    what = f"the network {path!r}" if path else f"the network {type(network).__name__}"
+    what = f"the network {path!r}" if path else f"the network {network_name(network)}"
     read_as = output_of(network)
     returned: list[tuple[nn.Module, Any]] = []  # weak references: activations need not be kept
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        tensor = read_as.select(output) if module is unviewed(network) else Output().select(output)
+        tensor = read_as.select(output) if module is unwrap_output(network) else Output().select(output)
         if tensor is not None:
             returned.append((module, weakref.ref(tensor)))
 
@@ -172,7 +172,7 @@ def _run(network: nn.Module, path: str | None, x: Any, size: int) -> tuple[Tenso
             f"of {what} the output must have one row per example, but {size} examples gave an output of "
             f"shape {tuple(f.shape)}: name the submodule that gives it with network="
         )
-    modules = dict.fromkeys([unviewed(network), *(module for module, t in reversed(returned) if _is_same(t(), f))])
+    modules = dict.fromkeys([unwrap_output(network), *(module for module, t in reversed(returned) if _is_same(t(), f))])
     return f, [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
 
 

@@ -23,7 +23,7 @@ from lightning_bayes.evidence.tuning import METHODS
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import generator_on
-from lightning_bayes.network.loaders import ShownLoader
+from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data
@@ -143,7 +143,7 @@ def choose_on_validation(
     by_evidence, shown = tune not in (None, "auto", "grid"), progress and shows_bars(trainer)
     if tune == "grid":
         link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
-        data = ShownLoader(validation_pass(trainer, module, validation), TUNING, shown)
+        data = ProgressLoader(validation_pass(trainer, module, validation), TUNING, shown)
         samples, seed = use.samples, use.seed
         posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
     if tune != "auto" and calibrate is None:
@@ -154,9 +154,9 @@ def choose_on_validation(
     try:
         held_out = validation_data(trainer, module, validation)
         if held_out is not None:
-            data = ShownLoader(held_out, TUNING if by_auto else CALIBRATING, shown)
+            data = ProgressLoader(held_out, TUNING if by_auto else CALIBRATING, shown)
             choice = survey(posterior, data, scoring, by_auto, calibrate is not None)
-            scores, chosen = two_fold(choice, ShownLoader(held_out, SCORING, shown)), choice.on()
+            scores, chosen = two_fold(choice, ProgressLoader(held_out, SCORING, shown)), choice.on()
             if scores is not None:
                 tempered = "the plain network" + ("" if calibrate is None else " with its temperature")
                 is_plain = by_auto and bool((chosen.prior_precision >= NEGLIGIBLE).all())

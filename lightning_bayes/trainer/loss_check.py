@@ -25,7 +25,7 @@ from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network import inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.errors import is_out_of_memory
-from lightning_bayes.network.output import Output, output_of, unviewed
+from lightning_bayes.network.output import Output, output_of, unwrap_output
 from lightning_bayes.posterior.l2m import default_loss_scale
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
@@ -150,7 +150,7 @@ class Reading:
     """From a tensor that the network returned for `x` to its output `f`; the same of a gradient."""
 
     def __init__(self, network: nn.Module, x: Any) -> None:
-        self._network, self._output, self._x = unviewed(network), output_of(network), x
+        self._network, self._output, self._x = unwrap_output(network), output_of(network), x
 
     def select(self, module: nn.Module, returned: Any) -> Tensor | None:
         """Among what the network, or a module inside it, returned."""

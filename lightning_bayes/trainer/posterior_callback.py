@@ -18,7 +18,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
-from lightning_bayes.network.output import Output, output_of, unviewed, viewed
+from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
@@ -164,7 +164,7 @@ class PosteriorCallback(Callback):
         if held is not None:
             if (
                 network is not None
-                and unviewed(ungathered(held.network)) is unviewed(network)
+                and unwrap_output(ungathered(held.network)) is unwrap_output(network)
                 and not held.is_elsewhere()
             ):
                 return held
@@ -175,7 +175,7 @@ class PosteriorCallback(Callback):
 
     def network_in(self, module: LightningModule) -> nn.Module:
         """What maps x to f in the user's module."""
-        return viewed(unwrap(network_of(module, self.network)), self._read_as)
+        return wrap_output(unwrap(network_of(module, self.network)), self._read_as)
 
     def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
         """Learn from a batch which dimension of the outputs counts classes. Returns x in its container."""

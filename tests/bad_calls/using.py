@@ -74,7 +74,7 @@ _gradient = Of(lambda t: t.x.clone().requires_grad_(), "with gradients")
 for _predictive in ("glm", "bnn", "map"):
     predict("differentiable", True, "no tensor of x requires one: call x.requires_grad_()", predictive=_predictive)
     predict("differentiable", True, "must hold a tensor", x="abc", predictive=_predictive, named=False)
-predict("differentiable", True, "whole numbers alone", "embeddings", x=torch.ones(5, 3, dtype=torch.long))
+predict("differentiable", True, "x holds only integers", "embeddings", x=torch.ones(5, 3, dtype=torch.long))
 predict("differentiable", True, "'gp' has no gradient in x: use predictive='glm'", x=_gradient, predictive="gp")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")

@@ -65,9 +65,7 @@ def test_it_has_the_posterior_of_the_last_layer(case: str, structure: str) -> No
     loader = [(torch.randn(n, *shape).double(), torch.randint(3, (n, *positions))) for n in (N, 1, 3)]
     expected = fit_laplace(net, loader, structure=structure, subset="last_layer")
     layer = gathered(net, loader[0][0])
-    posterior = fit_laplace(
-        layer, loader, structure=structure, subset="last_layer", probe=layer.container(loader[0][0])
-    )
+    posterior = fit_laplace(layer, loader, structure=structure, subset="last_layer", probe=layer.features(loader[0][0]))
     assert ungathered(layer) is net
     assert posterior.subset.names == expected.subset.names
     x = loader[0][0]

@@ -122,8 +122,8 @@ def test_targets_of_some_nodes_need_a_mask() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_mask": torch.tensor([3, 5, 7])}, "train_mask must have a yes or no for each of the 9 nodes"),
-        ({"train_mask": torch.zeros(NODES, 2, dtype=torch.bool)}, "train_mask must have a yes or no for each"),
+        ({"train_mask": torch.tensor([3, 5, 7])}, "train_mask must be a boolean mask over the 9 nodes"),
+        ({"train_mask": torch.zeros(NODES, 2, dtype=torch.bool)}, "train_mask must be a boolean mask"),
         ({"train_mask": torch.zeros(NODES, dtype=torch.bool)}, "train_mask marks none of the 9 nodes"),
         ({"y": None}, "the graphs have no targets y"),
     ],

@@ -150,7 +150,7 @@ def test_no_parameter_of_these_is_left_to_per_example_gradients() -> None:
         case = CASES[name]()
         subset = choose_subset(case.network, case.x, "all")
         with borrowed(case.network, subset.names):
-            assert make_plan(case.network, case.x, subset).leftovers == ()
+            assert make_plan(case.network, case.x, subset).unmatched_parameters == ()
 
 
 LEFT: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -129,7 +129,7 @@ def test_out_of_memory_in_a_linearised_network(
     place: str, raiser: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), "diag")
-    monkeypatch.setattr(f"lightning_bayes.jacobian.linearised.{place}", raiser)
+    monkeypatch.setattr(f"lightning_bayes.jacobian.products.{place}", raiser)
     with pytest.raises(RuntimeError, match=r"^(CUDA out of memory|.*can't allocate)"):
         sample_functions(posterior, real(4, 3), 2)
 

@@ -13,7 +13,7 @@ from variational_cases import NOISE, Lit, gradients, images, options, spread, ta
 
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin, VariationalLaplaceMixin
-from lightning_bayes.mixins.step_checks import EVERY
+from lightning_bayes.mixins.step_checks import CHECK_INTERVAL
 
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "auto": (VariationalLaplaceMixin, {}),
@@ -118,10 +118,10 @@ def test_the_first_step_and_every_so_many_look() -> None:
     with pytest.raises(LikelihoodError, match="nan"):
         made(Unchecked, task="regression").training_step(awry("target"), 0)
     module = made(Unchecked, task="regression")
-    for step in range(EVERY):
+    for step in range(CHECK_INTERVAL):
         module.training_step(awry("target") if step == 1 else batch("regression"), step)
     with pytest.raises(LikelihoodError, match="nan"):
-        module.training_step(batch("regression"), EVERY)
+        module.training_step(batch("regression"), CHECK_INTERVAL)
 
 
 # -- what the graph shows ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bayes import Categorical, LaplacePosterior, fit_laplace
-from lightning_bayes.jacobian.linearised import Linearised
+from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.predictive import functions, sample_functions
 from lightning_bayes.predictive.output_law import MANY
 
@@ -107,13 +107,13 @@ def test_a_network_without_a_rule_takes_one_after_the_other() -> None:
 
 def test_a_wrong_batching_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted()
-    right = Linearised._together
+    right = Jacobian._together
 
-    def wrong(self: Linearised, moves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        f, df = right(self, moves)
+    def wrong(self: Jacobian, directions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        f, df = right(self, directions)
         return f, df.flip(0)
 
-    monkeypatch.setattr(Linearised, "_together", wrong)
+    monkeypatch.setattr(Jacobian, "_together", wrong)
     drawn = sample_functions(posterior, x, 5, seeded(2))
     torch.testing.assert_close(drawn, linearised_draws(posterior, x, 5, seeded(2)), **TIGHT)
 

@@ -1,16 +1,13 @@
-"""Private names of Lightning are used in `trainer/private.py` alone, and each exists in the installed Lightning.
-
-A private attribute is ours if a file of the package defines it: by `def`, by assignment, or as an annotated field.
-"""
+"""Private names of Lightning are used in `trainer/private.py` alone, and each exists in the installed Lightning."""
 
 import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from helpers.private_names import ROOT, defined_names, foreign_names, private_names, read
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, Precision
@@ -19,10 +16,8 @@ from lightning.pytorch.strategies.launchers import multiprocessing
 from torch import nn
 from torch.utils.data import SubsetRandomSampler
 
-import lightning_bayes
 from lightning_bayes.trainer import private
 
-ROOT = Path(lightning_bayes.__file__).parent
 DOOR = ROOT / "trainer" / "private.py"
 FOREACH = (name for name in dir(torch) if name.startswith("_foreach_"))  # by which torch's own optimizers work
 TORCH = {
@@ -34,52 +29,23 @@ TORCH = {
 }  # the last two of schedulers
 
 
-def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The private attributes of other objects that are read, also by `getattr` and `hasattr`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not is_own(node.value):
-            name = node.attr
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            name = str(getattr(node.args[1], "value", ""))  # of a literal
-        else:
-            continue
-        if name.startswith("_") and not name.startswith("__"):
-            yield node.lineno, name
-
-
-def is_own(value: ast.expr) -> bool:
-    name = value.func if isinstance(value, ast.Call) else value
-    return getattr(name, "id", "") in ("self", "cls", "super")
-
-
-def defined_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in (name for target in targets for name in ast.walk(target)):
-                if isinstance(name, (ast.Name, ast.Attribute)) and isinstance(name.ctx, ast.Store):
-                    yield name.id if isinstance(name, ast.Name) else name.attr
-
-
-def foreign_names(sources: dict[str, str], ours: set[str]) -> list[str]:
-    uses = ((place, *use) for place, source in sources.items() for use in private_names(ast.parse(source)))
-    return [f"{place}:{line}: {name}" for place, line, name in uses if name not in ours]
-
-
-def read(*folders: str) -> dict[str, str]:
-    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if path != DOOR)
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
-
-
 def test_private_names_of_lightning_are_behind_one_door() -> None:
-    ours = {name for source in read(".").values() for name in defined_names(ast.parse(source))}
-    assert foreign_names(read("trainer", "callbacks", "mixins"), ours | TORCH) == []
+    ours = {name for source in read(".", without=DOOR).values() for name in defined_names(ast.parse(source))}
+    assert foreign_names(read("trainer", "callbacks", "mixins", without=DOOR), ours | TORCH) == []
 
 
 @pytest.mark.parametrize(
-    "source", ["trainer._x", "a.b._x", "f()._x", "getattr(plugin, '_x', None)", "hasattr(m, '_x')", "other[0]._x()"]
+    "source",
+    [
+        "trainer._x",
+        "a.b._x",
+        "from torch import _x",
+        "from torch._x import y",
+        "f()._x",
+        "getattr(plugin, '_x', None)",
+        "hasattr(m, '_x')",
+        "other[0]._x()",
+    ],
 )
 def test_a_private_name_of_another_object_is_seen(source: str) -> None:
     assert foreign_names({"file": source}, set()) == ["file:1: _x"]

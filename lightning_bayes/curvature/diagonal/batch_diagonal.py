@@ -61,7 +61,7 @@ class BatchDiagonal:
             raise ValueError(f"threshold must not be negative, got {threshold}")
         self.network, self.subset, self.likelihood = network, subset, likelihood
         self.mode, self.threshold = mode, threshold
-        self._checks = BatchChecks(likelihood, what="curvature measurement") if checks else None
+        self._checks = BatchChecks(likelihood, unit="curvature measurement") if checks else None
         self._method: Callable[[nn.Module, Any, Tensor], Tensor] | None = None
 
     def __call__(self, x: Any, y: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class BatchDiagonal:
     def raise_pending(self) -> None:
         """Raise an error for the first invalid batch since the last check."""
         if self._checks is not None:
-            self._checks.look()
+            self._checks.raise_pending()
 
     def _choose_method(self, network: nn.Module, x: Any) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         threshold = {"exact": math.inf, "approx": 0.0}.get(self.mode, self.threshold)

@@ -1,0 +1,109 @@
+"""Private names of PyTorch that `network` and `jacobian` use, each with the reason.
+
+A new PyTorch release can break only this file; `tests/network/test_torch_private.py` checks that every name exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.modules import module as module_hooks
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+
+__all__ = ["pytree"]  # public as `torch.utils.pytree` only in recent releases
+
+
+def uncompiled(network: nn.Module) -> nn.Module:
+    """The module behind `torch.compile`, whose parameters have the names that its author gave them."""
+    return getattr(network, "_orig_mod", network)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The module's direct parameters, without duplicates removed and with those that are None."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    return module._buffers
+
+
+def write_count(t: Tensor) -> int:
+    """The number of in-place writes to a tensor; PyTorch does not count them for inference tensors."""
+    return -1 if t.is_inference() else t._version
+
+
+def foreach_add_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Add many tensors in one call, as PyTorch's own optimizers do."""
+    torch._foreach_add_(tensors, others)
+
+
+def foreach_copy_(tensors: list[Tensor], others: list[Tensor]) -> None:
+    torch._foreach_copy_(tensors, others)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def gradient_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[dict[int, Any]]:
+    """The non-empty dictionaries of gradient hooks. PyTorch cannot list or suspend hooks, and the handles that users
+    hold refer to these dictionaries."""
+    hooks: list[Any] = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
+    for module in modules:
+        hooks += module._backward_hooks, module._backward_pre_hooks
+    for p in parameters:
+        hooks += p._backward_hooks, p._post_accumulate_grad_hooks
+    return [registered for registered in hooks if registered]
+
+
+@contextmanager
+def refuse_recomputation(error: Exception, reentrant_only: bool = False) -> Iterator[None]:
+    """Raise `error` if a layer inside uses activation checkpointing, in either form or only in the reentrant one.
+    PyTorch has no hook for this, so the names that `checkpoint` looks up are replaced inside the context."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(checkpoint.CheckpointFunction, "apply", refuse))
+        if not reentrant_only:
+            stack.enter_context(_replaced(checkpoint, "_checkpoint_hook", refuse))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+# -- nodes of the autograd graph, which are public, unlike what they store -------------------------------------------
+
+
+def saved(node: Node, name: str, default: Any = None) -> Any:
+    """A value that an operation saved for its backward pass."""
+    return getattr(node, f"_saved_{name}", default)
+
+
+def result_shape(node: Node, index: int) -> tuple[int, ...]:
+    """The shape of one of the operation's results, or `()` if PyTorch does not store it."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(metadata[index].shape) if index < len(metadata) else ()
+
+
+def function_class(node: Node) -> Any:
+    """The user's `torch.autograd.Function` that made the node."""
+    return type(node)._forward_cls  # type: ignore[attr-defined]
