@@ -226,7 +226,6 @@ def to_state(posterior: GaussianPosterior) -> dict[str, Any]:
         "n_data": int(posterior.n_data),
         "fingerprint": posterior.fingerprint,
         "calibrations": [asdict(calibration) for calibration in posterior.calibrations],
-        "used_data": dict(posterior.used_data),
         "shift": posterior.shift,
         "output": asdict(output_of(ungathered(posterior.network))),
     }
@@ -279,7 +278,6 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
         "seed": 0,
         "prior": {},
         "points": None,
-        "used_data": {},
         "output": {},
     }  # than some files
     state = {**newer, **state}
@@ -302,8 +300,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     n_data, fingerprint = state["n_data"], state["fingerprint"].cpu()
     calibrations = tuple(Calibration(**calibration) for calibration in state["calibrations"])
     if matrix == "precision":
-        posterior = GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations)
-        return replace(posterior, used_data=state["used_data"])
+        return GaussianPosterior(network, subset, likelihood, mean, structure, n_data, fingerprint, calibrations)
     log_likelihood = state["log_likelihood"]
     if log_likelihood is not None and log_likelihood.isnan():  # older files, where it is not known
         log_likelihood = None
@@ -330,8 +327,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     )
     shift = None if state["shift"] is None else state["shift"].to(device)
     points = TrainingPoints.from_state(state["points"])
-    used_data = state["used_data"]
-    return replace(posterior, calibrations=calibrations, shift=shift, points=points, used_data=used_data)
+    return replace(posterior, calibrations=calibrations, shift=shift, points=points)
 
 
 def _read(from_state: Callable[[Any], Part], state: Any, what: str) -> Part:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -69,7 +69,6 @@ class GaussianPosterior:
     shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
     # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
     plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
-    used_data: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # hashes of examples: see `used_data`
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,6 @@ from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.used_data import UsedData
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
 
@@ -33,10 +32,9 @@ def update(
     posterior.check_weights()
     _check(posterior)
     old = posterior.curvature
-    used = UsedData(posterior.network, loader, "fit", processes)
     new = fit_curvature(
         posterior.network,
-        used.watched,
+        loader,
         likelihood=posterior.likelihood,
         structure=str(old.structure.word),
         subset=posterior.subset,
@@ -52,8 +50,7 @@ def update(
         first_example=old.n_data,
     )
     both = _sum(old, new)
-    known = replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
-    return used.noted(known)
+    return replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
 
 
 def _sum(old: Curvature, new: Curvature) -> Curvature:
