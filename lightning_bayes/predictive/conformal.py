@@ -193,7 +193,7 @@ class Conformal:
         return self.quantile.to(t.device, accumulation_dtype(t.device)).reshape(1, -1, 1)
 
 
-@implements("conformalize")
+@implements("conformalize", sharded=True)
 def conformalize(
     predictor: Predictor,
     loader: Iterable[Any],

@@ -63,6 +63,10 @@ class Diagonal(Structure):
             return Diagonal(self.values + precision)
         return _Shifted(self.values, precision)
 
+    def add_deferred(self, precision: Callable[[], Tensor]) -> Diagonal:
+        """`add_prior` with a precision that is computed when the sum is first used."""
+        return _Shifted(self.values, precision)
+
     def _with(self, values: Tensor) -> Diagonal:
         return Diagonal(values)
 
@@ -125,13 +129,13 @@ class _Shifted(Diagonal):
     """`diag(values + δ)`, added up when it is first looked at: until then a posterior costs no vector beside its mean
     and its curvature, and no time."""
 
-    _terms: tuple[Tensor, Tensor]
+    _terms: tuple[Tensor, Tensor | Callable[[], Tensor]]
 
-    def __init__(self, values: Tensor, precision: Tensor) -> None:
+    def __init__(self, values: Tensor, precision: Tensor | Callable[[], Tensor]) -> None:
         object.__setattr__(self, "_terms", (values, precision))
 
     @cached_property
     def values(self) -> Tensor:
         values, precision = self._terms
         with torch.inference_mode(False):  # which could never again be used with gradients
-            return values + precision
+            return values + (precision if isinstance(precision, Tensor) else precision())

@@ -365,7 +365,7 @@ with_data = Table(
 )
 with_data("loader", None, "must be an iterable of (x, y) batches")
 with_data("loader", [], "the loader is empty")
-with_data("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "fewer"), "holds 3 examples, but the posterior is that of 5")
+with_data("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "fewer"), "holds 3 examples, but the posterior was fitted to 5")
 with_data("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", named=False)
 with_data("loader", Of(lambda t: [(t.x, t.y)], "classes"), "Gaussian needs floating-point targets", named=False)
 with_data("processes", 2, "must be Processes(rank, size), got 2", loader=Of(lambda t: t.real_batches, "data"))
