@@ -260,7 +260,7 @@ def load_posterior(
         posterior.check_weights()
     except PosteriorError as error:
         raise PosteriorError(
-            f"{path}: {error}. A callback's file belongs to the last weights; a checkpoint's posterior belongs to the "
-            "weights in the checkpoint"
+            f"{path}: {error}. A callback's file belongs to the last weights; for other weights, load a checkpoint, "
+            "which holds their posterior"
         ) from None
     return posterior

@@ -226,7 +226,7 @@ def test_what_has_no_convex_linear_model_is_refused() -> None:
 def test_other_data_than_those_of_the_fit_are_refused() -> None:
     network, x, y, likelihood = problem("classification")
     posterior = fit_laplace(network, batches(x, y), likelihood)
-    with pytest.raises(PosteriorError, match="has 22 examples, but the posterior is that of 23"):
+    with pytest.raises(PosteriorError, match="has 22 examples, but the posterior was fitted to 23"):
         posterior.tune_prior("linear", batches(x, y)[:1], iterate=True)
     with pytest.raises(DataError, match="makes several passes, but the loader is an iterator"):
         posterior.tune_prior("linear", iter(batches(x, y)), iterate=True)

@@ -179,7 +179,7 @@ def test_a_noise_at_its_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         tuned = posterior.tune_prior(method)
         assert float(tuned.likelihood.noise_std) < 1e-6
-        assert "times the noise_std it began with" in caplog.text
+        assert "times the initial noise_std" in caplog.text
 
 
 def test_clear_errors_where_it_cannot_be_had() -> None:
