@@ -138,7 +138,7 @@ def _held(thing: Any) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for field in dataclasses.fields(value):
-                if field.name not in ("network", "plans", "subset", "used_data", "shards"):
+                if field.name not in ("network", "plans", "subset", "shards"):
                     visit(getattr(value, field.name))
         elif isinstance(value, Structure):
             visit([part for name, part in vars(value).items() if name != "shards"])

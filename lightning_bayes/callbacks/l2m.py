@@ -37,7 +37,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.posterior.gaussian import PosteriorError
+from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, PosteriorError
 from lightning_bayes.posterior.l2m import (
     SCALINGS,
     check_l2m,
@@ -47,7 +47,6 @@ from lightning_bayes.posterior.l2m import (
     fit_l2m,
     longest_memory,
 )
-from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 from lightning_bayes.trainer import data
 from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch

@@ -1,16 +1,16 @@
-"""The evidence of the linearised network, at its own optimum (Antorán et al. 2022; tutorial, section 6).
+"""Tuning the prior by the evidence of the linearised network at its optimum (Antorán et al. 2022; tutorial, section 6).
 
-The weights `θ̃` of a modern network are no mode of its loss, but the network linearised there, `h(θ) = f + J(θ − θ̃)`,
-has one for every prior `Λ`. Prior and optimum are found together:
+The weights `θ̃` of a modern network are not a mode of its loss, but the network linearised there, `h(θ) = f + J(θ − θ̃)`,
+has a mode for every prior `Λ`. The search alternates between the two:
 
     θ⋆ = argmin_θ −Σₙ log p(yₙ | h(θ, xₙ)) + ½ θᵀΛθ                 by Newton's method, see `linear_model`,
-    Λ  = argmax_Λ −½ (θ⋆ᵀΛθ⋆ + log det(Λ⁻¹H + I))                   by MacKay's fixed point, see `tuning`,
+    Λ  = argmax_Λ −½ (θ⋆ᵀΛθ⋆ + log det(Λ⁻¹H + I))                   by MacKay's fixed point, see `tuning`.
 
-and with `Λ` the noise of a regression, whose squared error is that of `h(θ⋆)`. A Newton step is followed by a fixed
-point, which needs no data. With the curvature `H` of the fit (`fisher="weights"`, as in the paper) both are uphill in
-one function of `θ` and `Λ`. `fisher="optimum"` refits `H` at the outputs `h(θ⋆)` after each step.
+The noise of a regression is tuned together with `Λ`, from the squared error of `h(θ⋆)`. The fixed point needs no data.
+With the curvature `H` of the fit (`fisher="weights"`, as in the paper) both steps are uphill in one function of `θ` and
+`Λ`. `fisher="optimum"` refits `H` at the outputs `h(θ⋆)` after each Newton step.
 
-`θ̃` stays the mean, and the fit's `H` the curvature: the result is the posterior with another prior and noise.
+The result is the given posterior with another prior and noise: its mean stays `θ̃` and its curvature that of the fit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.curvature.fit import check_processes
-from lightning_bayes.evidence.linear_model import LinearModel, check_refit, forcing, gradient_norm
+from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.evidence.prior_groups import PriorGroups
-from lightning_bayes.evidence.tuning import LARGEST, fixed_point, say_bound
+from lightning_bayes.evidence.tuning import LARGEST, fixed_point, warn_at_bound
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.checks import check_loader
@@ -40,10 +40,10 @@ from lightning_bayes.posterior.laplace import LaplacePosterior
 logger = logging.getLogger("lightning_bayes")
 
 FISHERS = ("weights", "optimum")
-_AHEAD = 1.0  # in a logarithm, at most
-_INNER = 1000  # steps of a fixed point, at most
-_NEAR = 0.1  # a relative gradient below which the optimum follows the prior
-_LARGE = 0.1  # a relative gradient that is worth a warning
+_FIXED_POINT_STEPS = 1000
+_LARGEST_JUMP = 1.0  # of the extrapolation, in a logarithm
+_NEAR = 0.1  # the relative gradient below which to extrapolate
+_LARGE_GRADIENT = 0.1  # worth a warning
 
 
 @implements("tune_prior: iterated")
@@ -59,46 +59,46 @@ def iterated(
     progress: bool = False,
     processes: Processes | None = None,
 ) -> LaplacePosterior:
-    """The posterior with the prior, and a regression's noise, of the linear model's evidence.
+    """Tune the prior, and the noise of a regression, by the linear model's evidence.
 
     Args:
         posterior: around `θ̃`.
         loader: the training data `(x, y)`.
         per_layer: the same as `prior_groups="layers"`.
-        noise: whether to tune a regression's noise, too.
+        noise: whether to tune the noise of a regression.
         prior_groups: None, "layers" or "normalised".
-        passes: over the data, at most; each product with a Hessian and each gradient is one.
+        passes: the largest number of passes over the data; each Hessian product and each gradient takes one.
         tolerance: of the gradient, relative to that at `θ̃`, and of the logarithms of prior and noise.
         fisher: "weights" or "optimum".
         progress: show a progress bar.
-        processes: those that share the data.
+        processes: the processes that share the data.
     """
-    _check(posterior, loader, noise, passes, tolerance, fisher, progress, processes)
+    _check_arguments(posterior, loader, noise, passes, tolerance, fisher, progress, processes)
     assert loader is not None
     groups = PriorGroups.of(posterior, per_layer, prior_groups)
     with progress_bar("Laplace: tuning the prior", passes, progress, "pass") as bar:
         model = LinearModel(loader, processes=processes, on_pass=bar.update)
         known = posterior.curvature.gradient is not None and posterior.curvature.knows_likelihood
-        own_shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
-        start = posterior if known else model.at(posterior, own_shift)
-        at, moved = _tuned(start, groups, noise, tolerance)
-        residual, secant = 1.0, _Secant()
-        refits = fisher == "optimum"  # each of which is a pass
-        while max(residual, moved) > tolerance and (left := passes - model.passes - refits) >= 2:
-            step = model.step(at, forcing(max(residual, tolerance), tolerance), left)
+        shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
+        start = posterior if known else model.at(posterior, shift)
+        current, change = _tuned(start, groups, noise, tolerance)
+        residual, extrapolation = 1.0, _Anderson()
+        refits = fisher == "optimum"  # a refit takes a pass
+        while max(residual, change) > tolerance and (left := passes - model.passes - refits) >= 2:
+            step = model.step(current, forcing(max(residual, tolerance), tolerance), left)
             if step is None:
                 break
-            at, moved = _tuned(model.refitted(step) if refits else step, groups, noise, tolerance)
-            if residual < _NEAR and moved > tolerance:
-                at = secant(step, at)
-            start = _with_prior_of(start, at)
-            initial = gradient_norm(start, at.precision)
-            residual = gradient_norm(at) / initial if initial > 0 else 0.0
-    _report(at, residual, moved, model.passes, tolerance)
-    return _with_prior_of(posterior, at)
+            current, change = _tuned(model.refitted(step) if refits else step, groups, noise, tolerance)
+            if residual < _NEAR and change > tolerance:
+                current = extrapolation(step, current)
+            start = _with_prior_of(start, current)
+            initial = gradient_norm(start, current.precision)
+            residual = gradient_norm(current) / initial if initial > 0 else 0.0
+    _report(current, residual, change, model.passes, tolerance)
+    return _with_prior_of(posterior, current)
 
 
-def _check(
+def _check_arguments(
     posterior: LaplacePosterior,
     loader: Any,
     noise: Any,
@@ -122,31 +122,29 @@ def _check(
             "tune_prior('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
             "DataLoader"
         )
-    if not posterior.likelihood.is_convex:
-        raise PosteriorError(
-            f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum: "
-            "use tune_prior('marglik')"
-        )
+    check_convex(posterior, "use tune_prior('marglik')")
     posterior.check_optimum("iterate=True")
     if fisher == "optimum":
         check_refit(posterior, "fisher='optimum'")
         if processes is not None and processes.size > 1:
             raise PosteriorError(
-                "fisher='optimum' is for one process: use fisher='weights' where several share the data"
+                "fisher='optimum' is for one process: use fisher='weights' if several processes share the data"
             )
 
 
-def _tuned(at: LaplacePosterior, groups: PriorGroups, noise: bool, tolerance: float) -> tuple[LaplacePosterior, float]:
-    """Prior and noise for these weights, and how far the logarithms moved."""
-    tuned, _ = fixed_point(at, groups, noise, _INNER, 0.1 * tolerance)
-    if tuned.prior_precision.shape != at.prior_precision.shape:  # the first time
+def _tuned(
+    posterior: LaplacePosterior, groups: PriorGroups, noise: bool, tolerance: float
+) -> tuple[LaplacePosterior, float]:
+    """Prior and noise for these weights, and the change of their logarithms."""
+    tuned, _ = fixed_point(posterior, groups, noise, _FIXED_POINT_STEPS, 0.1 * tolerance)
+    if tuned.prior_precision.shape != posterior.prior_precision.shape:  # in the first round
         return tuned, math.inf
-    return tuned, float((_logarithms(tuned) - _logarithms(at)).abs().max())
+    return tuned, float((_logarithms(tuned) - _logarithms(posterior)).abs().max())
 
 
-class _Secant:
-    """Alternation converges slowly where the prior is weakly determined. Near the optimum the last few rounds tell how
-    far it would go: Anderson's method for the fixed point `v = G(v)` of the logarithms of prior and noise."""
+class _Anderson:
+    """Anderson's extrapolation of the fixed point `v = G(v)`, for the logarithms `v` of prior and noise. Plain
+    alternation converges slowly if the data determine the prior weakly."""
 
     def __init__(self, depth: int = 4) -> None:
         self._depth = depth
@@ -154,7 +152,7 @@ class _Secant:
         self._f: list[Tensor] = []
 
     def __call__(self, before: LaplacePosterior, after: LaplacePosterior) -> LaplacePosterior:
-        """From the prior of a round and the one that it gave to that of the next."""
+        """The posterior `after` a round, with the prior and noise extrapolated from the last rounds."""
         v, g = _logarithms(before), _logarithms(after)
         self._v, self._f = [*self._v, v][-self._depth :], [*self._f, g - v][-self._depth :]
         if len(self._v) < 2:
@@ -162,9 +160,9 @@ class _Secant:
         Δv, Δf = (torch.stack([b - a for a, b in pairwise(values)], 1) for values in (self._v, self._f))
         weights = torch.linalg.lstsq(Δf.cpu(), (g - v).cpu().unsqueeze(1), driver="gelsd").solution.to(v)
         f = g - v
-        # On with the round's own step, which is uphill: not back, and not much further.
-        ahead = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
-        factors = (f.sign() * ahead.clamp(max=_AHEAD)).exp()
+        # Extend the round's step, which is uphill: at most halfway back, and at most ten times as far.
+        extension = (-((Δv + Δf) @ weights).squeeze(1) * f.sign()).clamp(min=-0.5 * f.abs(), max=9 * f.abs())
+        factors = (f.sign() * extension.clamp(max=_LARGEST_JUMP)).exp()
         if after.likelihood.tunable_noise is not None:
             σ = torch.as_tensor(after.likelihood.tunable_noise).to(factors)
             after, factors = after.with_noise(σ * factors[-1]), factors[:-1]
@@ -173,23 +171,23 @@ class _Secant:
 
 
 def _logarithms(posterior: LaplacePosterior) -> Tensor:
-    """Of the prior, and of a regression's noise."""
+    """The logarithms of the prior, and of the noise of a regression."""
     logs = posterior.prior_precision.log().reshape(-1)
     σ = posterior.likelihood.tunable_noise
     return logs if σ is None else torch.cat((logs, number_like(σ, logs).log().mean().reshape(1)))
 
 
 def _with_prior_of(posterior: LaplacePosterior, other: LaplacePosterior) -> LaplacePosterior:
-    """With the prior and the noise of another one."""
+    """The posterior with the prior and noise of another one."""
     σ = other.likelihood.tunable_noise
     return (posterior if σ is None else posterior.with_noise(σ)).with_prior(other.prior_precision)
 
 
-def _report(at: LaplacePosterior, residual: float, moved: float, passes: int, tolerance: float) -> None:
-    evidence = float(at.log_marginal_likelihood())
-    said = "linear evidence %.6g after %d passes over the data, at a relative gradient of %.1g"
-    if residual > max(_LARGE, tolerance):
-        logger.warning(f"{said}: the prior may still change, raise `passes`", evidence, passes, residual)
+def _report(posterior: LaplacePosterior, residual: float, change: float, passes: int, tolerance: float) -> None:
+    evidence = float(posterior.log_marginal_likelihood())
+    message = "linear evidence %.6g after %d passes over the data, at a relative gradient of %.1g"
+    if residual > max(_LARGE_GRADIENT, tolerance):
+        logger.warning(f"{message}: the prior may still change, raise `passes`", evidence, passes, residual)
     else:
-        logger.info(f"{said}; the last step moved log Λ by %.1g", evidence, passes, residual, moved)
-    say_bound(at)
+        logger.info(f"{message}; the last step changed log Λ by %.1g", evidence, passes, residual, change)
+    warn_at_bound(posterior)

@@ -5,27 +5,23 @@ With the network's weights `θ̃`, outputs `f` and Jacobians `J`, a prior precis
     h(θ, x) = f(x) + J(x) (θ − θ̃),      L(θ) = −(1/T) Σₙ log p(yₙ | h(θ, xₙ)) + ½ dᵀΛd,
     ∇L(θ) = −(1/T) Σₙ Jₙᵀrₙ + Λd,        ∇²L(θ) v = (1/T) Σₙ JₙᵀΛₙJₙ v + Λv,
 
-with `d = θ − m` from the prior's mean, residual `rₙ` and output Hessian `Λₙ` at `h(θ, xₙ)`. `L` is convex where
-`−log p(y | f)` is convex in `f`. Its minimum `θ⋆` is found by Newton's method; each Newton equation is solved by
-conjugate gradients, preconditioned by the fitted precision. A Jacobian is never formed: every product is one pass over
-the data.
-
-The curvature of the linearised network at weights `θ` of its own, `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ`: the network's Jacobians
-with the Fisher of the linear model's outputs `h(θ, x) = f(x) + J(x)(θ − θ̃)`.
+where `d = θ − m` is the distance from the prior's mean, and `rₙ` and `Λₙ` are the residual and the output Hessian at
+`h(θ, xₙ)`. `L` is convex if `−log p(y | f)` is convex in `f`. Newton's method finds its minimum `θ⋆`. Each Newton
+equation is solved by conjugate gradients, preconditioned by the fitted precision. The Jacobian is never formed: every
+product is one pass over the data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import jvp
 
-from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.accumulate import STRUCTURES
 from lightning_bayes.curvature.column_sum import ColumnSum, FisherRoot
 from lightning_bayes.curvature.data_pass import DataPass
@@ -35,33 +31,24 @@ from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.at_mean import linearised_outputs
+from lightning_bayes.posterior.conjugate_gradients import conjugate_gradients
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 
-_ENOUGH = 1e-4  # Armijo's share of the decrease that the slope promises
+_SUFFICIENT = 1e-4  # share of the promised decrease that a step must reach (Armijo)
 _SHORTEST = 2.0**-40
-
-
-@dataclass(frozen=True)
-class Optimum:
-    """`θ⋆`, and how near the search came."""
-
-    theta: Tensor  # [P]
-    log_likelihood: Tensor  # of the data at θ⋆, untempered
-    residual: float  # ‖∇L(θ⋆)‖ relative to ‖∇L‖ at the start, in the norm of the preconditioner
-    passes: int
 
 
 class LinearModel:
     """The linearised network of a posterior on the training data in `loader`.
 
-    Weights `θ` of the linear model are a posterior with the mean `θ` and the `shift` `θ − θ̃`, whose curvature knows
-    the log-likelihood, its gradient and the squared error at `h(θ, ·)`.
+    Weights `θ` of the linear model are represented by a posterior with the mean `θ` and the `shift` `θ − θ̃`. Its
+    curvature holds the log-likelihood, the gradient and the squared error at `h(θ, ·)`.
 
     Args:
         loader: the training data `(x, y)`, the same in each pass.
-        processes: those that share the data.
+        processes: the processes that share the data.
         on_pass: called after each pass.
     """
 
@@ -75,6 +62,39 @@ class LinearModel:
         self._on_pass = on_pass
         self.passes = 0
 
+    def minimum(self, posterior: LaplacePosterior, passes: int, tolerance: float) -> tuple[LaplacePosterior, float]:
+        """`θ⋆` by Newton's method from `θ̃`, and `‖∇L(θ⋆)‖` relative to `‖∇L(θ̃)‖`, with at most `passes`."""
+        last = self.passes + passes
+        current = self.at(posterior, torch.zeros_like(posterior.mean))
+        initial = gradient_norm(current)
+        residual = 1.0 if initial > 0 else 0.0
+        while residual > tolerance and last - self.passes >= 2:
+            moved = self.step(current, forcing(residual, tolerance), last - self.passes)
+            if moved is None:
+                break
+            current, residual = moved, gradient_norm(moved) / initial
+        return current, residual
+
+    def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
+        """One Newton step that decreases the loss, with its equation solved to `tolerance`; None if there is none. It
+        takes at least two and at most `passes` passes."""
+        Λ, T, last = posterior.prior_matrix(), posterior.temperature, self.passes + passes
+
+        def hessian(v: Tensor) -> Tensor:
+            return self.product(posterior, v) / T + Λ.matmul(v)
+
+        loss, g = loss_of(posterior), loss_gradient(posterior)
+        s = conjugate_gradients(hessian, -g, tolerance, passes - 1, posterior.precision.solve)
+        slope, length = float((g * s).sum()), 1.0
+        shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
+        while self.passes < last and length >= _SHORTEST:
+            moved = self.at(posterior, shift + length * s)
+            change = float(loss_of(moved) - loss)
+            if change <= _SUFFICIENT * length * slope + 1e-12 * abs(float(loss)):
+                return moved
+            length *= _shorter(change / length, slope, float((loss_gradient(moved) * s).sum()))
+        return None
+
     def at(self, posterior: LaplacePosterior, shift: Tensor) -> LaplacePosterior:
         """The posterior moved to the weights `θ̃ + shift` of the linear model."""
         sums = torch.zeros_like(posterior.mean)
@@ -83,15 +103,16 @@ class LinearModel:
         for batch in self._batches(posterior):
             h = batch.outputs(shift)
             error = posterior.likelihood.squared_error(h, batch.y)
-            fit = in_float64(posterior.likelihood.log_likelihood_per_example(h, batch.y)).sum().item()
-            totals += totals.new_tensor([len(h), fit, math.nan if error is None else error.item()])
+            fit = in_float64(posterior.likelihood.log_likelihood_per_example(h, batch.y)).sum()
+            unknown = fit.new_tensor(math.nan)
+            totals += torch.stack([fit.new_tensor(len(h)), fit, unknown if error is None else error.to(fit)])
             sums += batch.pull(posterior.likelihood.residual(h, batch.y))
         self._processes.sum_([sums, totals])
         n, fit, error = totals.cpu()
         if n != posterior.n_data:
             raise PosteriorError(
-                f"a pass over the loader has {int(n)} examples, but the posterior is that of {posterior.n_data}: pass "
-                "the training data, each example once in each pass"
+                f"a pass over the loader has {int(n)} examples, but the posterior was fitted to {posterior.n_data}: "
+                "pass the training data, each example once in each pass"
             )
         squared_error = None if error.isnan() else error
         known = {"log_likelihood": fit, "gradient": -sums, "squared_error": squared_error}
@@ -115,49 +136,15 @@ class LinearModel:
         self._processes.sum_([sums])
         return sums
 
-    def step(self, posterior: LaplacePosterior, tolerance: float, passes: int) -> LaplacePosterior | None:
-        """One step of Newton's method to a smaller loss, its equation solved to `tolerance`; within `passes`, of which
-        it needs at least two. None where it finds none."""
-        Λ, T, last = posterior.prior_matrix(), posterior.temperature, self.passes + passes
-
-        def hessian(v: Tensor) -> Tensor:
-            return self.product(posterior, v) / T + Λ.matmul(v)
-
-        loss, g = loss_of(posterior), loss_gradient(posterior)
-        s = conjugate_gradients(hessian, -g, posterior.precision, tolerance, passes - 1)
-        slope, length = float((g * s).sum()), 1.0
-        shift = torch.zeros_like(posterior.mean) if posterior.shift is None else posterior.shift
-        while self.passes < last and length >= _SHORTEST:
-            moved = self.at(posterior, shift + length * s)
-            change = float(loss_of(moved) - loss)
-            if change <= _ENOUGH * length * slope + 1e-12 * abs(float(loss)):
-                return moved
-            length *= _shorter(change / length, slope, float((loss_gradient(moved) * s).sum()))
-        return None
-
-    def refitted(self, posterior: LaplacePosterior) -> LaplacePosterior:
-        """With the curvature at these weights of the linear model: one pass, with a column for each output."""
+    def refitted(self, posterior: LaplacePosterior, root_at: FisherRoot | None = None) -> LaplacePosterior:
+        """The posterior with the curvature `Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ` at these weights of the linear model: one pass, with a
+        column for each output. `root_at` gives another root of the output Fisher."""
         self.passes += 1
-        assert posterior.shift is not None
-        known = posterior.curvature
-        H = curvature_at(posterior, posterior.shift, self._loader).structure
+        H = _curvature_at(posterior, self._loader, root_at)
         self._on_pass()
-        return replace(posterior, curvature=replace(known, structure=H)).with_prior(posterior.prior_precision)
-
-    def minimum(self, posterior: LaplacePosterior, passes: int, tolerance: float) -> Optimum:
-        """`θ⋆` by Newton's method from `θ̃`, within a number of passes."""
-        first, last = self.passes, self.passes + passes
-        at = self.at(posterior, torch.zeros_like(posterior.mean))
-        initial = gradient_norm(at)
-        residual = 1.0 if initial > 0 else 0.0
-        while residual > tolerance and last - self.passes >= 2:
-            moved = self.step(at, forcing(residual, tolerance), last - self.passes)
-            if moved is None:
-                break
-            at, residual = moved, gradient_norm(moved) / initial
-        fit = at.curvature.log_likelihood
-        assert fit is not None
-        return Optimum(at.mean, fit, residual, self.passes - first)
+        return replace(posterior, curvature=replace(posterior.curvature, structure=H)).with_prior(
+            posterior.prior_precision
+        )
 
     def _batches(self, posterior: LaplacePosterior) -> Iterator[Batch]:
         """One pass over the data."""
@@ -170,47 +157,6 @@ class LinearModel:
                 yield Batch(posterior, x, y, start)
             start += len(y)
         self._on_pass()
-
-
-def weights_of(posterior: LaplacePosterior) -> Tensor:
-    """`θ̃`, the network's own weights.  # [P]"""
-    return posterior.mean if posterior.shift is None else posterior.mean - posterior.shift
-
-
-def loss_of(posterior: LaplacePosterior) -> Tensor:
-    """`L(θ)`, in float64."""
-    fit = posterior.curvature.log_likelihood
-    assert fit is not None
-    d = posterior.prior.distance(posterior.mean)
-    penalty = in_float64(d * posterior.prior_matrix().matmul(d)).sum().cpu()
-    return 0.5 * penalty - fit / posterior.temperature
-
-
-def loss_gradient(posterior: LaplacePosterior) -> Tensor:
-    """`∇L(θ)`.  # [P]"""
-    g = posterior.curvature.gradient
-    assert g is not None
-    return posterior.prior_matrix().matmul(posterior.prior.distance(posterior.mean)) + g / posterior.temperature
-
-
-def gradient_norm(posterior: LaplacePosterior, M: Structure | None = None) -> float:
-    """`‖∇L(θ)‖` in the norm of `M⁻¹`, by default that of the posterior's own precision."""
-    g = loss_gradient(posterior)
-    return float((g * (M or posterior.precision).solve(g)).sum().clamp_min(0).sqrt())
-
-
-def forcing(residual: float, tolerance: float) -> float:
-    """How well to solve a Newton equation: loosely far from the optimum, and never better than is asked for."""
-    return max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
-
-
-def _shorter(change: float, slope: float, slope_there: float) -> float:
-    """Where the cubic between 0 and 1 with these slopes at its ends, and this change, is lowest; well within them."""
-    a = slope + slope_there - 3 * change
-    root = math.sqrt(max(a * a - slope * slope_there, 0.0))
-    below = slope_there - slope + 2 * root
-    lowest = 1 - (slope_there + root - a) / below if below > 0 else 0.5
-    return min(max(lowest, 0.1), 0.7)
 
 
 class Batch:
@@ -240,48 +186,60 @@ class Batch:
         return self._posterior.subset.narrow(flat).to(self._posterior.mean)
 
 
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], b: Tensor, M: Structure, tolerance: float, products: int
-) -> Tensor:
-    """`A⁻¹b` by at most `products` products with `A`, preconditioned by `M⁻¹`, to a residual that is `tolerance` times
-    the first one in the norm of `M⁻¹`."""
-    x = torch.zeros_like(b)
-    r, z = b, M.solve(b)
-    p, rz = z, (r * z).sum()
-    goal = tolerance**2 * rz
-    for _ in range(products):
-        Ap = product(p)
-        step = rz / (p * Ap).sum()
-        x, r = x + step * p, r - step * Ap
-        z = M.solve(r)
-        previous, rz = rz, (r * z).sum()
-        if not rz > goal:
-            break
-        p = z + rz / previous * p
-    return x
+def weights_of(posterior: LaplacePosterior) -> Tensor:
+    """`θ̃`, the network's weights.  # [P]"""
+    return posterior.mean if posterior.shift is None else posterior.mean - posterior.shift
+
+
+def loss_of(posterior: LaplacePosterior) -> Tensor:
+    """`L(θ)`, in float64."""
+    fit = posterior.curvature.log_likelihood
+    assert fit is not None
+    d = posterior.prior.distance(posterior.mean)
+    penalty = in_float64(d * posterior.prior_matrix().matmul(d)).sum().cpu()
+    return 0.5 * penalty - fit / posterior.temperature
+
+
+def loss_gradient(posterior: LaplacePosterior) -> Tensor:
+    """`∇L(θ)`.  # [P]"""
+    g = posterior.curvature.gradient
+    assert g is not None
+    return posterior.prior_matrix().matmul(posterior.prior.distance(posterior.mean)) + g / posterior.temperature
+
+
+def gradient_norm(posterior: LaplacePosterior, M: Structure | None = None) -> float:
+    """`‖∇L(θ)‖` in the norm of `M⁻¹`; `M` is the posterior's precision by default."""
+    g = loss_gradient(posterior)
+    return float((g * (M or posterior.precision).solve(g)).sum().clamp_min(0).sqrt())
+
+
+def forcing(residual: float, tolerance: float) -> float:
+    """The tolerance of a Newton equation: loose far from the optimum, and never tighter than necessary."""
+    return max(min(0.5, residual**0.5), 0.1 * tolerance / residual)
+
+
+def _shorter(change: float, slope: float, end_slope: float) -> float:
+    """The minimum of the cubic on [0, 1] with these slopes at its ends and this change between them, kept within
+    [0.1, 0.7]."""
+    a = slope + end_slope - 3 * change
+    root = math.sqrt(max(a * a - slope * end_slope, 0.0))
+    below = end_slope - slope + 2 * root
+    lowest = 1 - (end_slope + root - a) / below if below > 0 else 0.5
+    return min(max(lowest, 0.1), 0.7)
 
 
 def _hessian_product(likelihood: Likelihood, f: Tensor, y: Tensor, u: Tensor) -> Tensor:
     """`−∂² log p(y | f)/∂f² u`, the derivative of the residual.  # [B, ...]"""
-
-    def residual(f: Tensor) -> Tensor:
-        return likelihood.residual(f, y)
-
-    change: Tensor = jvp(residual, (f,), (u,))[1]
+    change: Tensor = jvp(lambda f: likelihood.residual(f, y), (f,), (u,))[1]
     return -change
 
 
-def curvature_at(
-    posterior: LaplacePosterior,
-    shift: Tensor,
-    loader: Iterable[Any],
-    root_at: FisherRoot | None = None,
-) -> Curvature:
-    """At `θ̃ + shift`, in the passes over all data `(x, y)` that the structure takes; `root_at` gives another root of
-    the output Fisher."""
+def _curvature_at(posterior: LaplacePosterior, loader: Iterable[Any], root_at: FisherRoot | None) -> Structure:
+    """`Σₙ JₙᵀΛ(h(θ, xₙ))Jₙ`, in as many passes as the structure takes."""
 
-    def own_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
-        h = linearised_outputs(posterior, x, shift)
+    def fisher_root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
+        assert posterior.shift is not None
+        h = linearised_outputs(posterior, x, posterior.shift)
         if h.ndim > 2:
             raise PosteriorError(
                 f"a curvature at the linear model's outputs is for outputs [B] and [B, C], but the network's have "
@@ -290,38 +248,41 @@ def curvature_at(
         return posterior.likelihood.fisher_root(h, y)
 
     known = posterior.curvature
-    word = known.structure.word
-    assert word is not None
 
     def batches(description: str) -> Iterator[tuple[Any, Tensor]]:
         for batch in loader:
             yield inputs.to_device(inputs.split_targets(posterior.network, batch), posterior.device)
 
     def make_sum(x: Any, y: Tensor) -> ColumnSum:
-        options = (word, known.weight_sharing)
+        options = (str(known.structure.word), known.weight_sharing)
         with posterior.linearised(x) as (plan, _):
             return ColumnSum(
-                posterior.network, plan, posterior.likelihood, *options, fisher_root=root_at or own_root_at
+                posterior.network, plan, posterior.likelihood, *options, fisher_root=root_at or fisher_root_at
             )
 
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
-        fitted = DataPass(posterior.likelihood).fit(batches, make_sum)
-        return replace(fitted, normalised=known.normalised, weight_sharing=known.weight_sharing)
+        return DataPass(posterior.likelihood).fit(batches, make_sum).structure
 
 
-def check_refit(posterior: LaplacePosterior, who: str) -> None:
-    """An error for a posterior whose curvature cannot be made again."""
-    if posterior.curvature.structure.word is None:
+def check_refit(posterior: LaplacePosterior, what: str) -> None:
+    """Raise if the curvature cannot be computed again; `what` names the call."""
+    H = posterior.curvature.structure
+    if H.word is None:
+        raise PosteriorError(f"{type(H).__name__} has no word for structure=: set its class attribute `word`")
+    if H.word not in STRUCTURES:
         raise PosteriorError(
-            f"{type(posterior.curvature.structure).__name__} does not say by which word of structure= it is fitted: "
-            "give the class a word"
-        )
-    if posterior.curvature.structure.word not in STRUCTURES:
-        raise PosteriorError(
-            f"{who} makes the curvature again in one pass, which structure={posterior.curvature.structure.word!r} does "
-            "not do: fit structure='kron', 'ekfac', 'diag' or 'full'"
+            f"{what} recomputes the curvature in one pass, which structure={H.word!r} does not support: fit "
+            "structure='kron', 'ekfac', 'diag' or 'full'"
         )
     if posterior.damping is not None or posterior.curvature.kind != "ggn":
-        raise PosteriorError(f"{who} needs curvature='ggn' and the exact sum with the prior, without damping")
+        raise PosteriorError(f"{what} needs curvature='ggn' and the exact sum with the prior, without damping")
     if posterior.curvature.hessian != "exact":
-        raise PosteriorError(f"{who} needs a fit with hessian='exact', not {posterior.curvature.hessian!r}")
+        raise PosteriorError(f"{what} needs a fit with hessian='exact', not {posterior.curvature.hessian!r}")
+
+
+def check_convex(posterior: LaplacePosterior, advice: str) -> None:
+    if not posterior.likelihood.is_convex:
+        raise PosteriorError(
+            f"the linear model of {type(posterior.likelihood).__name__} is not convex and has no single optimum: "
+            f"{advice}"
+        )

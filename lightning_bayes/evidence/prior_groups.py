@@ -1,7 +1,7 @@
-"""Which layers share a prior precision: all of them, none, or those that no normalisation reads.
+"""`PriorGroups`: the layers that share a prior precision.
 
-The scale of weights before a normalisation says nothing, so that a prior shared with other weights means nothing there.
-With a precision of its own for each such layer, predictions do not depend on the scale (tutorial, section 6,
+The scale of weights before a normalisation is arbitrary, so a prior shared with other weights is meaningless there.
+With a separate precision for each such layer, predictions do not depend on the scale (tutorial, section 6,
 recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λₙ ‖θₙ‖²`.
 """
 
@@ -30,14 +30,14 @@ GROUPS = (None, "layers", "normalised")
 
 @dataclass(frozen=True, eq=False)
 class PriorGroups:
-    """`index` has the group of each layer; None is one number for all."""
+    """`index` holds the group of each layer; None is one group of all layers."""
 
     index: Tensor | None = None  # [layers]
 
     @staticmethod
     def of(posterior: LaplacePosterior, per_layer: bool, prior_groups: str | None) -> PriorGroups:
-        word_for = check_groups(per_layer, prior_groups)
-        if word_for is None:
+        groups = check_groups(per_layer, prior_groups)
+        if groups is None:
             return PriorGroups()
         if posterior.prior.precision is not None:
             raise PosteriorError(
@@ -45,33 +45,33 @@ class PriorGroups:
                 "prior_groups="
             )
         layers = posterior.subset.layers
-        if word_for == "layers":
+        if groups == "layers":
             return PriorGroups(torch.arange(len(layers), device=posterior.device))
         normalised = posterior.curvature.normalised
         if normalised is None:
             raise PosteriorError(
-                "prior_groups='normalised' needs the layers before a normalisation, which this posterior was made "
-                "without: pass loader=, of whose first batch the network shows them"
+                "prior_groups='normalised' needs the layers before a normalisation, which this posterior does not "
+                "know: pass loader= to find them in its first batch"
             )
         if not normalised:
-            logger.info("prior_groups='normalised': no layer is directly before a normalisation, so all share a prior")
+            logger.info("prior_groups='normalised': no layer is directly before a normalisation; all share a prior")
         numbers = {layer: n for n, layer in enumerate(normalised)}
         index = [numbers.get(layer, len(numbers)) for layer in layers]
         return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])
 
     def pool(self, values: Tensor) -> Tensor:
-        """Sums over the layers of each group.  # [layers] -> [groups], or a number"""
+        """Sum over the layers of each group.  # [layers] -> [groups], or []"""
         if self.index is None:
             return values.sum()
         return values.new_zeros(int(self.index.max()) + 1).index_add(0, self.index.to(values.device), values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Each layer's value.  # [groups] -> [layers]; a number stays one"""
+        """The value of each layer.  # [groups] -> [layers], or [] -> []"""
         return values if self.index is None else values[self.index.to(values.device)]
 
 
 def check_groups(per_layer: Any, prior_groups: Any) -> str | None:
-    """One word for both arguments."""
+    """Check both arguments and return the one they amount to."""
     flag("per_layer", per_layer)
     word("prior_groups", prior_groups, GROUPS)
     if per_layer and prior_groups == "normalised":
@@ -80,7 +80,7 @@ def check_groups(per_layer: Any, prior_groups: Any) -> str | None:
 
 
 def with_normalised(posterior: LaplacePosterior, loader: Iterable[Any]) -> LaplacePosterior:
-    """The same posterior, which knows its layers before a normalisation from the first batch."""
+    """Find the layers before a normalisation by running the network on the first batch."""
     batch = next(iter(check_loader(loader)), None)
     if batch is None:
         raise DataError("the loader is empty: prior_groups='normalised' needs an example to run the network on")

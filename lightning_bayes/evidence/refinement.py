@@ -30,13 +30,11 @@ from tqdm.auto import tqdm, trange
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.column_sum import FisherRoot
 from lightning_bayes.evidence.linear_model import (
     Batch,
     LinearModel,
+    check_convex,
     check_refit,
-    conjugate_gradients,
-    curvature_at,
     weights_of,
 )
 from lightning_bayes.network import DataError, inputs
@@ -44,6 +42,7 @@ from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.at_mean import outputs
+from lightning_bayes.posterior.conjugate_gradients import conjugate_gradients
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
@@ -78,7 +77,7 @@ def refine(
     check_seed("seed", seed)
     positive("tolerance", tolerance)
     check_loader(loader)
-    _check(posterior, method)
+    _check_posterior(posterior, method)
     if posterior.shift is not None:  # one that was refined before
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     with preserved_rng(posterior.device):
@@ -91,12 +90,8 @@ def refine(
     return _Variational(posterior, batches, samples, seed).maximum(passes, tolerance, progress)
 
 
-def _check(posterior: LaplacePosterior, method: str) -> None:
-    if not posterior.likelihood.is_convex:
-        raise PosteriorError(
-            f"the linear model of {type(posterior.likelihood).__name__} is not convex, so that it has no one optimum "
-            "to refine to: use a likelihood with one parameter per output"
-        )
+def _check_posterior(posterior: LaplacePosterior, method: str) -> None:
+    check_convex(posterior, "use a likelihood with one parameter per output")
     check_refit(posterior, "refinement")
     if method == "variational" and posterior.curvature.structure.word not in VARIATIONAL:
         raise PosteriorError(
@@ -109,29 +104,18 @@ def _laplace(
     posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], passes: int, tolerance: float, progress: bool
 ) -> LaplacePosterior:
     with tqdm(total=passes, desc="refinement", disable=not progress, unit="pass") as bar:
-        optimum = LinearModel(batches, on_pass=bar.update).minimum(posterior, passes, tolerance)
-    if optimum.residual > tolerance:
-        advice = "raise `passes`" if optimum.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
+        model = LinearModel(batches, on_pass=bar.update)
+        optimum, residual = model.minimum(posterior, passes, tolerance)
+    if residual > tolerance:
+        advice = "raise `passes`" if model.passes >= passes - 1 else "no step was downhill, raise `tolerance`"
         logger.warning(
-            "refinement stopped after %d passes at a relative gradient of %.1g: %s",
-            optimum.passes,
-            optimum.residual,
-            advice,
+            "refinement stopped after %d passes at a relative gradient of %.1g: %s", model.passes, residual, advice
         )
-    refined = LinearModel(batches).at(_around(posterior, batches, optimum.theta), optimum.theta - posterior.mean)
+    refined = model.refitted(optimum)
     if refined.points is None:
         return refined
     columns = refined.likelihood.fisher_root(refined.shifted(refined.points.x))  # [R, M, ...]
     return replace(refined, points=refined.points.with_root(columns.reshape(*columns.shape[:2], -1).permute(1, 2, 0)))
-
-
-def _around(
-    posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], mean: Tensor, root_at: FisherRoot | None = None
-) -> LaplacePosterior:
-    """With curvature at the linearised outputs of these weights. What it says of the data is of the network's own."""
-    shift = mean - posterior.mean
-    curvature = curvature_at(posterior, shift, batches, root_at)
-    return replace(posterior, curvature=curvature, mean=mean, shift=shift).with_prior(posterior.prior_precision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +147,7 @@ class _Variational:
             if gain <= tolerance * abs(at.bound):
                 break
             g = self._gradient(at)
-            step = conjugate_gradients(self._hessian(at.q, at.fisher), g, at.q.precision, _FORCING, passes)
+            step = conjugate_gradients(self._hessian(at.q, at.fisher), g, _FORCING, passes, at.q.precision.solve)
             while ρ >= _SHORTEST:
                 moved = self._moved(at, ρ, step)
                 if moved.bound > at.bound:
@@ -216,7 +200,8 @@ class _Variational:
             return root[examples].movedim(-1, 0).reshape(root.shape[-1], *at.residual[examples].shape)
 
         mean = at.q.mean + ρ * step
-        return self._at(_around(self._posterior, self._batches, mean, root_at), W)
+        moved = replace(self._posterior, mean=mean, shift=mean - self._posterior.mean)
+        return self._at(self._model.refitted(moved, root_at), W)
 
     def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
         """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example, and `E[Λ]` of the points that the posterior keeps.

@@ -1,27 +1,21 @@
-"""Choosing the prior precision (and a regression's noise) from the data.
+"""Choosing the prior precision, and the noise of a regression, from the training data.
 
-- `marglik`: maximise the evidence by gradients in the logarithms (tutorial, section 4).
-- `mackay`: the evidence's fixed point (MacKay 1992; tutorial, section 3), with `γ_l = d_l − α_l tr[P⁻¹]_ll`
+- `marglik` maximises the evidence by gradients in the logarithms (tutorial, section 4).
+- `linear` does the same for the evidence at the linear model's optimum (see `posterior.evidence`). With `iterate=True`
+  it searches for the optimum by passes over the data (see `iterated_evidence`).
+- `mackay` iterates the evidence's fixed point (MacKay 1992; tutorial, section 3). With `γ_l = d_l − α_l tr[P⁻¹]_ll`,
 
-      α_l = γ_l / ‖θ_l‖²,    β = 1/σ² = (N·C − γ) / Σ‖y − f‖²,
+      α_l = γ_l / ‖θ_l‖²,    β = 1/σ² = (N·C − γ) / Σ‖y − f‖².
 
-  where `N·C ≤ γ`, or hardly more, a Newton step in log β instead of the last. At a temperature `T` it is `Tγ` that
-  counts there, and `2Tγ` for the empirical Fisher, which has `β²`.
-- `linear`: maximise the evidence at the linear model's optimum (see `evidence`; `iterate`: `iterated_evidence`).
-- `grid`: the best of many priors on validation data (see `grid`).
-- `auto`: what measures best (see `lightning_bayes.predictive.auto`).
+  If `N·C` is at most `γ`, or little more, a Newton step in `log β` replaces the second formula. At a temperature `T`
+  the formula has `Tγ` instead of `γ`, and `2Tγ` for the empirical Fisher, which is proportional to `β²`.
+- `grid` and `auto` choose on validation data (see `predictive.held_out` and `predictive.auto`).
 
-A few steps uphill in the evidence of one curvature (Immer et al. 2021; tutorial, section 4): with Adam in
-`η = (log δ₁, …, log δ_L, log σ)`,
+`ascend` takes a few steps during training (Immer et al. 2021; tutorial, section 4): Adam in
+`η = (log δ₁, …, log δ_L, log σ)`, `η ← η + Adam(∇_η log p(D | η) / N)`.
 
-    η ← η + Adam(∇_η log p(D | η) / N).
-
-The curvature is that of one pass over the data and does not change. In its eigenbasis a prior is added to the
-eigenvalues alone, so that a step needs neither data nor a decomposition.
-
-Where the evidence is that of the linear model's optimum, which weights in training are far from, it chooses the priors
-only. The noise is that of the network's own residuals: with the approximate curvature of a structure, the linear
-model's would promise a fit without any.
+All of them use the curvature of one pass over the data. In its eigenbasis a prior only adds to the eigenvalues, so a
+step needs neither data nor a decomposition.
 """
 
 from __future__ import annotations
@@ -53,8 +47,9 @@ logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 _OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
-LARGEST = 1e8  # prior precisions stay within [1/this, this], and so does a factor on the noise
-SAME = 0.01  # nats by which evidences do not differ
+LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
+_BOUND = math.log(LARGEST)
+_SAME = 0.01  # evidences that differ by fewer nats count as equal
 
 
 @implements("tune_prior")
@@ -117,6 +112,105 @@ def _function(method: str, iterate: bool) -> Any:
     )
 
 
+class _Search:
+    """The evidence as a function of `log δ` of each group of layers and of `log ρ`, the change of the noise.
+
+    Args:
+        posterior: gives the curvature, and the prior and noise to start from.
+        groups: the layers that share a prior.
+        noise: whether to change the noise of a Gaussian likelihood.
+        at: where the evidence is taken, "weights" or "optimum".
+        noise_at: the same for the noise, by default `at`.
+    """
+
+    def __init__(
+        self, posterior: LaplacePosterior, groups: PriorGroups, noise: bool, at: str, noise_at: str | None = None
+    ) -> None:
+        self._posterior, self._groups = posterior, groups
+        self._log_δ = _initial_prior(posterior, groups).log().requires_grad_()
+        self._log_ρ = torch.zeros_like(self._log_δ.detach().flatten()[0]).requires_grad_()
+        self._σ = _noise_std(posterior) if noise else None
+        self.variables = [self._log_δ] if self._σ is None else [self._log_δ, self._log_ρ]
+        shape = groups.spread(self._log_δ.detach()).shape
+        self._of_prior = Evidence(posterior, at, shape)
+        self._of_noise = self._of_prior if noise_at in (None, at) else Evidence(posterior, str(noise_at), shape)
+
+    def _values(self) -> tuple[Tensor, Tensor]:
+        """`δ` of each layer and `ρ`."""
+        δ, ρ = (v.clamp(-_BOUND, _BOUND).exp() for v in (self._log_δ, self._log_ρ))
+        return self._groups.spread(δ), ρ
+
+    @torch.enable_grad()
+    def loss(self) -> Tensor:
+        """Minus the evidence per example; sets the gradients of the variables."""
+        δ, ρ = self._values()
+        if self._of_noise is self._of_prior:
+            evidence = self._of_prior(δ, ρ)
+        else:
+            evidence = self._of_prior(δ, ρ.detach()) + (0 if self._σ is None else self._of_noise(δ.detach(), ρ))
+        loss = -evidence / self._posterior.n_data
+        for variable, gradient in zip(self.variables, torch.autograd.grad(loss, self.variables), strict=True):
+            variable.grad = gradient
+        return loss
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        for variable in self.variables:
+            variable.clamp_(-_BOUND, _BOUND)
+
+    @torch.no_grad()
+    def result(self) -> tuple[LaplacePosterior, Tensor]:
+        """The posterior with these values, and `ρ`."""
+        δ, ρ = self._values()
+        posterior = self._posterior if self._σ is None else self._posterior.with_noise(self._σ * ρ)
+        return posterior.with_prior(δ), ρ
+
+
+def marglik(
+    posterior: LaplacePosterior,
+    per_layer: bool,
+    noise: bool = True,
+    steps: int = 100,
+    at: str = "weights",
+    prior_groups: str | None = None,
+) -> LaplacePosterior:
+    """Maximise the evidence in `log δ`, and in `log σ` for a Gaussian likelihood unless `noise=False`."""
+    flag("noise", noise)
+    count("steps", steps)
+    search = _Search(posterior, PriorGroups.of(posterior, per_layer, prior_groups), noise, at)
+    optimizer = torch.optim.LBFGS(
+        search.variables,
+        max_iter=steps,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-9,
+        tolerance_change=1e-14,
+    )
+    optimizer.step(search.loss)
+    tuned, ρ = search.result()
+    warn_at_bound(tuned, ρ)
+    return tuned
+
+
+@torch.inference_mode(False)
+def ascend(
+    posterior: LaplacePosterior, steps: int, lr: float, at: str = "weights", noise: bool = True
+) -> LaplacePosterior:
+    """Take `steps` of Adam on the evidence, in the priors of the layers and, if `noise`, in a Gaussian's noise.
+
+    With `at="optimum"` the linear model's optimum chooses only the priors, because weights in training are far from it.
+    The noise is always that of the network's residuals: with an approximate curvature, the linear model promises a fit
+    with hardly any noise.
+    """
+    search = _Search(posterior, PriorGroups.of(posterior, True, None), noise, at, noise_at="weights")
+    optimizer = torch.optim.Adam(search.variables, lr)
+    for _ in range(steps):
+        search.loss()
+        optimizer.step()
+        search.clamp_()
+    return search.result()[0]
+
+
 def linear(
     posterior: LaplacePosterior,
     per_layer: bool,
@@ -124,18 +218,18 @@ def linear(
     steps: int = 100,
     prior_groups: str | None = None,
 ) -> LaplacePosterior:
-    """Maximise the evidence at the linear model's optimum. Where its guard is at work it need not be concave: the
-    maximum is sought from the best of many priors, and of a regression's noises."""
+    """Maximise the evidence at the linear model's optimum. It need not be concave where the step to the optimum is
+    shortened, so the search starts from the best prior (and noise) of a grid."""
     flag("noise", noise)
     count("steps", steps)
-    best = _best_of_scan(posterior, noise and posterior.likelihood.tunable_noise is not None)
+    best = _best_of_grid(posterior, noise and posterior.likelihood.tunable_noise is not None)
     return marglik(best, per_layer, noise, steps, "optimum", prior_groups)
 
 
 @torch.no_grad()
-def _best_of_scan(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
-    """At the linear model's optimum. Of priors that the evidence cannot tell apart, as where the training loss rounds
-    to zero, the strongest: it changes the network least."""
+def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
+    """The best evidence at the linear model's optimum. Among equal ones, as when the training loss rounds to zero, take
+    the strongest prior: it changes the network least."""
     evidence = Evidence(posterior, "optimum")
     like = in_float64(posterior.mean[:1])
     priors = torch.logspace(-4, 6, 21, dtype=like.dtype, device=like.device)
@@ -147,11 +241,11 @@ def _best_of_scan(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
         )
     values = values.nan_to_num(-torch.inf)
     row = int(values.amax(1).argmax())
-    best = int((values[row] >= values[row].max() - SAME).nonzero()[-1])
-    if values[row].max() - values[row].min() < SAME:
+    best = int((values[row] >= values[row].max() - _SAME).nonzero()[-1])
+    if values[row].max() - values[row].min() < _SAME:
         logger.warning(
-            "the evidence is the same for all prior precisions from %g to %g, as where the network fits its training "
-            "data perfectly: the largest is taken, which leaves the network as it is; choose on validation data with "
+            "the evidence is the same for all prior precisions from %g to %g, as for a network that fits its training "
+            "data perfectly: the largest one is used, which hardly changes the network; choose on validation data with "
             "tune_prior('auto', loader)",
             priors[0],
             priors[-1],
@@ -160,50 +254,6 @@ def _best_of_scan(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
     σ = posterior.likelihood.tunable_noise
     moved = posterior if σ is None or not noise else posterior.with_noise(number_like(σ, ρ) * ρ)
     return moved.with_prior(float(priors[best] / ρ**2))
-
-
-def marglik(
-    posterior: LaplacePosterior,
-    per_layer: bool,
-    noise: bool = True,
-    steps: int = 100,
-    at: str = "weights",
-    prior_groups: str | None = None,
-) -> LaplacePosterior:
-    """Maximise the evidence in log δ, and in log σ for a Gaussian likelihood unless `noise=False`."""
-    flag("noise", noise)
-    count("steps", steps)
-    groups = PriorGroups.of(posterior, per_layer, prior_groups)
-    σ = _noise_std(posterior) if noise else None
-    log_δ = _start(posterior, groups).log().requires_grad_()
-    log_ρ = torch.zeros_like(log_δ.detach().flatten()[0]).requires_grad_()
-    variables = [log_δ] if σ is None else [log_δ, log_ρ]
-    evidence = Evidence(posterior, at, groups.spread(log_δ.detach()).shape)
-    bound = math.log(LARGEST)
-    optimizer = torch.optim.LBFGS(
-        variables,
-        max_iter=steps,
-        history_size=10,
-        line_search_fn="strong_wolfe",
-        tolerance_grad=1e-9,
-        tolerance_change=1e-14,
-    )
-
-    def values() -> tuple[Tensor, Tensor]:
-        return groups.spread(log_δ.clamp(-bound, bound).exp()), log_ρ.clamp(-bound, bound).exp()
-
-    def loss() -> Tensor:
-        value = -evidence(*values()) / posterior.n_data
-        for v, g in zip(variables, torch.autograd.grad(value, variables), strict=True):
-            v.grad = g
-        return value
-
-    with torch.enable_grad():
-        optimizer.step(loss)
-    δ, ρ = (value.detach() for value in values())
-    tuned = (posterior if σ is None else posterior.with_noise(σ * ρ)).with_prior(δ)
-    say_bound(tuned, ρ)
-    return tuned
 
 
 def mackay(
@@ -220,27 +270,26 @@ def mackay(
     count("steps", steps)
     positive("tolerance", tolerance)
     groups = PriorGroups.of(posterior, per_layer, prior_groups)
-    posterior, moved = fixed_point(posterior, groups, noise, steps, tolerance)
-    if moved >= tolerance:
-        logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", moved, steps)
-    say_bound(posterior)
+    posterior, change = fixed_point(posterior, groups, noise, steps, tolerance)
+    if change >= tolerance:
+        logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", change, steps)
+    warn_at_bound(posterior)
     return posterior
 
 
 def fixed_point(
     posterior: LaplacePosterior, groups: PriorGroups, noise: bool, steps: int, tolerance: float
 ) -> tuple[LaplacePosterior, float]:
-    """MacKay's fixed point at the posterior's mean, and by how much the last step moved it, below `tolerance` if it
-    has converged.
+    """MacKay's fixed point at the posterior's mean, and the size of its last step: 0 if it has converged.
 
-    Each step is uphill in the evidence, but may go too far where α and β answer each other (few data, many weights):
-    the steps are then shortened.
+    Each step is uphill in the evidence, but may overshoot if α and β depend on each other (few data, many weights). The
+    steps are then shortened.
     """
     smallest = max(tolerance, 8 * torch.finfo(posterior.mean.dtype).eps)
     squares = _squares(posterior, groups)
-    α, σ = _start(posterior, groups), _noise_std(posterior) if noise else None
+    α, σ = _initial_prior(posterior, groups), _noise_std(posterior) if noise else None
     posterior = posterior.with_prior(groups.spread(α))
-    length, last = 1.0, None
+    length, previous = 1.0, None
     for _ in range(steps):
         γ = groups.pool(posterior.effective_parameters_per_layer())
         target = (γ / squares).nan_to_num(LARGEST).clamp(1 / LARGEST, LARGEST)
@@ -249,19 +298,19 @@ def fixed_point(
             noise_step, noise_slope = _noise_step(posterior, float(γ.sum()))
             step = torch.cat((step, step.new_tensor([noise_step])))
             slope = torch.cat((slope, slope.new_tensor([noise_slope])))
-        if last is not None:
-            length = length / 2 if last @ slope < 0 else min(1.0, 1.2 * length)
-        last = step.clamp(-2, 2)
-        moved = (length * last).exp()  # the factors of α and β
-        α = (α * (moved if σ is None else moved[:-1]).reshape(α.shape)).clamp(1 / LARGEST, LARGEST)
+        if previous is not None:
+            length = length / 2 if previous @ slope < 0 else min(1.0, 1.2 * length)
+        previous = step.clamp(-2, 2)
+        factors = (length * previous).exp()  # of α and β
+        α = (α * (factors if σ is None else factors[:-1]).reshape(α.shape)).clamp(1 / LARGEST, LARGEST)
         if σ is not None:
-            σ = σ * moved[-1].rsqrt()
+            σ = σ * factors[-1].rsqrt()
             posterior = posterior.with_noise(σ)
         posterior = posterior.with_prior(groups.spread(α))
-        largest = float(step.abs().max())
-        if largest < smallest:
+        change = float(step.abs().max())
+        if change < smallest:
             return posterior, 0.0
-    return posterior, largest
+    return posterior, change
 
 
 def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
@@ -272,25 +321,36 @@ def _squares(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
     return groups.pool(per_layer_sums(in_float64(d).square(), posterior.subset))
 
 
-def say_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None:
-    """A warning for prior precisions, and for a change `ρ` of the noise, at their bounds: the evidence has no maximum
-    in them."""
+def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:
+    """The change of `log β`, and twice the slope of the evidence in it. MacKay's formula overshoots if its numerator
+    falls faster than it is large, for few data relative to `γ`; a Newton step replaces it then."""
+    n, error = posterior.curvature.n_outputs, float(posterior.squared_error)  # error = β Σ‖y − f‖²
+    T, k = posterior.temperature, -0.5 * posterior.noise_power  # H ∝ β^k
+    rest = n - k * T * γ
+    slope = (rest - error) / T
+    # An upper bound of how fast the rest falls with log β: dγ/d log β = k Σ λδ/(λ + δ)².
+    bend = k * k * T * min(γ, posterior.subset.size - γ)
+    return (math.log(rest / error) if rest > bend else (rest - error) / (error + bend)), slope
+
+
+def warn_at_bound(posterior: LaplacePosterior, ρ: Tensor | None = None) -> None:
+    """Warn if a prior precision, or the change `ρ` of the noise, is at its bound: the evidence has no maximum in it."""
     δ = posterior.prior_precision
     names = posterior.subset.layers if δ.ndim else ("all layers",)
     remedy = "choose it yourself with with_prior, or on validation data with tune_prior('grid')"
     for bound, meaning in (
-        (LARGEST, "the evidence grows with it: the data say nothing but that these weights are at the prior's mean"),
-        (1 / LARGEST, "the evidence falls with it, so that the data want no prior at all"),
+        (LARGEST, "the evidence grows with it, because these weights are at the prior's mean"),
+        (1 / LARGEST, "the evidence falls with it, so the data favour no prior at all"),
     ):
-        at = _is_at(δ, bound).flatten().tolist()
-        if any(at):
-            layers = ", ".join(name for name, reached in zip(names, at, strict=True) if reached)
+        at_bound = _is_at(δ, bound).flatten().tolist()
+        if any(at_bound):
+            layers = ", ".join(name for name, reached in zip(names, at_bound, strict=True) if reached)
             what = f"the prior precision of {layers}"
             logger.warning("tuning stopped at the bound of %g for %s: %s; %s", bound, what, meaning, remedy)
         if ρ is not None and _is_at(ρ, bound):
             logger.warning(
-                "tuning stopped at the bound of %g times the noise_std it began with, at %.2g: the evidence has no "
-                "maximum in the noise; choose it yourself with with_noise, or tune with noise=False",
+                "tuning stopped at the bound of %g times the initial noise_std, at %.2g: the evidence has no maximum "
+                "in the noise; choose it yourself with with_noise, or tune with noise=False",
                 bound,
                 torch.as_tensor(posterior.likelihood.tunable_noise).min(),
             )
@@ -306,57 +366,9 @@ def _noise_std(posterior: LaplacePosterior) -> Tensor | None:
     return None if σ is None else number_like(σ, in_float64(posterior.mean[:1]))
 
 
-def _start(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
-    """The posterior's own prior as one per group, by the geometric mean where it is finer; in float64."""
+def _initial_prior(posterior: LaplacePosterior, groups: PriorGroups) -> Tensor:
+    """The posterior's prior as one per group, by the geometric mean within a group; in float64."""
     log_δ = per_parameter(in_float64(posterior.prior_precision), posterior.subset)
     log_δ = log_δ.log().expand(posterior.subset.size)
     sizes = groups.pool(per_layer_sums(torch.ones_like(log_δ), posterior.subset))
     return (groups.pool(per_layer_sums(log_δ, posterior.subset)) / sizes).exp()
-
-
-def _noise_step(posterior: LaplacePosterior, γ: float) -> tuple[float, float]:
-    """The change of log β, by MacKay's formula or, where the data are fewer than γ, or hardly more, by a Newton step;
-    and, times two, the slope of the evidence in it."""
-    n, error = posterior.curvature.n_outputs, float(posterior.squared_error)  # error = β Σ‖y − f‖²
-    T, k = posterior.temperature, -0.5 * posterior.noise_power  # H ∝ β^k
-    rest = n - k * T * γ
-    slope = (rest - error) / T
-    # dγ/d log β = k Σ λδ/(λ + δ)² is at most this: by how much the rest falls when β rises.
-    bend = k * k * T * min(γ, posterior.subset.size - γ)
-    # MacKay's formula overshoots where the rest falls faster than it is.
-    return (math.log(rest / error) if rest > bend else (rest - error) / (error + bend)), slope
-
-
-@torch.inference_mode(False)
-def ascend(
-    posterior: LaplacePosterior, steps: int, lr: float, at: str = "weights", noise: bool = True
-) -> LaplacePosterior:
-    """The same curvature with other priors of its layers, and, if `noise`, another noise of a Gaussian likelihood. The
-    evidence is taken `at` the weights or the linear model's optimum, as in `log_marginal_likelihood`; the prior that
-    the posterior has is one number, or one per layer."""
-    bound = math.log(LARGEST)
-    layers = len(posterior.subset.layers)
-    log_δ = in_float64(posterior.prior_precision).expand(layers).log().requires_grad_()
-    log_ρ = torch.zeros_like(log_δ[0]).requires_grad_()  # of the noise, relative to what it is
-    σ = posterior.likelihood.tunable_noise if noise else None
-    variables = [log_δ] if σ is None else [log_δ, log_ρ]
-    of_prior = Evidence(posterior, at, torch.Size([layers]))
-    of_noise = of_prior if at == "weights" else Evidence(posterior, "weights", torch.Size([layers]))
-    optimizer = torch.optim.Adam(variables, lr, maximize=True)
-    for _ in range(steps):
-        with torch.enable_grad():
-            δ, ρ = log_δ.exp(), log_ρ.exp()
-            if of_noise is of_prior:
-                evidence = of_prior(δ, ρ)
-            else:
-                evidence = of_prior(δ, ρ.detach()) + (0 if σ is None else of_noise(δ.detach(), ρ))
-        gradients = torch.autograd.grad(evidence / posterior.n_data, variables)
-        for variable, gradient in zip(variables, gradients, strict=True):
-            variable.grad = gradient
-        optimizer.step()
-        with torch.no_grad():
-            log_δ.clamp_(-bound, bound)
-            log_ρ.clamp_(-bound, bound)
-    with torch.no_grad():
-        moved = posterior if σ is None else posterior.with_noise(number_like(σ, ρ) * log_ρ.exp())
-        return moved.with_prior(log_δ.exp())

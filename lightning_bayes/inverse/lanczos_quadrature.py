@@ -1,8 +1,8 @@
 """The log density of a large Gaussian, `log N(r; 0, S)`, from products with `S` alone.
 
-`log det S` by stochastic Lanczos quadrature: for random signs `z`, `zᵀ log(S) z` is `‖z‖² e₁ᵀ log(T) e₁` of the
-tridiagonal `T` that a few Lanczos steps from `z` give, and its mean over `z` is the trace of `log S`. `S⁻¹r` by
-conjugate gradients. The gradient in whatever `S` depends on is unbiased,
+Conjugate gradients give `S⁻¹r`. Stochastic Lanczos quadrature gives `log det S = tr log S`, the mean of `zᵀ log(S) z`
+over random signs `z`: a few Lanczos steps from `z` give a tridiagonal `T` with `zᵀ log(S) z ≈ ‖z‖² e₁ᵀ log(T) e₁`. The
+gradient in the parameters of `S` has an unbiased estimate from the same vectors,
 
     ∂ log N = ½ aᵀ ∂S a − ½ E[uᵀ ∂S z],        a = S⁻¹r,  u = S⁻¹z.
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lightning_bayes.posterior.conjugate_gradients import Product, conjugate_gradients
+
 logger = logging.getLogger("lightning_bayes")
 
-Product = Callable[[Tensor], Tensor]  # rows V -> rows VS  # [k, n]
-_WORTH_A_WARNING = 1e-2
+_LARGE_RESIDUAL = 1e-2  # worth a warning
 
 
 def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
@@ -29,12 +29,12 @@ def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
 
 
 def log_density(product: Product, r: Tensor, Z: Tensor, solved: Tensor, steps: int) -> Tensor:
-    """`log N(r; 0, S)`, with probes `Z` and `S⁻¹r` in `solved`.  # [n], [k, n], [n] -> []"""
+    """`log N(r; 0, S)` from random signs `Z` and `S⁻¹r` in `solved`.  # [n], [k, n], [n] -> []"""
     return -0.5 * (r @ solved + log_determinant(product, Z, steps) + len(r) * math.log(2 * math.pi))
 
 
 def log_determinant(product: Product, Z: Tensor, steps: int) -> Tensor:
-    """The mean over probes of `zᵀ log(S) z`."""
+    """The mean of `zᵀ log(S) z`."""
     α, β = _lanczos(product, Z, min(steps, Z.shape[1]))  # [k, m], [k, m - 1]
     T = torch.diag_embed(α) + torch.diag_embed(β, 1) + torch.diag_embed(β, -1)
     values, vectors = torch.linalg.eigh(T)
@@ -42,28 +42,19 @@ def log_determinant(product: Product, Z: Tensor, steps: int) -> Tensor:
     return (vectors[:, 0].square() * values.clamp_min(smallest).log()).sum(1).mean() * Z.shape[1]
 
 
-def solve(product: Product, B: Tensor, tolerance: float = 1e-6, steps: int = 1000) -> Tensor:
-    """`S⁻¹b` of each row by conjugate gradients, to a relative residual.  # [k, n]"""
-    X, R = torch.zeros_like(B), B.clone()
-    P, rr = R.clone(), R.square().sum(1)
-    goal = tolerance**2 * rr
-    for _ in range(steps):
-        active = rr > goal
-        if not active.any():
-            break
-        SP = product(P)
-        step = torch.where(active, rr / (P * SP).sum(1), 0.0).unsqueeze(1)
-        X, R = X + step * P, R - step * SP
-        before, rr = rr, R.square().sum(1)
-        P = R + torch.where(active, rr / before, 0.0).unsqueeze(1) * P
-    off = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
-    if off > _WORTH_A_WARNING:
-        logger.warning("conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", off)
+def solve(product: Product, B: Tensor) -> Tensor:
+    """`S⁻¹b` for each row, to a relative residual of 1e-6.  # [k, n]"""
+    X = conjugate_gradients(product, B, tolerance=1e-6, products=1000)
+    residual = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
+    if residual > _LARGE_RESIDUAL:
+        logger.warning(
+            "conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", residual
+        )
     return X
 
 
 def _lanczos(product: Product, Z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """With full reorthogonalisation, for each probe by itself."""
+    """The diagonals of `T` for each row of `Z`, with full reorthogonalisation.  # [k, n] -> [k, m], [k, m - 1]"""
     Q = [Z / Z.norm(dim=1, keepdim=True)]
     α, β = [], []
     for m in range(steps):

@@ -36,13 +36,12 @@ def has_weights(network: nn.Module, then: Tensor, own: Sequence[Tensor], mean: T
 
 
 def same_weights(now: Tensor, then: Tensor) -> bool:
-    """Whether two fingerprints are those of the same weights, up to rounding. Of those of older versions, `[n, 3]`, the
-    squares alone, which stand in the same column, can be compared."""
+    """Whether two fingerprints belong to the same weights, up to rounding."""
     if len(now) != len(then):
         return False
     squares = then[:, 1]
-    moved = now.shape[1] == then.shape[1] == 2 and ((now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12).any()
-    return not moved and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
+    moved = (now - then)[:, 0].abs() > 1e-6 * squares.sqrt() + 1e-12
+    return not moved.any() and torch.allclose(now[:, 1], squares, rtol=1e-6, atol=1e-12)
 
 
 def _state(network: nn.Module) -> list[Tensor]:

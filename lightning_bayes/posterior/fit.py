@@ -22,7 +22,6 @@ from lightning_bayes.posterior.options import FitOptions
 from lightning_bayes.posterior.prior import Prior, Weights, check_fits, check_precision, check_prior
 from lightning_bayes.posterior.subnetwork import Subnetwork, structure_for
 from lightning_bayes.posterior.training_points import PointOptions, PointSelection
-from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.structures import LowRank
 
 if TYPE_CHECKING:
@@ -117,12 +116,11 @@ def fit_laplace(
             options.get("processes"),
         )
     check_fits(prior, prior_mean, network, subset)
-    used = UsedData(network, chosen.watched(loader), "fit", options.get("processes"))
-    fitted = fit(used.watched, structure=structure, subset=subset, hessian=hessian, rank=rank)
+    fitted = fit(chosen.watched(loader), structure=structure, subset=subset, hessian=hessian, rank=rank)
     given = Prior.of(prior, prior_mean, fitted.subset)
     posterior = from_curvature(network, fitted, prior_precision, temperature=temperature, damping=damping, prior=given)
     say_rounding(posterior)
-    return chosen.put_into(used.noted(posterior), loader, progress)
+    return chosen.put_into(posterior, loader, progress)
 
 
 def from_curvature(

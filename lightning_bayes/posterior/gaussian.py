@@ -1,21 +1,20 @@
-"""`GaussianPosterior`: the one object that every method ends in, `q(θ) = N(mean, precision⁻¹)`.
+"""`GaussianPosterior`: a Gaussian over a network's weights, `q(θ) = N(mean, precision⁻¹)`. Every method returns one.
 
-It knows the network it belongs to, but changes nothing of it: samples run through functional calls, and the linearised
-model is taken at the network's own weights, which must still be the mean.
+A posterior holds its network and never changes it. Weight samples run through functional calls. The linearised model is
+taken at the network's weights, which must still be the mean.
 
-One number found on held-out data, and the predictive it belongs to.
-
-For class and binary labels it is a temperature `T`, in one of two places. That of the *outputs* divides them before
-they are integrated over, `f/T`: a mean `m/T` and a covariance `Σ/T²`, so that no `T` makes up for a covariance that is
-too wide. That of the *probabilities* comes after, `p^(1/T)`, and does. For real targets it is a factor on the
-predictive variance. The weights, their posterior and its evidence do not know of it.
+`Calibration` is a correction of one predictive and link, found on held-out data. For class and binary labels it is a
+temperature `T`. Applied to the *outputs*, it divides them before integration, `f/T`: the mean becomes `m/T` and the
+covariance `Σ/T²`, so no `T` can compensate for a covariance that is too wide. Applied to the *probabilities*, it comes
+after integration, `p^(1/T)`, and can. For real targets the correction is a factor on the predictive variance. Neither
+changes the posterior over the weights or its evidence.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -36,70 +35,128 @@ from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.fingerprint import has_weights
 from lightning_bayes.posterior.implementation import implementation
+from lightning_bayes.posterior.summary import PosteriorSummary, one_line, summarise
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
-    from lightning_bayes.posterior.summary import PosteriorSummary
     from lightning_bayes.predictive import Prediction
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
     from lightning_bayes.predictive.functions import FunctionDraw
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
+NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"
+PLACES = ("outputs", "probs")  # where a temperature applies
 
 
 class PosteriorError(RuntimeError):
-    """A posterior asked for what it cannot give; the message says what can."""
+    """The posterior cannot do what it was asked to; the message says what can."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The correction of predictions by `predictive` and `link`."""
+
+    predictive: str  # "glm", "gp", "bnn" or "map"
+    link: str
+    output_temperature: float = 1.0
+    probs_temperature: float = 1.0
+    variance_factor: float = 1.0
+
+
+class PlanCache:
+    """Plans by the shapes of an input. Posteriors of one network may share them: a plan does not depend on the weights'
+    values."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[torch.Size, ...], Plan] = {}
+
+    def find(self, x: Any) -> Plan | None:
+        """The plan for inputs with the shapes of `x`, if one was made. The outputs of a container depend on the
+        container, so its plan does not count."""
+        return None if isinstance(x, inputs.Container) else self._plans.get(_shapes(x))
+
+    def find_or_make(self, network: nn.Module, subset: Subset, x: Any) -> Plan:
+        shapes = _shapes(x)
+        if shapes not in self._plans:
+            self._plans[shapes] = make_plan(network, inputs.map_tensors(x, Tensor.detach), subset)
+        return self._plans[shapes]
+
+
+def _shapes(x: Any) -> tuple[torch.Size, ...]:
+    """The shapes of one example: the batch dimension may include positions. All containers share one key."""
+    return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
+
+
+def _laplace_only(what: str) -> Callable[..., Any]:
+    """A method that only `LaplacePosterior` implements."""
+
+    def refuse(posterior: GaussianPosterior, *_: Any, **__: Any) -> Any:
+        raise PosteriorError(
+            f"{type(posterior).__name__} does not keep curvature and prior apart and so has no {what}; "
+            "fit_laplace gives a LaplacePosterior that does"
+        )
+
+    return refuse
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GaussianPosterior:
-    """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`; all other weights are as the network has them."""
+    """`q(θ) = N(mean, precision⁻¹)` over the weights of `subset`. All other weights keep the network's values."""
 
-    is_sharded: ClassVar[bool] = False  # whether its vectors are this process's shards of the whole ones
+    is_sharded: ClassVar[bool] = False  # whether vectors hold this process's shards only
 
-    network: nn.Module = field(repr=False)
-    subset: Subset = field(repr=False)
+    network: nn.Module
+    subset: Subset
     likelihood: Likelihood
-    mean: Tensor = field(repr=False)  # [P]
-    precision: Structure = field(repr=False)
+    mean: Tensor  # [P]
+    precision: Structure
     n_data: int
-    fingerprint: Tensor = field(repr=False)  # of all weights and buffers that the posterior belongs to
+    fingerprint: Tensor  # of all weights and buffers of the network
     calibrations: tuple[Calibration, ...] = ()  # at most one for each predictive and link
-    shift: Tensor | None = field(default=None, repr=False)  # mean − the network's weights, of a refined posterior [P]
-    # A cache that posteriors of one network may share: plans depend on the inputs' shapes, not on the weights' values.
-    plans: dict[tuple[torch.Size, ...], Plan] = field(default_factory=dict, repr=False)
-    used_data: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # hashes of examples: see `used_data`
+    shift: Tensor | None = None  # mean − the network's weights, for a refined posterior [P]
+    plans: PlanCache = field(default_factory=PlanCache)
 
     @property
     def device(self) -> torch.device:
         return self.mean.device
 
+    @property
+    def _network_device(self) -> torch.device:
+        return next(iter(self.subset.parameters(self.network).values())).device
+
     def is_elsewhere(self) -> bool:
-        """Whether the network has since moved to another device than the posterior's."""
-        return next(iter(self.subset.parameters(self.network).values())).device != self.device
+        """Whether the network is now on another device than the posterior."""
+        return self._network_device != self.device
+
+    def check_whole(self, what: str) -> None:
+        """Raise for a posterior whose weights are sharded over processes; `what` names the call."""
+        if self.is_sharded:
+            raise PosteriorError(
+                f"{what} {NEEDS_WHOLE}: use predictive='bnn' or 'map', or gather(network) for an ordinary posterior"
+            )
 
     def __repr__(self) -> str:
-        return str(implementation("__repr__")(self))
+        return one_line(self)
 
     def summary(self) -> PosteriorSummary:
-        """What it is made of: the block of each parameter with its size, memory, prior and effective number of
-        parameters γ; noise, evidence and calibration. `print` shows a table, its fields are numbers. One that
-        is sharded over processes has the blocks of this process, and all must ask."""
-        return implementation("summary")(self)
+        """The posterior block by block: parameters, size, memory, prior and effective number of parameters γ; and its
+        noise, evidence and calibrations. `print` shows a table. Under sharding, the blocks are those of this process,
+        and all processes must call it."""
+        return summarise(self)
 
     def to(self: Posterior, device: str | torch.device) -> Posterior:
-        """The same posterior on another device. Its network is there, too: the very one, if you have moved it already,
-        or a copy, because a posterior changes nothing of yours."""
+        """The same posterior on another device. A network that is already there is used as it is; otherwise the
+        posterior gets a copy, because it never moves your network."""
+        self.check_whole("to")
         target = check_device(device)
         if target == self.device and not self.is_elsewhere():
             return self
-        home = next(iter(self.subset.parameters(self.network).values())).device
-        network = self.network if home == target else copy.deepcopy(self.network).to(target)
-        return replace(self, network=network, plans={}, **self._on(target))
+        network = self.network if self._network_device == target else copy.deepcopy(self.network).to(target)
+        return replace(self, network=network, plans=PlanCache(), **self._on(target))
 
     def _on(self, device: torch.device) -> dict[str, Any]:
-        """The fields that live on the posterior's device, on another one."""
+        """The fields that depend on the device, moved to another one."""
         return {
             "mean": self.mean.to(device),
             "precision": self.precision.to(device),
@@ -108,14 +165,14 @@ class GaussianPosterior:
         }
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """`n` weight vectors, drawn with the root of the covariance that the structure has.  # [n, P]"""
+        """Draw `n` weight vectors.  # [n, P]"""
         count("n", n)
         check_generator(generator)
         return self.mean + self.precision.sample(n, generator)
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """`log N(θ; mean, precision⁻¹)`.  # [..., P] -> [...]"""
-        if not isinstance(theta, Tensor) or theta.shape[-1:] != self.mean.shape:  # which broadcasting would let through
+        if not isinstance(theta, Tensor) or theta.shape[-1:] != self.mean.shape:  # broadcasting would hide the mistake
             raise ValueError(
                 f"theta must be weight vectors [..., {len(self.mean)}], one number for each weight of the posterior, "
                 f"got {shown(theta)}"
@@ -124,19 +181,21 @@ class GaussianPosterior:
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))
 
     def penalty(self, network: nn.Module) -> Tensor:
-        """`½ (θ − mean)ᵀ P (θ − mean)` of the weights `θ` that `network` has now, differentiable in them: the posterior
-        as the prior of a training on other data. It belongs to a *sum* of negative log-likelihoods: divide it by the
-        number of examples for a loss that is their mean."""
+        """`½ (θ − mean)ᵀ P (θ − mean)` for the current weights `θ` of `network`, differentiable in them: the posterior
+        as a prior for training on other data. It belongs to a *sum* of negative log-likelihoods; divide it by the
+        number of examples if the loss is their mean."""
+        self.check_whole("penalty")
         weights = check_network(unwrap(network))
         check_parameters(weights, self.subset)
         flat = torch.cat([p.reshape(-1) for p in self.subset.parameters(weights).values()])
         d = self.subset.narrow(flat).to(self.mean) - self.mean
-        with torch.autocast(self.device.type, enabled=False):  # also in a training step of mixed precision
+        with torch.autocast(self.device.type, enabled=False):  # a mixed-precision training step may call this
             return 0.5 * (d * self.precision.matmul(d)).sum()
 
     def functional(self, x: Any, joint: bool = False, differentiable: bool = False) -> tuple[Tensor, Tensor]:
-        """The Gaussian over outputs of the linearised network: mean `[B, C]` and covariance `[B, C, C]`, or, `joint`,
-        the covariance of all outputs of the batch `[B·C, B·C]`. If `differentiable`, they keep the graph to `x`."""
+        """The Gaussian over outputs of the linearised network: the mean `[B, C]` and the covariance of each example
+        `[B, C, C]`, or with `joint` the covariance of the whole batch `[B·C, B·C]`. With `differentiable` both keep the
+        graph to `x`."""
         flag("joint", joint)
         check_differentiable(differentiable, x)
         form = "joint" if joint else "example"
@@ -146,8 +205,9 @@ class GaussianPosterior:
     def functional_for(
         self, precisions: list[Structure], x: Any, form: str = "example", differentiable: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """`functional` for several precisions (several priors of one fit), in one backward pass; the covariances in one
-        of the forms of `output_gaussian`."""
+        """`functional` for several precisions (several priors of one fit) in one backward pass. `form` is one of the
+        covariance forms of `output_gaussian`."""
+        self.check_whole("functional")
 
         def gaussian(x: Any) -> list[Tensor]:
             with self.linearised(x) as (plan, x):
@@ -158,25 +218,17 @@ class GaussianPosterior:
         return mean if self.shift is None else self.shifted(x, differentiable), covariances
 
     def shifted(self, x: Any, differentiable: bool = False) -> Tensor:
-        """`f(x) + J(x) (mean − θ̃)`, of a refined posterior."""
+        """`f(x) + J(x) (mean − θ̃)`, the mean output of a refined posterior."""
         assert self.shift is not None
         return linearised_outputs(self, x, self.shift, differentiable)
 
     @contextmanager
     def linearised(self, x: Any) -> Iterator[tuple[Plan, Any]]:
-        """The network, borrowed for a backward pass at the mean, with its plan and `x` on its device."""
+        """Borrow the network for a backward pass at the mean; yields its plan, and `x` on its device."""
         self.check_weights()
         with torch.inference_mode(False), borrowed(self.network, self.subset.names):
             x = inputs.to_device(inputs.contained(self.network, x), self.device)
-            shapes = _shapes(x)
-            if shapes not in self.plans:
-                self.plans[shapes] = make_plan(self.network, inputs.map_tensors(x, Tensor.detach), self.subset)
-            yield self.plans[shapes], x
-
-    def known_plan(self, x: Any) -> Plan | None:
-        """The plan of inputs with the shapes of `x`, if there has been one; how many outputs there are, it knows, too.
-        Of a container each has its own."""
-        return None if isinstance(x, inputs.Container) else self.plans.get(_shapes(x))
+            yield self.plans.find_or_make(self.network, self.subset, x), x
 
     def predict(
         self,
@@ -213,14 +265,13 @@ class GaussianPosterior:
     def sample_function(
         self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None
     ) -> FunctionDraw:
-        """A function drawn from the posterior, `x ↦ f(x)`: see `FunctionDraw`.
+        """Draw a function from the posterior, `x ↦ f(x)`; see `FunctionDraw`.
 
         Args:
-            generator: of the weight sample, which moves on: its next function is another one. Without it the global
-                random state says which function it is, and stays as it was: two calls give the same function until
-                something else moves that state.
+            generator: draws the weights and advances, so the next call gives another function. Without one, the global
+                random state determines the function and does not change: calls repeat until something else draws.
             predictive: "glm" (the linearised network) or "bnn" (the network itself).
-            n: how many functions, as a first dimension of the outputs; by default one, without it.
+            n: the number of functions, as a first dimension of the outputs; by default one, without that dimension.
         """
         return implementation("sample_function")(self, generator, predictive, n)
 
@@ -291,7 +342,7 @@ class GaussianPosterior:
         )  # fmt: skip
 
     def calibration_of(self, predictive: str, link: str | None = None) -> Calibration | None:
-        """What `calibrate` found for this predictive and link; for `None`, for the link that was calibrated last."""
+        """The calibration of this predictive and link, if any; without `link`, of the link calibrated last."""
         of_predictive = [c for c in self.calibrations if c.predictive == predictive]
         if predictive in ("glm", "gp") and link is not None:
             of_predictive = [c for c in of_predictive if c.link == link]
@@ -304,22 +355,22 @@ class GaussianPosterior:
     def encode(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
-        """Mean and variance in latent space, for a network that names its `encoder` and `decoder`."""
+        """Mean and variance in latent space, for a network with an `encoder` and a `decoder`."""
         return implementation("reconstruct")(self, x, samples, generator, keep_samples, parts=("encoder",))
 
     def reconstruct(
         self, x: Any, samples: int = 100, generator: torch.Generator | None = None, keep_samples: bool = False
     ) -> Reconstruction:
-        """Mean and variance in latent and output space, for a network that names its `encoder` and `decoder`."""
+        """Mean and variance in latent and output space, for a network with an `encoder` and a `decoder`."""
         return implementation("reconstruct")(self, x, samples, generator, keep_samples)
 
     def check_weights(self) -> None:
-        """Raise if the network's weights are not the ones this posterior was fitted to."""
+        """Raise if the network's weights are not the ones the posterior was fitted to."""
         weights = next(iter(self.subset.parameters(self.network).values())).dtype
         if torch.promote_types(weights, torch.float32) != self.mean.dtype:
             raise PosteriorError(
-                f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: put the network back "
-                "with network.to(dtype), or fit the posterior again"
+                f"the network's weights are {weights}, but the posterior's are {self.mean.dtype}: cast the network "
+                "back with network.to(dtype), or fit the posterior again"
             )
         if not self._has_same_weights():
             raise PosteriorError(
@@ -332,58 +383,43 @@ class GaussianPosterior:
         return has_weights(self.network, self.fingerprint, list(own), self.mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings only, so that `torch.load(weights_only=True)` reads them."""
+        """Tensors, numbers and strings only, readable by `torch.load(weights_only=True)`."""
         return implementation("state_dict")(self)
 
     @staticmethod
     def from_state_dict(
         network: nn.Module, state: dict[str, Any], likelihood: Likelihood | None = None
     ) -> GaussianPosterior:
-        """The posterior that `state_dict` described, on the network's device. A likelihood whose class has no `name` of
-        its own is not stored: pass it again."""
+        """The posterior with this state, on the network's device. A likelihood class without a `name` is not stored:
+        pass the likelihood again."""
         return implementation("from_state_dict")(network, state, likelihood)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the posterior as one file, whole or not at all; `path` may be a URL that `fsspec` knows."""
+        """Write the posterior to one file, atomically. `path` may be an `fsspec` URL."""
         implementation("save")(self.state_dict(), path)
 
     @staticmethod
     def load(
         path: str | PathLike[str], network: nn.Module, likelihood: Likelihood | None = None, name: str | None = None
     ) -> GaussianPosterior:
-        """The posterior in a file (of a sharded one, a folder) that `save` wrote, or in a checkpoint of a Trainer, for
-        the network with the weights that it was fitted to; `name` is that of the callback, where there were several."""
+        """Read a posterior from a file that `save` wrote (a folder, if it was sharded) or from a Trainer's checkpoint.
+
+        Args:
+            path: the file, folder or checkpoint.
+            network: the network with the weights that the posterior was fitted to.
+            likelihood: required if the likelihood's class has no `name`.
+            name: the callback's name, if a checkpoint holds several posteriors.
+        """
         return implementation("load")(path, network, likelihood, name)
 
-    def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, noise_std: float | Tensor | None = None
-    ) -> Tensor:
-        raise PosteriorError(self._no_evidence("evidence"))
-
-    def with_prior(self, prior_precision: float | Tensor) -> GaussianPosterior:
-        raise PosteriorError(self._no_evidence("prior to change"))
-
-    def tune_prior(self, method: str = "auto", loader: Any = None, per_layer: bool = False) -> GaussianPosterior:
-        raise PosteriorError(self._no_evidence("prior to tune"))
-
-    def update(
-        self, loader: Any, progress: bool = False, processes: Any = None, probe: Any = None
-    ) -> GaussianPosterior:
-        raise PosteriorError(self._no_evidence("sums over data to add to"))
-
-    def _no_evidence(self, what: str) -> str:
-        return (
-            f"{type(self).__name__} does not keep curvature and prior apart and so has no {what}; "
-            "fit_laplace gives a LaplacePosterior that does"
-        )
-
-
-def _shapes(x: Any) -> tuple[torch.Size, ...]:
-    """Of one example: positions may be merged with the batch; those of a container are so in any number."""
-    return () if isinstance(x, inputs.Container) else tuple(leaf.shape[1:] for leaf in inputs.tensors(x))
+    log_marginal_likelihood = _laplace_only("evidence")
+    with_prior = _laplace_only("prior to change")
+    tune_prior = _laplace_only("prior to tune")
+    update = _laplace_only("sums over data to add to")
 
 
 def check_parameters(network: nn.Module, subset: Subset) -> None:
+    """Raise if the network lacks a parameter of the subset, or has it in another shape."""
     shapes = {name: p.shape for name, p in network.named_parameters()}
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if shapes.get(name) != shape:
@@ -391,17 +427,3 @@ def check_parameters(network: nn.Module, subset: Subset) -> None:
             raise PosteriorError(
                 f"the posterior belongs to another network: it has {name} of shape {tuple(shape)}, this one has {other}"
             )
-
-
-PLACES = ("outputs", "probs")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What a prediction by `predictive` and `link` is corrected by."""
-
-    predictive: str  # "glm", "gp", "bnn" or "map"
-    link: str
-    output_temperature: float = 1.0
-    probs_temperature: float = 1.0
-    variance_factor: float = 1.0

@@ -1,13 +1,12 @@
-"""`LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ`, kept apart.
+"""`LaplacePosterior`: its precision is curvature plus prior, `P = H/T + Λ` (GLM paper, eq. (12)), kept apart.
 
-Because `H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor, the posterior
-knows its `evidence` for any prior and noise (`P` is that of the GLM paper, eq. (12)). The prior is `N(m, Λ⁻¹)`, with
-`Λ = diag(δ)` around zero unless another one is given (see `prior`).
+`H = Σₙ JₙᵀΛₙJₙ` does not depend on the prior, and depends on a Gaussian's noise only by a factor. So the posterior
+knows its evidence for any prior and noise (see `evidence`). The prior is `N(m, Λ⁻¹)`, by default with `m = 0` and
+`Λ = diag(δ)` (see `prior`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from lightning_bayes.curvature import Curvature
 from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
-from lightning_bayes.network import Processes
+from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.posterior.evidence import Evidence
@@ -30,25 +29,48 @@ from lightning_bayes.posterior.implementation import implementation
 from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior import Prior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
-from lightning_bayes.structures import BlockDiagonal, Eigenbasis, Structure
+from lightning_bayes.posterior.update import update
+from lightning_bayes.structures import BlockDiagonal, Diagonal, Eigenbasis, Structure
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_FORMED = ("prior_precision", "precision")  # by `around` with a function, when one of them is asked for
+Precision = float | Tensor | Sequence[float]
 Laplace = TypeVar("Laplace", bound="LaplacePosterior")
+
+
+class DeferredPrecision:
+    """A prior precision that is computed on first use. Until then a snapshot of an optimizer (see `l2m`) costs one
+    vector instead of three.
+
+    Args:
+        compute: returns `δ`; it must not depend on anything that changes.
+        subset: the weights of the prior.
+        like: a tensor with the dtype and device of `δ`.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor | float], subset: Subset, like: Tensor) -> None:
+        self._compute, self._subset, self._like = compute, subset, like
+
+    @cached_property
+    def value(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._like.device.type, enabled=False):
+            return as_precision(self._compute(), self._subset, self._like)
+
+    def __call__(self) -> Tensor:
+        return self.value
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaplacePosterior(GaussianPosterior):
     """`N(θ*, (H/T + Λ)⁻¹)`."""
 
-    curvature: Curvature = field(repr=False, kw_only=True)
-    prior_precision: Tensor = field(kw_only=True)  # δ
-    prior: Prior = field(default_factory=Prior, repr=False, kw_only=True)
+    curvature: Curvature = field(kw_only=True)
+    given_precision: Tensor | DeferredPrecision = field(kw_only=True)  # see `prior_precision`
+    prior: Prior = field(default_factory=Prior, kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
-    points: TrainingPoints | None = field(default=None, repr=False)  # of its Gaussian process
+    points: TrainingPoints | None = None  # of its Gaussian process
 
     @classmethod
     def around(
@@ -57,13 +79,13 @@ class LaplacePosterior(GaussianPosterior):
         mean: Tensor,
         fingerprint: Tensor,
         curvature: Curvature,
-        prior_precision: float | Tensor | Sequence[float] | Callable[[], Tensor | float],
+        prior_precision: Precision | Callable[[], Tensor | float],
         temperature: float = 1.0,
         damping: str | None = None,
         prior: Prior | None = None,
     ) -> Laplace:
-        """The posterior around these weights, which have this fingerprint. A prior precision that is a function, of
-        nothing that changes, is called when it is asked for."""
+        """The posterior around these weights, which have this fingerprint. A `prior_precision` that is a function is
+        called on first use; the curvature must be diagonal then."""
         posterior = cls(
             network=network,
             subset=curvature.subset,
@@ -73,29 +95,25 @@ class LaplacePosterior(GaussianPosterior):
             n_data=curvature.n_data,
             fingerprint=fingerprint,
             curvature=curvature,
-            prior_precision=mean.new_ones(()),
+            given_precision=mean.new_ones(()),
             prior=(prior or Prior()).to(mean),
             temperature=temperature,
             damping=damping,
         )
         if not callable(prior_precision):
             return posterior.with_prior(prior_precision)
-        for name in _FORMED:
-            del posterior.__dict__[name]
-        posterior.__dict__["_form_prior"] = prior_precision
-        return posterior
+        deferred, H = DeferredPrecision(prior_precision, curvature.subset, mean), posterior.curvature_at()
+        assert isinstance(H, Diagonal)
+        return replace(posterior, given_precision=deferred, precision=H.add_deferred(deferred))
 
-    if not TYPE_CHECKING:
+    @property
+    def prior_precision(self) -> Tensor:
+        """`δ`: a number, one per layer `[layers]`, or one per weight `[P]`."""
+        given = self.given_precision
+        return given if isinstance(given, Tensor) else given.value
 
-        def __getattr__(self, name: str) -> Any:
-            """What is formed on demand; as with a `cached_property`, it is then an ordinary attribute."""
-            form = self.__dict__.get("_form_prior")
-            if name not in _FORMED or form is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                δ = as_precision(form(), self.subset, self.mean)
-                self.__dict__.update(prior_precision=δ, precision=self.precision_at(δ))
-            return self.__dict__[name]
+    def _as_precision(self, prior_precision: Precision) -> Tensor:
+        return as_precision(prior_precision, self.subset, self.mean)
 
     def _on(self, device: torch.device) -> dict[str, Any]:
         known = super()._on(device)
@@ -106,7 +124,7 @@ class LaplacePosterior(GaussianPosterior):
             likelihood=known["likelihood"],
             gradient=None if g is None else g.to(device),
         )
-        prior = {"prior": self.prior.to(known["mean"]), "prior_precision": self.prior_precision.to(device)}
+        prior = {"prior": self.prior.to(known["mean"]), "given_precision": self.prior_precision.to(device)}
         return {**known, "curvature": curvature, **prior}
 
     @property
@@ -116,7 +134,7 @@ class LaplacePosterior(GaussianPosterior):
 
     @cached_property
     def process(self) -> GaussianProcess:
-        """The posterior in function space, of one with training points."""
+        """The posterior in function space; it needs training points."""
         return GaussianProcess(self)
 
     @property
@@ -137,12 +155,12 @@ class LaplacePosterior(GaussianPosterior):
         return per_layer_sums(in_float64(1 - self.prior_shares()), self.subset)
 
     def _determined(self, basis: Eigenbasis) -> Tensor:
-        """`λ/(λ + δ)`, as often as a column counts; nothing is subtracted from one.  # [n]"""
+        """`λ/(λ + δ)` times the multiplicity of each column, without a difference from one that would cancel.  # [n]"""
         δ, λ = in_float64(self.prior_precision), basis.values / self.temperature
         return basis.counts * (λ / (λ + (δ if δ.ndim == 0 else δ[basis.groups])))
 
     def eigenbasis(self, prior_shape: torch.Size, vectors: Tensor | None = None) -> Eigenbasis | None:
-        """That of `H`, for priors of this shape, `[]`, `[layers]` or `[P]`; None where `P` is not diagonal in it."""
+        """The eigenbasis of `H` for priors of shape `[]`, `[layers]` or `[P]`; None if `P` is not diagonal in it."""
         if self.damping is not None or self.prior.precision is not None:
             return None
         groups = None
@@ -154,15 +172,15 @@ class LaplacePosterior(GaussianPosterior):
         return self.curvature.structure.eigenbasis(vectors, None if groups is None else groups.to(device))
 
     def prior_shares(self) -> Tensor:
-        """How much of each weight is the prior's, `δᵢ [P⁻¹]ᵢᵢ`; of a prior that is another posterior, terms of
-        `tr(ΛP⁻¹)` whose sums over the layers are right.  # [P]"""
+        """`δᵢ [P⁻¹]ᵢᵢ`, the share of the prior in each weight. If the prior is another posterior, terms of `tr(ΛP⁻¹)`
+        that have the right sum over each layer.  # [P]"""
         if self.prior.precision is None:
             return per_parameter(self.prior_precision, self.subset) * self.precision.inverse_diagonal()
         return self.precision.trace_terms(self.prior_matrix())
 
     @property
     def has_exact_sum(self) -> bool:
-        """Whether `P` is `H/T + Λ` itself."""
+        """Whether `P` is exactly `H/T + Λ`."""
         adds_factors = self.prior.precision is not None and isinstance(self.curvature.structure, BlockDiagonal)
         return self.damping is None and not adds_factors
 
@@ -175,12 +193,13 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def knows_optimum(self) -> bool:
-        """Whether it has the linear model's optimum."""
+        """Whether the optimum of the linear model is available in closed form."""
         is_whole = self.has_exact_sum and not self.curvature.structure.is_truncated
         return is_whole and self.curvature.gradient is not None
 
     def check_optimum(self, what: str) -> None:
-        """Of the linear model: in a direction that the curvature leaves out, the gradient would lead to infinity."""
+        """Raise if the linear model has no optimum: along a direction that the curvature leaves out, the gradient would
+        lead to infinity."""
         if self.curvature.structure.is_truncated:
             raise PosteriorError(
                 f"{what} needs the curvature in all directions of the gradient, but "
@@ -199,11 +218,12 @@ class LaplacePosterior(GaussianPosterior):
         noise_std: float | Tensor | None = None,
         at: str = "weights",
     ) -> Tensor:
-        """The evidence, a pure and differentiable function of prior and noise; `None` is what the posterior has.
+        """The evidence, a pure and differentiable function of prior and noise (by default the posterior's).
 
-        It is taken `at="weights"`, as if these were a mode of the loss, or `at="optimum"` of the linearised model (see
-        `evidence`), which they need not be.
+        `at="weights"` treats the weights as a mode of the loss. `at="optimum"` of the linearised model (see `evidence`)
+        does not.
         """
+        self.check_whole("the evidence")
         prior = self.prior_precision if prior_precision is None else prior_precision
         δ = as_precision(prior, self.subset, in_float64(self.mean[:1]))
         with torch.autocast(self.device.type, enabled=False):
@@ -214,13 +234,13 @@ class LaplacePosterior(GaussianPosterior):
         if self.curvature.gradient is None:
             raise PosteriorError(
                 "the evidence at the linear model's optimum needs the gradient of the training loss, which this "
-                "posterior was made without: fit it with fit_laplace"
+                "posterior does not have: fit one with fit_laplace"
             )
         self.check_optimum("the linear model's optimum")
         return self.curvature.gradient
 
     def least_loss(self, ρ: Tensor) -> Tensor:
-        """What `−log p(D | θ)` at noise `ρσ` cannot fall below."""
+        """A lower bound of `−log p(D | θ)` at noise `ρσ`."""
         n = self.curvature.n_outputs
         least = torch.as_tensor(self.likelihood.least_nll(n), dtype=torch.float64, device=ρ.device)
         return least if self.likelihood.tunable_noise is None else least + n * ρ.log()
@@ -228,34 +248,38 @@ class LaplacePosterior(GaussianPosterior):
     def in_float64(self: Laplace) -> Laplace:
         """The same posterior with a curvature, prior and mean in float64."""
         mean = in_float64(self.mean)
-        structure = self.curvature.structure.to(mean.device).to(dtype=mean.dtype)  # first where there is float64
+        structure = self.curvature.structure.to(mean.device).to(
+            dtype=mean.dtype
+        )  # a device without float64 comes first
         prior = self.prior.to(self.mean.to(mean.device)).to(mean)
         curvature, δ = replace(self.curvature, structure=structure), in_float64(self.prior_precision)
-        return replace(self, mean=mean, curvature=curvature, prior=prior, prior_precision=δ)
+        return replace(self, mean=mean, curvature=curvature, prior=prior, given_precision=δ)
 
-    def with_prior(self: Laplace, prior_precision: float | Tensor | Sequence[float]) -> Laplace:
+    def with_prior(self: Laplace, prior_precision: Precision) -> Laplace:
         """The same curvature with another prior."""
-        # Inference tensors could not be differentiated later, and sums are not for 16 bits.
+        # Inference tensors could not be differentiated later, and autocast would add in 16 bits.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            δ = as_precision(prior_precision, self.subset, self.mean).detach().clone()
-            return replace(self, prior_precision=δ, precision=self.precision_at(δ), calibrations=())
+            δ = self._as_precision(prior_precision).detach().clone()
+            return replace(self, given_precision=δ, precision=self.precision_at(δ), calibrations=())
 
     def update(
         self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None, probe: Any = None
     ) -> LaplacePosterior:
-        """The posterior of more data at the same weights, with the same prior: as one fit to the old and the new data
-        together, exactly for structure="full" and "diag"; "kron" must have been fitted with `updatable=True`.
+        """Add data at the same weights, with the same prior. The result equals a fit to the old and new data together,
+        exactly for structure="full" and "diag"; "kron" must have been fitted with `updatable=True`.
 
         Args:
             loader: the new data `(x, y)`.
             progress: show a progress bar.
-            processes: those that share the new data.
-            probe: an input, for a process whose own share of them may be empty.
+            processes: the processes that share the new data.
+            probe: an input, for a process whose share of the data may be empty.
         """
-        return implementation("update")(self, loader, progress, processes, probe)
+        self.check_whole("update")
+        return update(self, loader, progress, processes, probe)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
+        self.check_whole("with_noise")
         with torch.inference_mode(False), torch.no_grad():
             ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
             σ = number_like(noise_std, self.mean).detach().clone()
@@ -274,14 +298,15 @@ class LaplacePosterior(GaussianPosterior):
         return moved.with_prior(self.prior_precision)
 
     def with_log_likelihood(self, loader: Iterable[Any], processes: Processes | None = None) -> LaplacePosterior:
-        """The same posterior with the log-likelihood of the training data, for one that was made without them: one
-        forward pass over `loader`."""
+        """Compute the log-likelihood of the training data in one forward pass over `loader`, for a posterior that was
+        made without a pass over them."""
+        self.check_whole("with_log_likelihood")
         self.check_weights()
         numbers = log_likelihood(self.network, loader, self.likelihood, processes)
         if numbers["n_data"] != self.n_data:
             raise PosteriorError(
-                f"the loader holds {numbers['n_data']} examples, but the posterior is that of {self.n_data}: pass the "
-                "training data, each example once"
+                f"the loader holds {numbers['n_data']} examples, but the posterior was fitted to {self.n_data}: pass "
+                "the training data, each example once"
             )
         return replace(self, curvature=replace(self.curvature, **numbers))
 
@@ -318,25 +343,26 @@ class LaplacePosterior(GaussianPosterior):
         seed: int = 0,
         progress: bool = False,
     ) -> LaplacePosterior:
-        """The posterior of the linearised network itself, around its own optimum, with the same prior and structure;
-        predictions are then those of the linearised network. Its mean belongs to this prior and noise: with others,
+        """The posterior of the linearised network around its own optimum, with the same prior and structure. Its
+        predictions are those of the linearised network. The mean belongs to this prior and noise: to change them,
         refine the fitted posterior again.
 
         Args:
             loader: the training data `(x, y)`; its batches are kept in memory.
-            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which is for
-                structure="full" and "diag".
-            passes: over the data, at most, in a search of the mean; "variational" has one in each of its rounds.
-            tolerance: where it ends: the gradient relative to that at the start; for "variational", a round's gain
-                relative to the lower bound.
-            samples: quasi-random outputs that stand for their distribution, for "variational".
-            seed: of those.
+            method: "laplace", or "variational" for the Gaussian with the largest evidence lower bound, which needs
+                structure="full" or "diag".
+            passes: the largest number of passes over the data in a search of the mean; "variational" searches once per
+                round.
+            tolerance: the search stops at a gradient of this size relative to the first; "variational" stops when a
+                round gains less than this share of the lower bound.
+            samples: quasi-random outputs per example, for "variational".
+            seed: seed of these outputs.
             progress: show a progress bar.
         """
         return implementation("refine")(self, loader, method, passes, tolerance, samples, seed, progress)
 
     def precision_at(self, δ: Tensor, ρ: Tensor | None = None) -> Structure:
-        """`P` at noise `ρσ`, or at `σ`."""
+        """`P` at noise `ρσ`, by default `σ`."""
         H = self.curvature_at(ρ)
         if self.damping is None:
             return self.prior.added_to(H, δ, self.subset)
@@ -345,7 +371,7 @@ class LaplacePosterior(GaussianPosterior):
         return H.add_damping(δ, split=self.n_data**0.5 if self.damping == "ritter" else 1.0)
 
     def curvature_at(self, ρ: Tensor | None = None) -> Structure:
-        """`H/T` at noise `ρσ`, or at `σ`."""
+        """`H/T` at noise `ρσ`, by default `σ`."""
         H = self.curvature.structure if ρ is None else self._scaled_curvature(ρ)
         return H if self.temperature == 1 else H.scale(1 / self.temperature)
 
@@ -353,18 +379,14 @@ class LaplacePosterior(GaussianPosterior):
         """`H` at noise `ρσ`."""
         return self.curvature.structure.scale(cast_like(ρ**self.noise_power, self.mean))
 
-    def _known_log_likelihood(self) -> Tensor:
-        """`log p(D | θ*)`, in float64."""
-        if self.curvature.log_likelihood is None:
+    def log_likelihood_at(self, ρ: Tensor) -> Tensor:
+        """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
+        fitted = self.curvature.log_likelihood
+        if fitted is None:
             raise PosteriorError(
                 "this posterior was made without a pass over the data and does not know their likelihood: use "
                 "with_log_likelihood(loader), or pass loader= when tuning"
             )
-        return self.curvature.log_likelihood
-
-    def log_likelihood_at(self, ρ: Tensor) -> Tensor:
-        """`log p(D | θ*)` at noise `ρσ`, from its value at `σ`: only the squared error is scaled. In float64."""
-        fitted = self._known_log_likelihood()
         if self.likelihood.tunable_noise is None:
             return fitted
         ρ = ρ.cpu().double()
@@ -372,28 +394,29 @@ class LaplacePosterior(GaussianPosterior):
 
     @property
     def squared_error(self) -> Tensor:
-        """`Σ (y − f)²/σ²` over all outputs; at least the square of the rounding of `σ`, for a network that interpolates
-        its data. Files of older versions do not hold it: it is recovered from the log-likelihood, up to rounding."""
-        n, error = self.curvature.n_outputs, self.curvature.squared_error
+        """`Σ (y − f)²/σ²` over all outputs. Its lower bound, the squared rounding error of `σ`, matters for a network
+        that interpolates its data."""
+        error = self.curvature.squared_error
+        if error is None:
+            raise PosteriorError(
+                f"{type(self.likelihood).__name__} has a noise_std but no squared_error: implement the method, or tune "
+                "with noise=False"
+            )
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
-        if error is not None:
-            return error.clamp(min=n * eps**2)
-        log_σ = vector("noise_std", self.likelihood.tunable_noise, LikelihoodError).cpu().double().log().mean()
-        error = -2 * (self._known_log_likelihood() + n * (log_σ + 0.5 * math.log(2 * math.pi)))
-        return error.clamp(min=n * eps)
+        return error.clamp(min=self.curvature.n_outputs * eps**2)
 
     def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
-        """`ρ = σ_new / σ`, one number: per-output noise moves by a common scale."""
+        """`ρ = σ_new / σ`, one number: noise per output changes by a common factor."""
+        one = torch.ones((), dtype=torch.float64, device=float64_device(self.device))
         if noise_std is None:
-            return torch.ones((), dtype=torch.float64, device=float64_device(self.device))
+            return one
         if self.likelihood.tunable_noise is None:
             raise PosteriorError(
                 f"noise_std belongs to a Gaussian likelihood, but this posterior has {type(self.likelihood).__name__}"
             )
         vector("noise_std", noise_std, LikelihoodError)
-        like = torch.ones((), dtype=torch.float64, device=float64_device(self.device))
-        σ, new = (number_like(s, like) for s in (self.likelihood.tunable_noise, noise_std))
-        self.likelihood.with_noise(new.detach())  # which refuses what is not positive
+        σ, new = (number_like(s, one) for s in (self.likelihood.tunable_noise, noise_std))
+        self.likelihood.with_noise(new.detach())  # raises if it is not positive
         comparable = new.shape == σ.shape or not (new.ndim and σ.ndim)
         ratio = new / σ if comparable else new
         first = ratio.flatten()[0]

@@ -77,8 +77,8 @@ class Prior:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Prior:
-        precision = state.get("precision")
-        return Prior(state.get("mean"), None if precision is None else Structure.from_state(precision))
+        precision = state["precision"]
+        return Prior(state["mean"], None if precision is None else Structure.from_state(precision))
 
     @staticmethod
     def of(prior: GaussianPosterior | None, prior_mean: Weights | None, subset: Subset) -> Prior:

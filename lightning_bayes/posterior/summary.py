@@ -1,8 +1,8 @@
-"""`PosteriorSummary`: what a posterior is made of, as a table and as numbers.
+"""`PosteriorSummary`: a posterior block by block, as a table and as numbers.
 
-A row is a block of the stored matrix, the curvature of a Laplace posterior or the precision of another: the parameters
-that it is over, its form, its memory, and the number of its weights that the data determine,
-`γ_b = Σ_{i∈b} (1 − δᵢ [P⁻¹]ᵢᵢ)`. A diagonal matrix has a row for each layer.
+A row describes one block of the stored matrix (the curvature of a Laplace posterior, the precision of any other): its
+parameters, form and memory, and the number of its weights that the data determine, `γ_b = Σ_{i∈b} (1 − δᵢ [P⁻¹]ᵢᵢ)`. A
+diagonal matrix has one row per layer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import inputs
-from lightning_bayes.posterior.gaussian import Calibration
-from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.prior import per_parameter
 from lightning_bayes.structures import Structure
 
 if TYPE_CHECKING:
-    from lightning_bayes.posterior.gaussian import GaussianPosterior
+    from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior
     from lightning_bayes.posterior.laplace import LaplacePosterior
 
-NOTHING = "–"  # what a posterior does not have
+NOTHING = "–"  # shown for a value that the posterior does not have
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,12 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class PosteriorSummary:
-    """`print` shows it as a table; its fields are the numbers."""
+    """`print` shows a table; the fields hold the numbers."""
 
     title: str
     blocks: tuple[BlockSummary, ...]
     n_weights: int
-    n_bytes: int  # of the stored matrix, on this process
+    n_bytes: int  # memory of the stored matrix, on this process
     n_data: int
     likelihood: Likelihood
     prior_precision: tuple[float, float] | None
@@ -85,13 +83,12 @@ class PosteriorSummary:
             yield f"calibration  {NOTHING}"
 
 
-@implements("summary")
 def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
-    """Of any posterior: what it does not have is None."""
+    """The summary of any posterior; a value that it does not have is None."""
     laplace = _as_laplace(posterior)
     δ = γ = evidence = None
     if laplace is not None:
-        δ = _prior_of_each(laplace)
+        δ = _prior_per_weight(laplace)
         γ = 1 - laplace.prior_shares()  # [P]
         evidence = float(laplace.log_marginal_likelihood()) if laplace.curvature.knows_likelihood else None
     blocks = []
@@ -100,12 +97,12 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
         blocks.append(
             BlockSummary(
                 parameters=block.parameters,
-                form=_form(block.matrix),
+                form=_form_name(block.matrix),
                 sizes=block.matrix.sizes,
                 n_weights=block.matrix.size,
                 n_bytes=n_bytes(block.matrix),
                 prior_precision=_bounds(own_δ),
-                effective_parameters=None if own_γ is None else max(0.0, float(own_γ.sum())),  # but for rounding
+                effective_parameters=None if own_γ is None else max(0.0, float(own_γ.sum())),  # negative by rounding
             )
         )
     noise = getattr(posterior.likelihood, "noise_std", None)
@@ -124,11 +121,13 @@ def summarise(posterior: GaussianPosterior) -> PosteriorSummary:
     )
 
 
-@implements("__repr__")
 def one_line(posterior: GaussianPosterior) -> str:
     """`LaplacePosterior(kron over 31 weights, n_data=11, likelihood=Categorical(), prior_precision=2)`."""
     laplace, matrix = _as_laplace(posterior), _matrix(posterior)
-    parts = [f"{matrix.word or _form(matrix)} over {posterior.subset.size:,} weights", f"n_data={posterior.n_data}"]
+    parts = [
+        f"{matrix.word or _form_name(matrix)} over {posterior.subset.size:,} weights",
+        f"n_data={posterior.n_data}",
+    ]
     parts.append(f"likelihood={posterior.likelihood!r}")
     if laplace is not None:
         parts.append(f"prior_precision={_range(_bounds(laplace.prior_precision.detach()))}")
@@ -140,7 +139,7 @@ def one_line(posterior: GaussianPosterior) -> str:
 
 
 def n_bytes(structure: Structure) -> int:
-    """Of all tensors that the matrix is made of."""
+    """The memory of all tensors of the matrix."""
     return sum(t.numel() * t.element_size() for t in inputs.tensors(structure.parts()))
 
 
@@ -164,19 +163,19 @@ def _as_laplace(posterior: GaussianPosterior) -> LaplacePosterior | None:
 
 
 def _matrix(posterior: GaussianPosterior) -> Structure:
-    """What is stored: the curvature, or the precision where the prior is not kept apart."""
+    """The stored matrix: the curvature, or the precision if the prior is not kept apart."""
     laplace = _as_laplace(posterior)
     return posterior.precision if laplace is None else laplace.curvature.structure
 
 
-def _prior_of_each(posterior: LaplacePosterior) -> Tensor:
-    """Of a posterior that is sharded, for this process's weights.  # [P]"""
+def _prior_per_weight(posterior: LaplacePosterior) -> Tensor:
+    """`δ` of each weight; under sharding, of this process's weights.  # [P]"""
     δ = posterior.prior_precision.detach()
     full = δ if δ.shape in ((), posterior.mean.shape) else per_parameter(δ, posterior.subset)
     return full.expand_as(posterior.mean)
 
 
-def _form(matrix: Structure) -> str:
+def _form_name(matrix: Structure) -> str:
     return (matrix.name or type(matrix).__name__).lower()
 
 
@@ -195,7 +194,7 @@ def _range(bounds: tuple[float, float] | None) -> str:
 
 
 def _names(parameters: tuple[str, ...]) -> str:
-    """`0.weight, 0.bias` as `0: weight, bias`; no more than a line holds."""
+    """`0.weight, 0.bias` as `0: weight, bias`, shortened to one line."""
     layers: dict[str, list[str]] = {}
     for name in parameters:
         layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
@@ -204,7 +203,7 @@ def _names(parameters: tuple[str, ...]) -> str:
 
 
 def _table(rows: Iterator[list[str]]) -> Iterator[str]:
-    """Columns side by side: the first three to the left, numbers to the right."""
+    """Aligned columns: the first three to the left, numbers to the right."""
     lines = list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

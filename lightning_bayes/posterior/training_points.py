@@ -82,22 +82,6 @@ class TrainingPoints:
         """With another `Λ`; without a target it stays zero."""
         return replace(self, root=root.cpu() * self.has_target.reshape(-1, 1, 1))
 
-    def to_state(self) -> dict[str, Any]:
-        names = ("x", "root", "index", "has_target", "weighting", "outputs")
-        return {name: getattr(self, name) for name in names}
-
-    @staticmethod
-    def from_state(state: Any) -> TrainingPoints | None:
-        if state is None:
-            return None
-        try:
-            return TrainingPoints(**state)
-        except TypeError as error:
-            raise PosteriorError(
-                f"the state of the posterior is not complete: its training points cannot be read ({error}); save it "
-                "again"
-            ) from None
-
 
 class PointSelection:
     """The choice of points in the course of a fit."""

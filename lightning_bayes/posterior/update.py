@@ -1,42 +1,41 @@
-"""More data for a posterior at the same weights. What a fit knows of its data are sums,
+"""Adding data to a posterior at the same weights. A fit stores sums over its data,
 
     H = Σₙ JₙᵀΛₙJₙ,    g = −Σₙ ∂ log p(yₙ | fₙ)/∂θ,    Σₙ log p(yₙ | fₙ),    Σₙ ‖(yₙ − fₙ)/σ‖²,    N,
 
-so those of the new data are added. A Kronecker block adds the sums of its two factors and decomposes them again, as one
-fit to all data would.
+and an update adds the sums of the new data to them. A Kronecker block adds the sums of its two factors and decomposes
+them again, as one fit to all data would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.curvature.fit import UPDATABLE
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.implementation import implements
-from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.used_data import UsedData
+
+if TYPE_CHECKING:
+    from lightning_bayes.posterior.laplace import LaplacePosterior
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
+SUMS = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
 
 
-@implements("update")
 def update(
     posterior: LaplacePosterior, loader: Iterable[Any], progress: bool, processes: Processes | None, probe: Any
 ) -> LaplacePosterior:
     """See `LaplacePosterior.update`."""
     flag("progress", progress)
     posterior.check_weights()
-    _check(posterior)
+    _check_updatable(posterior)
     old = posterior.curvature
-    used = UsedData(posterior.network, loader, "fit", processes)
     new = fit_curvature(
         posterior.network,
-        used.watched,
+        loader,
         likelihood=posterior.likelihood,
         structure=str(old.structure.word),
         subset=posterior.subset,
@@ -52,38 +51,33 @@ def update(
         first_example=old.n_data,
     )
     both = _sum(old, new)
-    known = replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
-    return used.noted(known)
+    return replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
 
 
 def _sum(old: Curvature, new: Curvature) -> Curvature:
-    """Of both sets of data; what one of them does not know, neither does the sum."""
-
-    def plus(a: Any, b: Any) -> Any:
-        return None if a is None or b is None else a + b
-
-    sums = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
-    totals = {name: plus(getattr(old, name), getattr(new, name)) for name in sums}
+    """The sums over both sets of data; None if one of them is unknown."""
+    totals: dict[str, Any] = {}
+    for name in SUMS:
+        a, b = getattr(old, name), getattr(new, name)
+        totals[name] = None if a is None or b is None else a + b
     return replace(old, structure=old.structure.add_data(new.structure), **totals)
 
 
-def _check(posterior: LaplacePosterior) -> None:
+def _check_updatable(posterior: LaplacePosterior) -> None:
     H = posterior.curvature.structure
     if posterior.curvature.kind not in FITTED or posterior.curvature.gradient is None:
-        raise PosteriorError(
-            "this posterior was not fitted in a pass over data, so that none can be added: fit one with fit_laplace"
-        )
+        raise PosteriorError("data can only be added to a posterior that was fitted to data: fit one with fit_laplace")
     if posterior.shift is not None:
         raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")
     if posterior.points is not None:
-        raise PosteriorError("the training points of predictive='gp' are of the first data: fit again to all of them")
+        raise PosteriorError("the training points of predictive='gp' come from the original data: refit on all data")
     if H.word not in UPDATABLE:
         raise PosteriorError(
-            f"data cannot be added to structure={H.word!r}, which takes several passes over all of them: fit it again "
-            "to the old and new data, or use 'full', 'diag' or 'kron'"
+            f"data cannot be added to structure={H.word!r}, which takes several passes over all data: refit on the old "
+            "and new data, or use 'full', 'diag' or 'kron'"
         )
     if not all(block.can_add_data for _, block in H.named_blocks):
         raise PosteriorError(
-            "this Kronecker posterior has kept the decompositions of its factors alone: to add data, fit it with "
+            "this Kronecker posterior stores only the decompositions of its factors: to add data, fit it with "
             "updatable=True"
         )

@@ -39,7 +39,6 @@ from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.gaussian import PLACES, Calibration
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.held_out import (
     LOG_TEMPERATURES,
     Errors,
@@ -106,21 +105,19 @@ def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring,
     the old ones count."""
     tune = tune and posterior.prior.precision is None
     classes = posterior.likelihood.has_probs
-    used = UsedData(posterior.network, loader, "tuning" if tune else "calibration")
     if not classes and (not tune or _has_noise(posterior)):
         candidates = _at_training_noise(posterior, scoring) if tune else [posterior]
-        errors = squared_errors(candidates[0], [*candidates, None], used.watched, scoring)
-        noted = tuple(used.noted(candidate) for candidate in candidates)
-        return NoiseChoice(noted[0], scoring, errors.link, tune, calibrate, noted, errors)
+        errors = squared_errors(candidates[0], [*candidates, None], loader, scoring)
+        return NoiseChoice(candidates[0], scoring, errors.link, tune, calibrate, tuple(candidates), errors)
     priors = _priors(posterior, scoring) if tune else ()
     candidates = [posterior.with_prior(δ) for δ in priors] if tune else [posterior]
     if classes:
-        nll, link = temperature_table(posterior, [*candidates, None], used.watched, scoring)
-        return PriorChoice(used.noted(posterior), scoring, link, tune, calibrate, priors, nll)
-    errors = squared_errors(posterior, [*candidates, None], used.watched, scoring)
+        nll, link = temperature_table(posterior, [*candidates, None], loader, scoring)
+        return PriorChoice(posterior, scoring, link, tune, calibrate, priors, nll)
+    errors = squared_errors(posterior, [*candidates, None], loader, scoring)
     unit = float(errors.ratio[-1].mean())  # of the variance: temperatures are relative to the plain network's own
     nll = errors.nll(unit * (2 * torch.tensor(LOG_TEMPERATURES, dtype=torch.float64, device="cpu")).exp())
-    return PriorChoice(used.noted(posterior), scoring, errors.link, tune, calibrate, priors, nll, unit)
+    return PriorChoice(posterior, scoring, errors.link, tune, calibrate, priors, nll, unit)
 
 
 @dataclass(frozen=True, eq=False)

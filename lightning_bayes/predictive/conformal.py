@@ -63,13 +63,10 @@ from lightning_bayes.network.noise import as_bits, hashed, unit
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.implementation import implements
-from lightning_bayes.posterior.used_data import example_hashes, share_used
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 
 FORMAT = 1
-USED = 0.05  # the share of examples used before that is worth a warning
-PURPOSES = {"fit": "fitted to", "tuning": "tuned on", "calibration": "calibrated on"}
 Predictor = GaussianPosterior | DeepEnsemble
 
 
@@ -196,7 +193,7 @@ class Conformal:
         return self.quantile.to(t.device, accumulation_dtype(t.device)).reshape(1, -1, 1)
 
 
-@implements("conformalize")
+@implements("conformalize", sharded=True)
 def conformalize(
     predictor: Predictor,
     loader: Iterable[Any],
@@ -220,25 +217,15 @@ def conformalize(
     score = ClassScore(method, randomised, penalty, free_classes, seed)
     how = {"predictive": predictive, "link": link, "samples": samples, "seed": seed}
     members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
-    scores, hashes = TargetScores(score, predictor.likelihood.ignore_index), []
-    unknown = ""  # the type of inputs that have no hashes
+    scores, is_empty = TargetScores(score, predictor.likelihood.ignore_index), True
     with preserved_rng(predictor.device):  # a shuffling loader draws from the global generator
         for batch in loader:
             x, y = inputs.split_targets(members[0].network, batch, "calib")
             prediction = _predict(predictor, x, how)
             scores.update(prediction, y.to(predictor.device))
-            hashes.append(example_hashes(x, y).cpu())
-            if len(y) and not len(hashes[-1]):
-                unknown = type(batch[0] if isinstance(batch, (tuple, list)) else batch).__name__
-    if not hashes:
+            is_empty = False
+    if is_empty:
         raise DataError("the held-out data are empty: conformal sets need at least one batch of (x, y)")
-    _warn_of_used(members, torch.cat(hashes))
-    if unknown:
-        warnings.warn(
-            f"whether these examples were used before cannot be told for inputs of type {unknown}: the level is "
-            "promised only with examples that were used for nothing else",
-            stacklevel=3,
-        )
     return replace(_made(scores, score, level, allow_empty), predictor=predictor, how=how)
 
 
@@ -263,17 +250,6 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
 def _predict(predictor: Predictor, x: Any, how: dict[str, Any]) -> Prediction:
     generator = generator_on(predictor.device).manual_seed(how["seed"])
     return predictor.predict(x, how["predictive"], how["link"], how["samples"], generator)
-
-
-def _warn_of_used(members: Iterable[GaussianPosterior], hashes: Tensor) -> None:
-    for purpose, words in PURPOSES.items():
-        shares = [share_used(hashes, kept) for m in members if (kept := m.used_data.get(purpose)) is not None]
-        if max(shares, default=0.0) > USED:
-            warnings.warn(
-                f"about {max(shares):.0%} of these examples are among those that the posterior was {words}: the level "
-                "is promised only with examples that were used for nothing else; hold out others",
-                stacklevel=4,
-            )
 
 
 POSITIONS = 4096  # of a dense example that are scored, drawn at random

@@ -27,8 +27,8 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import at_mean, unflatten
+from lightning_bayes.posterior.gaussian import NEEDS_WHOLE
 from lightning_bayes.posterior.implementation import implements
-from lightning_bayes.posterior.sharded import NEEDS_WHOLE
 
 TOGETHER, MOST_TOGETHER = 2**28, 2**30  # bytes that samples which go through the network together may take
 
@@ -137,8 +137,6 @@ def draw_function(
     word("predictive", predictive, DRAWN)
     if n is not None:
         count("n", n)
-    if posterior.is_sharded:
-        raise PosteriorError(f"sample_function {NEEDS_WHOLE}: use gather(network) for an ordinary posterior")
     posterior.check_weights()
     exact = torch.autocast(posterior.device.type, enabled=False)
     with preserved_rng(posterior.device), torch.inference_mode(False), torch.no_grad(), exact:

@@ -21,11 +21,11 @@ from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likeli
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
+from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.used_data import UsedData
 from lightning_bayes.predictive.output_law import (
     LINEARISED,
     PREDICTIVES,
@@ -93,14 +93,14 @@ def calibrate(
     posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
 ) -> Posterior:
     scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
-    used = UsedData(posterior.network, loader, "calibration")
+    check_loader(loader)
     if posterior.likelihood.has_probs:
-        nll, chosen = temperature_table(posterior, [posterior], used.watched, scoring)
+        nll, chosen = temperature_table(posterior, [posterior], loader, scoring)
         T = best_temperature(nll[0].mean(-1))
-        return used.noted(posterior.with_calibration(scoring.calibration(chosen, T)))
-    errors = squared_errors(posterior, [posterior], used.watched, scoring)
+        return posterior.with_calibration(scoring.calibration(chosen, T))
+    errors = squared_errors(posterior, [posterior], loader, scoring)
     factor = float(errors.ratio.mean())
-    return used.noted(posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor)))
+    return posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor))
 
 
 def temperature_table(
@@ -268,7 +268,7 @@ def grid(
         seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
     """
     priors = _priors(posterior, predictive, low, high, size)
-    used = UsedData(posterior.network, loader, "tuning")
+    check_loader(loader)
     scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
     scoring.check(likelihood)
     _check_metric(metric)
@@ -276,15 +276,14 @@ def grid(
     if higher is None:
         raise ValueError(f"{type(metric).__name__} does not say which values are best: set its higher_is_better")
     scores = [_NLL(likelihood) if metric is None else _Metric(metric.clone()) for _ in priors]
-    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], used.watched, scoring):
+    for laws, y in held_out_laws(posterior, [posterior.with_prior(δ) for δ in priors], loader, scoring):
         for score, law in zip(scores, laws, strict=True):
             score.update(scoring.integrate(likelihood, law), y)
     values = torch.stack([score.compute() for score in scores]) * (-1 if higher else 1)
     if not values.isfinite().any():
         least, most = (float(torch.as_tensor(prior).mean()) for prior in (priors[0], priors[-1]))
         raise ValueError(f"no prior between {least:g} and {most:g} has a finite validation score")
-    best = posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
-    return used.noted(best)
+    return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
 
 
 def _priors(

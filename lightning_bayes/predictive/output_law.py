@@ -134,7 +134,7 @@ def has_many_outputs(posterior: GaussianPosterior, x: Any) -> bool:
     x = inputs.contained(posterior.network, x)
     if isinstance(x, inputs.WholeInput):  # each output takes a backward pass of its own, a sample one pass for all
         return outputs(posterior, x).numel() > MANY_TOGETHER
-    if (plan := posterior.known_plan(x)) is not None:
+    if (plan := posterior.plans.find(x)) is not None:
         return plan.n_outputs > MANY
     return outputs(posterior, inputs.take(posterior.network, x, [0])).numel() > MANY
 

@@ -22,7 +22,7 @@ from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integ
 from lightning_bayes.predictive.prediction import Prediction
 
 
-@implements("predict")
+@implements("predict", sharded=True)
 def predict(
     posterior: GaussianPosterior,
     x: Any,

@@ -55,6 +55,10 @@ class Diagonal(Structure):
             return Diagonal(self.values + precision)
         return _LazySum(self.values, precision)
 
+    def add_deferred(self, precision: Callable[[], Tensor]) -> Diagonal:
+        """`add_prior` with a precision that is computed when the sum is first used."""
+        return _LazySum(self.values, precision)
+
     def _with(self, values: Tensor) -> Diagonal:
         return Diagonal(values)
 
@@ -116,13 +120,13 @@ class Diagonal(Structure):
 class _LazySum(Diagonal):
     """`diag(values + δ)`, summed on first use; before, a posterior needs no vector beside its mean and curvature."""
 
-    _terms: tuple[Tensor, Tensor]
+    _terms: tuple[Tensor, Tensor | Callable[[], Tensor]]
 
-    def __init__(self, values: Tensor, precision: Tensor) -> None:
+    def __init__(self, values: Tensor, precision: Tensor | Callable[[], Tensor]) -> None:
         object.__setattr__(self, "_terms", (values, precision))
 
     @cached_property
     def values(self) -> Tensor:
         values, precision = self._terms
         with torch.inference_mode(False):  # an inference tensor could not be used with gradients later
-            return values + precision
+            return values + (precision if isinstance(precision, Tensor) else precision())

@@ -8,12 +8,9 @@ Where a callback's files go, on any file system that Lightning writes to, and ho
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,11 @@ import torch
 from fsspec.core import url_to_fs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_bayes.network import Processes
 from lightning_bayes.network.errors import is_out_of_memory
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.files import digest, write_file
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
 from lightning_bayes.trainer.strategy import share
@@ -76,11 +73,11 @@ def _stored(trainer: Trainer, current: dict[str, Any], key: str, name: str) -> l
         if checkpoint is None:
             continue
         weights = checkpoint["state_dict"]
-        digest = _digest(weights)
-        in_memory = digest == _digest({name: current[name] for name in weights if name in current})
+        own = digest(weights)
+        in_memory = own == digest({name: current[name] for name in weights if name in current})
         state = (checkpoint.get("callbacks") or {}).get(key) or {}
         has_posterior = state.get("posterior") is not None or exists(beside(path, name))
-        stored.append(Stored(path, role, digest, in_memory, has_posterior))
+        stored.append(Stored(path, role, own, in_memory, has_posterior))
     return stored
 
 
@@ -178,7 +175,7 @@ def is_unaveraged(module: LightningModule, checkpoint: dict[str, Any]) -> bool:
     current, weights = checkpoint.get("current_model_state"), module.state_dict()
     if current is None or current.keys() != weights.keys():
         return False
-    return _digest(weights) == _digest(current) != _digest(checkpoint["state_dict"])
+    return digest(weights) == digest(current) != digest(checkpoint["state_dict"])
 
 
 @contextmanager
@@ -225,16 +222,6 @@ def _read(trainer: Trainer, path: str) -> dict[str, Any]:
     system, place = url_to_fs(str(path))
     with system.open(place, "rb") as content:
         return torch.load(content, map_location="cpu", weights_only=foreign)
-
-
-def _digest(weights: dict[str, Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in weights.items():
-        digest.update(name.encode())
-        if isinstance(value, Tensor):
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def hold_weights(trainer: Trainer, name: str) -> None:
@@ -332,25 +319,7 @@ def save_posterior(posterior: GaussianPosterior, path: File) -> None:
 
 def replace_file(path: File, content: dict[str, Any]) -> None:
     """Replace a file: a process that is killed meanwhile leaves the old one whole."""
-    if not is_local(path):
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        system, place = url_to_fs(str(path))
-        system.pipe_file(place, buffer.getvalue())
-        return
-    target = os.path.realpath(path)  # a link, as `save_last="link"` makes, stays one
-    partial = f"{target}.part"
-    try:
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if os.path.exists(target):
-            shutil.copystat(target, partial)  # Lightning finds the last checkpoint by its time
-        os.replace(partial, target)
-    finally:
-        with suppress(FileNotFoundError):
-            os.remove(partial)
+    write_file(content, path, keep_times=True)  # Lightning finds the last checkpoint by its time
 
 
 def _check_folder(folder: Path) -> None:

@@ -236,7 +236,7 @@ def test_the_evidence_needs_the_data_and_then_has_its_maximum_where_it_is_tuned(
         posterior.log_marginal_likelihood()
     with pytest.raises(PosteriorError, match=r"tune_prior\('marglik'\) needs the likelihood of the training data"):
         posterior.tune_prior("marglik")
-    with pytest.raises(PosteriorError, match="holds 10 examples, but the posterior is that of 24"):
+    with pytest.raises(PosteriorError, match="holds 10 examples, but the posterior was fitted to 24"):
         posterior.tune_prior("marglik", loader=loader[:1])
     tuned = posterior.tune_prior("marglik", loader=loader)
     known = posterior.with_log_likelihood(loader)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_a_noise_at_its_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         tuned = posterior.tune_prior(method)
         assert float(tuned.likelihood.noise_std) < 1e-6
-        assert "times the noise_std it began with" in caplog.text
+        assert "times the initial noise_std" in caplog.text
 
 
 def test_clear_errors_where_it_cannot_be_had() -> None:
@@ -187,12 +188,10 @@ def test_clear_errors_where_it_cannot_be_had() -> None:
     with pytest.raises(PosteriorError, match="without damping"):
         posterior.log_marginal_likelihood(at="optimum")
     plain = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron")
-    state = plain.state_dict()
-    again = LaplacePosterior.from_state_dict(network, state)
+    again = LaplacePosterior.from_state_dict(network, plain.state_dict())
     torch.testing.assert_close(again.log_marginal_likelihood(at="optimum"), plain.log_marginal_likelihood(at="optimum"))
-    del state["gradient"]  # as older files are
     with pytest.raises(PosteriorError, match="needs the gradient of the training loss"):
-        LaplacePosterior.from_state_dict(network, state).tune_prior("linear")
+        replace(plain, curvature=replace(plain.curvature, gradient=None)).tune_prior("linear")
 
 
 def test_error_bars_of_a_network_with_batch_norm_are_less_overestimated() -> None:

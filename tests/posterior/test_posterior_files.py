@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.files import checksum, write
+from lightning_bayes.posterior.files import digest, write
 
 MEMORY = "memory://posteriors/a.pt"
 
@@ -127,9 +127,9 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda whole: whole[: len(whole) // 2], CUT),
     "text": (lambda _: b"hello", CUT),
     "empty": (lambda _: b"", CUT),
-    "plain pickle": (lambda _: pickle.dumps({"format": 2}), CUT),
+    "plain pickle": (lambda _: pickle.dumps({"format": 3}), CUT),
     "hostile plain pickle": (lambda _: pickle.dumps(Hostile()), CUT),
-    "hostile pickle": (lambda _: saved({"format": 2, "mean": Hostile()}), REFUSED),
+    "hostile pickle": (lambda _: saved({"format": 3, "mean": Hostile()}), REFUSED),
     "a module": (lambda _: saved(nn.Linear(1, 1)), REFUSED),
     "weights": (
         lambda _: saved(nn.Linear(1, 1).state_dict()),
@@ -244,32 +244,18 @@ def test_a_state_that_is_no_dictionary_is_refused() -> None:
         GaussianPosterior.from_state_dict(mlp(), [1, 2])  # type: ignore[arg-type]
 
 
-def test_a_file_of_the_first_format_is_read(posterior: LaplacePosterior, tmp_path: Path) -> None:
-    """Without a checksum, a squared error, and with three sums for a fingerprint."""
-    state = posterior.state_dict()
-    del state["squared_error"]
-    squares = state["fingerprint"][:, 1]
-    torch.save({**state, "format": 1, "fingerprint": torch.stack((squares, squares, squares), 1)}, tmp_path / "old.pt")
-    assert_same(GaussianPosterior.load(tmp_path / "old.pt", posterior.network), posterior)
-
-
-def test_a_likelihood_that_is_not_known_is_none_in_files_and_nan_in_older_ones(
-    posterior: LaplacePosterior, tmp_path: Path
-) -> None:
+def test_an_unknown_likelihood_stays_unknown(posterior: LaplacePosterior, tmp_path: Path) -> None:
     unknown = replace(posterior, curvature=replace(posterior.curvature, log_likelihood=None))
-    state = unknown.state_dict()
-    assert state["log_likelihood"] is None
-    for stored in (None, torch.tensor(torch.nan, dtype=torch.float64)):
-        torch.save({**state, "log_likelihood": stored}, tmp_path / "unknown.pt")
-        loaded = GaussianPosterior.load(tmp_path / "unknown.pt", posterior.network)
-        assert isinstance(loaded, LaplacePosterior)
-        assert not loaded.curvature.knows_likelihood
-        with pytest.raises(PosteriorError, match="made without a pass over the data"):
-            loaded.log_marginal_likelihood()
+    unknown.save(tmp_path / "unknown.pt")
+    loaded = GaussianPosterior.load(tmp_path / "unknown.pt", posterior.network)
+    assert isinstance(loaded, LaplacePosterior)
+    assert not loaded.curvature.knows_likelihood
+    with pytest.raises(PosteriorError, match="made without a pass over the data"):
+        loaded.log_marginal_likelihood()
 
 
-def test_half_precision_and_empty_tensors_have_a_checksum(tmp_path: Path) -> None:
+def test_half_precision_and_empty_tensors_have_a_digest(tmp_path: Path) -> None:
     parts = [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(0), torch.tensor(True), torch.ones(3, 2).mT, None, 1.5]
-    assert checksum(parts) == checksum([torch.ones(2, 3, dtype=torch.bfloat16), *parts[1:]])
-    assert checksum(parts) != checksum([torch.ones(3, 2, dtype=torch.bfloat16), *parts[1:]])
-    assert checksum({"a": [1], "b": 2}) != checksum({"a": [], "b": [1, 2]})
+    assert digest(parts) == digest([torch.ones(2, 3, dtype=torch.bfloat16), *parts[1:]])
+    assert digest(parts) != digest([torch.ones(3, 2, dtype=torch.bfloat16), *parts[1:]])
+    assert digest({"a": [1], "b": 2}) != digest({"a": [], "b": [1, 2]})

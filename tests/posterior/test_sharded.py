@@ -1,6 +1,5 @@
 """`ShardedPosterior` on one process: places, draws, densities; on several it is tested beside the callbacks."""
 
-import warnings
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
 from helpers.tensors import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
@@ -308,21 +306,6 @@ def test_a_state_is_that_of_the_same_posterior() -> None:
     assert again.n_data == N
     with pytest.raises(PosteriorError, match=r"another network: it has 0\.weight of shape"):
         GaussianPosterior.from_state_dict(nn.Linear(4, 5), posterior.state_dict())
-
-
-def test_a_folder_of_an_older_version_needs_the_likelihood(tmp_path: Path) -> None:
-    net, _, posterior = trained()
-    state = {**posterior.state_dict(), "n_data": torch.tensor(N)}
-    for key in ("format", "type", "likelihood", "kind"):
-        del state[key]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old")
-    with pytest.raises(PosteriorError, match="older version, which did not save the likelihood: pass likelihood="):
-        GaussianPosterior.load(tmp_path / "old", net)
-    loaded = GaussianPosterior.load(tmp_path / "old", net, Categorical())
-    assert torch.equal(loaded.precision.diagonal(), posterior.precision.diagonal())
-    assert loaded.n_data == N
 
 
 def test_a_saved_posterior_of_another_network_is_refused(tmp_path: Path) -> None:

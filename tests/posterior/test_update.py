@@ -83,11 +83,6 @@ def test_a_posterior_as_prior_stays_the_prior() -> None:
     check_same(after, fit_laplace(data.network, [two, three], structure="full", prior=before))
 
 
-def test_the_examples_of_both_are_known_as_used() -> None:
-    posterior, whole = grown(case("mlp"), 3, 4)
-    assert torch.equal(posterior.used_data["fit"], whole.used_data["fit"])
-
-
 def test_nothing_changes_after_an_error_in_the_middle() -> None:
     data = case("mlp")
     posterior = fit_laplace(data.network, data.loader(), updatable=True)

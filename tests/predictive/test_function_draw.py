@@ -165,7 +165,7 @@ def test_other_weights_are_refused() -> None:
 def test_sharded_weights_are_refused() -> None:
     whole = fitted("diag")
     sharded = ShardedPosterior.from_curvature(whole.network, whole.curvature, whole.prior_precision)
-    with pytest.raises(PosteriorError, match=r"sample_function needs the whole network .* use gather\(network\)"):
+    with pytest.raises(PosteriorError, match=r"sample_function needs the whole network .* gather\(network\)"):
         sharded.sample_function()
     with pytest.raises(PosteriorError, match="differentiable=True needs the whole network"):
         sharded.predict(X.clone().requires_grad_(), differentiable=True)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.curvature import blocks as input_sum
-from lightning_bayes.posterior import used_data
 from lightning_bayes.trainer.module import split_batch
 
 TRAINED, HELD_OUT = 8, 6
@@ -122,11 +121,9 @@ class Journey:
         """As many live tensors, and as many bytes, in and after a pass of 3k batches as in one of k; and in as many
         predictions."""
         module, callback, _ = self.fitted
-        # What is gathered up to a bound, whatever the number of batches, goes after each batch: rows of a block, and
-        # hashes of examples.
+        # Rows of a block are gathered up to a bound, whatever the number of batches: here they go after each batch.
         monkeypatch.setattr(input_sum, "FULL", 1)
         monkeypatch.setattr(input_sum, "WIDE", 10**6)
-        monkeypatch.setattr(used_data, "MANY", 0)
         k, batch = 2, next(iter(self.case.loader(TRAINED, 0)))
         x = self.split(module, batch)
         live: list[tuple[int, int]] = []
