@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.posterior import GaussianPosterior
@@ -137,8 +138,9 @@ class SWAGCallback(PosteriorCallback):
         try:
             moments.put_mean(network)
             with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
-                if with_statistics(network):
-                    update_statistics(network, self._batches(trainer, module))
+                with Processes.current().raising_together():
+                    if with_statistics(network):
+                        update_statistics(network, self._batches(trainer, module))
                 share(list(module.buffers()))
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
                 posterior, _ = choose_on_validation(

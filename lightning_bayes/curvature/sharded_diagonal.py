@@ -105,10 +105,12 @@ class ShardedDiagonalSum:
             B = inputs.batch_size(x)
             with _watching(self._network, self._subset.layers) as calls:
                 f = inputs.call(self._network, x)
-            check_output(f, B)
-            outputs = f.detach()
-            y = self._checks.add(x, outputs, y)
-            _check_calls(calls, self._subset.layers, B)
+            with self._processes.raising_together():  # before the backward pass, which all processes run together
+                check_output(f, B)
+                outputs = f.detach()
+                y = self._checks.add(x, outputs, y)
+                _check_calls(calls, self._subset.layers, B)
+                self._checks.end_batch()
             edges = [edge for _, edge in calls.values()]
             if not self._plans:
                 _check_rows(f, edges, list(calls))
@@ -120,7 +122,6 @@ class ShardedDiagonalSum:
                     self._add_layer(layer, a, whole(grads.pop(0)).unsqueeze(0), counts)
             del f, calls, edges
         reshard(self._network)
-        self._checks.end_batch()
         if counts:
             counted = y if self._likelihood.couples_outputs else outputs
             self._n_data, self._n_outputs = self._n_data + B, self._n_outputs + counted.numel()
@@ -141,7 +142,8 @@ class ShardedDiagonalSum:
 
     def finish(self) -> Curvature:
         """With this process's shard of the diagonal."""
-        self._checks.look()
+        with self._processes.raising_together():
+            self._checks.look()
         counts = torch.tensor([self._n_data, self._n_outputs], device=inputs.device_of(self._network))
         self._processes.sum_([counts])
         if not counts[0]:
