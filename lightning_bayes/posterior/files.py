@@ -52,10 +52,14 @@ _DAMAGE = (
 @implements("save")
 def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
     instance("path", path, (str, PathLike), "a file's path or URL")
-    state = {**state, "checksum": checksum(state)}
+    replace_file({**state, "checksum": checksum(state)}, path)
+
+
+def replace_file(content: dict[str, Any], path: str | PathLike[str]) -> None:
+    """Write a file whole or not at all: a process that is killed while writing leaves the old file intact."""
     if _is_url(path):
         buffer = io.BytesIO()  # before the file is opened: an error leaves no half of it behind
-        torch.save(state, buffer)
+        torch.save(content, buffer)
         system, place = _file_system(path)
         with system.transaction, system.open(place, "wb") as file:
             file.write(buffer.getvalue())
@@ -70,7 +74,7 @@ def write(state: dict[str, Any], path: str | PathLike[str]) -> None:
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.unfinished")
     try:
         with open(unfinished, "xb") as file:
-            torch.save(state, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, target)

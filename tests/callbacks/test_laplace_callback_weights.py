@@ -279,7 +279,7 @@ def test_a_checkpoint_stays_whole_if_the_posterior_cannot_be_written(
     save = torch.save
 
     def half(content: Any, file: Any, *options: Any) -> None:
-        if not str(getattr(file, "name", "")).endswith(".part"):  # Lightning's own
+        if not str(getattr(file, "name", "")).endswith(".unfinished"):  # Lightning's own
             return save(content, file, *options)
         file.write(b"half a checkpoint")
         raise OSError("no space left")
