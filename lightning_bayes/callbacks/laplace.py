@@ -52,9 +52,9 @@ from lightning_bayes.posterior.training_points import PointOptions
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
-    save_interrupt_checkpoint,
-    is_of_weights,
     checkpoints_to_fit,
+    is_of_weights,
+    save_interrupt_checkpoint,
     weights_of,
 )
 from lightning_bayes.trainer.data import (

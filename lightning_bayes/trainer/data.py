@@ -110,8 +110,8 @@ def exact_pass(
     if not _is_indexed(loader):
         if processes.size > 1:
             rank_zero_warn(
-                "the training data cannot be indexed, so each process passes over its own loader: examples that several "
-                "loaders repeat count several times"
+                "the training data cannot be indexed, so each process passes over its own loader: examples that "
+                "several loaders repeat count several times"
             )
         limits = [number for number in (limit, max_batches) if isinstance(number, int)]
         return ExactPass(_FirstBatches(loader, min(limits)) if limits else loader, None, module, trainer)
@@ -216,7 +216,8 @@ def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
     loaders = as_list(getattr(loader, "flattened", loader))  # a CombinedLoader of Lightning has that attribute
     if len(loaders) != 1:
         raise DataError(
-            f"there are {len(loaders)} training dataloaders, but a posterior needs one with each example once: {instead}"
+            f"there are {len(loaders)} training dataloaders, but a posterior needs one that has each example once: "
+            f"{instead}"
         )
     return loaders[0]
 
@@ -229,7 +230,7 @@ def as_list(loaders: Any) -> list[Any]:
 
 
 def first_loader(loaders: Any) -> Any:
-    """The first dataloader; None if there is none, for example if a hook returns an empty list."""
+    """The first dataloader; None without one, as if a hook returns an empty list."""
     while isinstance(loaders, (list, tuple, dict)):
         loaders = next(iter(as_list(loaders)), None)
     return loaders

@@ -78,8 +78,8 @@ def compare_gradients(
     if not (g.norm().isfinite() and r.norm().isfinite() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
         return None
     c = float(g @ r / (r @ r)) * len(used)  # the loss averages over several calls, at samples of the weights
-    error = (g - c / len(used) * r).norm() / g.norm()
-    fits = c > 0 and bool(error <= _TOLERANCE.get(detached[0].dtype, 2e-2))
+    deviation = (g - c / len(used) * r).norm() / g.norm()
+    fits = c > 0 and bool(deviation <= _TOLERANCE.get(detached[0].dtype, 2e-2))
     return LossFit(float(loss.detach()) * scale, nll, c if fits else None, fits)
 
 
@@ -162,7 +162,7 @@ class OutputReader:
 
 
 class OutputRecorder:
-    """Records the outputs of some modules until it is stopped; those of another `shape`, if it is known, are skipped."""
+    """Records the outputs of some modules until it is stopped. If the `shape` is known, skips outputs of other shapes."""
 
     def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, read: OutputReader) -> None:
         self._size, self._shape, self.read = size, shape, read

@@ -118,7 +118,7 @@ class PosteriorCallback(Callback):
         return self._file.path
 
     def predict(self, x: Any) -> Prediction:
-        """The posterior's prediction with this callback's settings, and with the same weight samples for every batch."""
+        """The posterior's prediction with this callback's settings; all batches share the weight samples."""
         generator = generator_on(self.posterior.device).manual_seed(self.seed)
         # Mixed precision is for the network, not for integrals over its outputs; and tensors made in Lightning's
         # inference mode could never be used with gradients.

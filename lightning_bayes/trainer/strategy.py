@@ -1,4 +1,4 @@
-"""What callbacks need from a Trainer's strategy: its processes, the order of callbacks, and results of launched runs."""
+"""A Trainer's strategy: its processes, the order of its callbacks, and the results of processes that it launches."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ def share(tensors: list[Tensor]) -> None:
 
 
 class SpawnResultFile:
-    """The state of a callback, from a forked or spawned process to its parent (`ddp_fork`, `ddp_spawn`, `ddp_notebook`).
+    """The file that brings a callback's state from a launched process to its parent.
 
-    Such processes train copies of the callbacks, and Lightning returns only weights and metrics to the parent. So rank
-    zero leaves the state in a temporary file, as Lightning does with the weights.
+    Processes that are forked or spawned (`ddp_fork`, `ddp_spawn`, `ddp_notebook`) train copies of the callbacks, and
+    Lightning returns only weights and metrics to the parent. So rank zero leaves the state in a temporary file, as
+    Lightning does with the weights.
     """
 
     def __init__(self) -> None:
