@@ -162,7 +162,7 @@ class OutputReader:
 
 
 class OutputRecorder:
-    """Records the outputs of some modules until it is stopped. If the `shape` is known, skips outputs of other shapes."""
+    """Records the outputs of some modules until it is stopped; outputs of another `shape`, if given, are skipped."""
 
     def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, read: OutputReader) -> None:
         self._size, self._shape, self.read = size, shape, read

@@ -158,8 +158,8 @@ class TrainerScores:
     def add(
         self, trainer: Trainer, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Score a batch, and log as `<stage>_<metric>_<name>`. Lightning computes the metrics when a dataloader ends. If
-        there are several, it adds the dataloader's number to the names."""
+        """Score a batch, and log as `<stage>_<metric>_<name>`. Lightning computes the metrics when a dataloader ends,
+        and adds the dataloader's number to their names if there are several."""
         x, y = split_batch(self._module, batch, self._table.is_ood(dataloader_idx), self._stage)
         n_real = _unpadded_size(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
