@@ -265,7 +265,7 @@ UNCOUNTABLE = {
     "whole batches": (lambda: DataLoader(list(loader()), batch_size=None), "because the dataset gives whole batches"),
     "two loaders": (
         lambda: {"a": loader(), "b": loader()},
-        "there are 2 training dataloaders, and nothing says which one holds each example once",
+        "there are 2 training dataloaders, but a posterior needs one that has each example once",
     ),
 }
 
