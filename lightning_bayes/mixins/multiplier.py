@@ -2,8 +2,8 @@
 
 The Variational Laplace paper (section 5.1) multiplies it by 10. At the weights' learning rate, Adam stops before the
 variances have converged, and the result is close to MAP. Adam's step `Δθ = η m/(√v + ε)` (eq. (32)) does not change if
-the gradient is scaled, so a multiplier needs separate param groups: `η_σ = multiplier · η`, where η is the learning rate
-of the group that the parameter came from, at every step and on every schedule.
+the gradient is scaled, so a multiplier needs separate param groups: `η_σ = multiplier · η` with the learning rate η of
+the group that the parameter came from, at every step and on every schedule.
 
 Adam moves a parameter by at most its learning rate per step, so over training
 
@@ -224,7 +224,7 @@ def _extend(scheduler: Any, children: list[tuple[int, float]], before: int) -> N
             setattr(scheduler, name, [*values, *new])  # a new list: chained schedulers share theirs
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, *args: Any) -> None:
     keep_ratio(optimizer)
     for _, group in _log_sigma_groups(optimizer):
         if BOUND in group:  # removed once the user has been warned

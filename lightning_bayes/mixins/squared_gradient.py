@@ -73,7 +73,7 @@ def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = False) -> Gradients:
-    """The gradient of each parameter that `loss` depends on. Do not change them in place: two may be the same tensor."""
+    """The gradient of each parameter that `loss` depends on. Do not change it in place: two may be the same tensor."""
     gradients = torch.autograd.grad(loss, list(parameters), retain_graph=keep_graph, allow_unused=True)
     return {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
 

@@ -3,8 +3,8 @@
     q(w_λ) = N(μ_λ, σ_λ²)                                     (Variational Laplace paper, eq. (2))
     KL_λ = ½ ((σ_λ² + μ_λ²)/s_λ² − 1 + log(s_λ²/σ_λ²))        (eq. (12), from the prior N(0, s_λ²))
 
-μ are the network's own parameters; the parameters log σ are added, and start at `log s − 3`. The loss of an example gets
-`(β/N) Σ_λ KL_λ`. (The printed eq. (30) has σ² where eq. (12) has the prior's s².)
+μ are the network's own parameters; the parameters log σ are added, and start at `log s − 3`. The loss of an example
+gets `(β/N) Σ_λ KL_λ`. (The printed eq. (30) has σ² where eq. (12) has the prior's s².)
 
 The mixin defines the public names and Lightning hooks of the module. The work is done by `GaussianWeights`, its
 one private attribute `_variational`, and by `VariationalCallback`, which scores and predicts with the posterior.
@@ -252,8 +252,8 @@ class GaussianWeights:
 
     @torch.no_grad()
     def add_kl(self, value: Tensor, gradients: Gradients, is_wrong: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL divergence, and the loss `value + β/N · KL` with the sum of the `gradients` of `value` and those of the
-        KL divergence; these are zero if the step is wrong."""
+        """The KL divergence, and the loss `value + β/N · KL` with the sum of the `gradients` of `value` and those of
+        the KL divergence; the sum is zero if the step is wrong."""
         pairs = self.pairs()
         if not pairs:
             kl, gradients = value.new_zeros(()), without_wrong(gradients, is_wrong)

@@ -79,8 +79,8 @@ class VariationalInferenceMixin(VariationalMixin):
 
 @contextmanager
 def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Gradients]:
-    """Put the module at sampled weights, and yield their moves `σ ε`. With the local reparameterisation, weights without
-    a move have their layer's output sampled instead."""
+    """Put the module at sampled weights, and yield their moves `σ ε`. With the local reparameterisation, weights
+    without a move have their layer's output sampled instead."""
     generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)

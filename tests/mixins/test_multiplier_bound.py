@@ -108,7 +108,9 @@ def halving(module: Any) -> Any:
 
 def test_a_schedule_counts(tmp_path: Path) -> None:
     """3 · 0.1 · (1 + ½ + ¼ + ⅛ + 1/16) = 0.58125 in five epochs, which is known when they are over."""
-    with pytest.warns(UserWarning, match=f"{TOO_SHORT} 2.9 with the learning rates of this training.*has stopped.* 6 or"):
+    with pytest.warns(
+        UserWarning, match=f"{TOO_SHORT} 2.9 with the learning rates of this training.*has stopped.* 6 or"
+    ):
         fit(tmp_path, halving, 5.0)
     fit(tmp_path, halving, 5.2)
 
