@@ -196,7 +196,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     if twice:
         rank_zero_warn(
             f"the optimizer has a weight decay for {some(twice)} or its log σ, but the KL divergence already pulls "
-            "both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into the prior"
+            "both to the prior: set it to zero, or make it the prior by variational={'prior_std': 'weight_decay'}"
         )
     trained = {p for group in groups for p in group["params"]}
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
