@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.report import table
 from lightning_bayes import Categorical, LogSigmaMultiplierMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import squared_gradient as sg
-from lightning_bayes.mixins.watched_step import watching
+from lightning_bayes.mixins.training_step import recorded_calls
 from lightning_bayes.trainer.loss_check import mean_nll
 
 SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -127,7 +127,7 @@ def errors(module: Bayes, σ: float | None, factors: tuple[float, ...]) -> list[
     x_all, y_all = (t[:TRAIN] for t in digits())
     for number, (x, y) in enumerate(zip(x_all.split(BATCH), y_all.split(BATCH), strict=True)):
         S = len(x)
-        with watching(module) as calls:
+        with recorded_calls(module) as calls:
             f = module(x)
         generator = torch.Generator().manual_seed(number)
         ỹ = LIKELIHOOD.sample(f.detach(), torch.rand(f.shape, generator=generator))

@@ -312,8 +312,8 @@ class L2MCallback(PosteriorCallback):
         super().load_state_dict(state_dict)
         self._batches, self._resumed = EffectiveBatchSize(**state_dict["batches"]), True
 
-    def _load_beside(self, trainer: Trainer) -> None:
-        super()._load_beside(trainer)
+    def _load_sidecar(self, trainer: Trainer) -> None:
+        super()._load_sidecar(trainer)
         posterior = self._find_posterior()
         if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
             raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_LAST_ONLY}")

@@ -51,9 +51,9 @@ from lightning_bayes.posterior.training_points import PointOptions
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,
     CheckpointError,
-    hold_weights,
+    checkpoints_to_fit,
     is_of_weights,
-    needing_a_pass,
+    save_interrupt_checkpoint,
     weights_of,
 )
 from lightning_bayes.trainer.data import (
@@ -225,7 +225,7 @@ class LaplaceCallback(PosteriorCallback):
         self.prior_groups, self.iterate, self.passes = prior_groups, iterate, passes
         count("mc_samples", mc_samples)
         word("weights", weights, WEIGHTS)
-        self.turn = 3 if asks_trainer(subset) else self.turn  # after the callback whose posterior it needs
+        self.priority = 3 if asks_trainer(subset) else self.priority  # after the callback whose posterior it needs
         self._data = FitData(data, max_batches)
         self._first_step: FirstStep | None = None  # of a sharded network
         self._by_evidence = False  # whether the evidence has chosen the prior of the last fit
@@ -434,13 +434,13 @@ class LaplaceCallback(PosteriorCallback):
         try:
             self._fit_weights(trainer, module, only_missing)
         except SIGTERMException:
-            hold_weights(trainer, self.name)
+            save_interrupt_checkpoint(trainer, self.name)
             raise
 
     def _fit_weights(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
         """The posteriors of the weights in memory and of those in checkpoints, by what `weights` says."""
         sharded = is_sharded(self.network_in(module))  # whose parts no checkpoint of one file holds
-        checkpoints = [] if is_dev_run(trainer) or sharded else self._survey(trainer)
+        checkpoints = [] if is_dev_run(trainer) or sharded else self._list_checkpoints(trainer)
         best = next((checkpoint for checkpoint in checkpoints if checkpoint.role == "best"), None)
         elsewhere = self.weights == "best" and best is not None and not best.in_memory
         if only_missing:
@@ -452,7 +452,7 @@ class LaplaceCallback(PosteriorCallback):
                 self.store(trainer, checkpoints)
             else:
                 self._put_into(trainer, checkpoints)
-        for group in needing_a_pass(checkpoints, self.weights):
+        for group in checkpoints_to_fit(checkpoints, self.weights):
             try:
                 with weights_of(trainer, module, group[0].path):
                     of = f" of {os.path.basename(group[0].path)}"

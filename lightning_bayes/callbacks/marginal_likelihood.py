@@ -100,7 +100,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
         progress: show a progress bar during each pass.
     """
 
-    turn = 1  # after an average of the weights, and before posteriors of those that training ends with
+    priority = 1  # after an average of the weights, and before posteriors of those that training ends with
 
     fits_shards: ClassVar[bool] = False  # the prior acts on the gradients of weights that every process holds
 

@@ -40,7 +40,7 @@ from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.subset import check_subset
 from lightning_bayes.posterior import LaplacePosterior
-from lightning_bayes.trainer.checkpoints import Stored, put_calibrations
+from lightning_bayes.trainer.checkpoints import CheckpointInfo, put_calibrations
 from lightning_bayes.trainer.data import count_examples, is_countable, single
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.options import UseOptions
@@ -275,7 +275,7 @@ class OnlineLaplaceCallback(PosteriorCallback):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+    def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
         # While it trains, the state of every checkpoint has the posterior of its weights; weights alone have no state.
         super()._put_into(trainer, [checkpoint for checkpoint in checkpoints if not checkpoint.has_posterior])
         if self.posterior.calibrations:

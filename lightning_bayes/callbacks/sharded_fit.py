@@ -107,10 +107,19 @@ def in_step(data: ExactPass, processes: Processes, device: torch.device) -> Iter
     """The batches of a process's share, and None while others have some left."""
     batches = iter(data)
     while True:
-        batch = next(batches, None)
-        running = torch.tensor(float(batch is not None), device=device)
-        processes.sum_([running])
-        if not running:
+        error: Exception | None = None
+        try:
+            batch = next(batches, None)
+        except Exception as raised:
+            batch, error = None, raised
+        status = torch.tensor([batch is not None, error is not None], dtype=torch.float32, device=device)
+        processes.sum_([status])
+        n_running, n_failed = status.tolist()
+        if n_failed:
+            with processes.raising_together():
+                if error is not None:
+                    raise error
+        if not n_running:
             return
         yield batch
 

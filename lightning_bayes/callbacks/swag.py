@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, flag, is_number, shown, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
-from lightning_bayes.trainer.checkpoints import Stored, is_of_weights, put_posterior
+from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior
 from lightning_bayes.trainer.data import as_list, count_examples, is_countable
 from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit
@@ -80,7 +81,7 @@ class SWAGCallback(PosteriorCallback):
             logger and checkpoints are off and it would go into the working directory.
     """
 
-    turn = 0  # the other callbacks' posteriors are those of the averaged weights
+    priority = 0  # the other callbacks' posteriors are those of the averaged weights
 
     def __init__(
         self,
@@ -137,8 +138,9 @@ class SWAGCallback(PosteriorCallback):
         try:
             moments.put_mean(network)
             with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
-                if with_statistics(network):
-                    update_statistics(network, self._batches(trainer, module))
+                with Processes.current().raising_together():
+                    if with_statistics(network):
+                        update_statistics(network, self._batches(trainer, module))
                 share(list(module.buffers()))
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
                 posterior, _ = choose_on_validation(
@@ -257,7 +259,7 @@ class SWAGCallback(PosteriorCallback):
                 )
                 rank_zero_warn(f"{self.name}: {self._too_few}")
             return
-        of_last_weights = [] if dev else [stored for stored in self._survey(trainer) if stored.in_memory]
+        of_last_weights = [] if dev else [stored for stored in self._list_checkpoints(trainer) if stored.in_memory]
         posterior = self.fit_now(trainer, module)
         what = f"SWAG posterior over {posterior.subset.size} weights"
         report(trainer, self.name, what, {"n_data": posterior.n_data, "snapshots": taken})
@@ -265,7 +267,7 @@ class SWAGCallback(PosteriorCallback):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _put(self, trainer: Trainer, checkpoint: Stored, posterior: GaussianPosterior) -> None:
+    def _put(self, trainer: Trainer, checkpoint: CheckpointInfo, posterior: GaussianPosterior) -> None:
         weights = trainer.lightning_module.state_dict()
         put_posterior(trainer, checkpoint.path, self.state_key, self.name, self.state_dict(), posterior, weights)
 
@@ -279,8 +281,8 @@ class SWAGCallback(PosteriorCallback):
         self._step, self._trained, self._resumed = state_dict["step"], state_dict["trained"], True
         self._data.epoch = Epoch(**state_dict["epoch"])
 
-    def _load_beside(self, trainer: Trainer) -> None:
-        super()._load_beside(trainer)
+    def _load_sidecar(self, trainer: Trainer) -> None:
+        super()._load_sidecar(trainer)
         posterior = self._find_posterior()
         if trainer.ckpt_path and posterior is not None and not is_of_weights(posterior):
             raise PosteriorError(f"the network's weights are not those the posterior was fitted to: {_AVERAGE_ONLY}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -102,6 +103,10 @@ class BatchSum:
         """The network's output, and what `add` needs from the forward pass."""
         return inputs.call(self.network, x), None
 
+    def checking(self) -> AbstractContextManager[None]:
+        """The context in which a batch is checked, for passes in which all processes must fail together."""
+        return nullcontext()
+
     def add(self, batch: Batch) -> None:
         """Add one batch."""
 
@@ -183,15 +188,16 @@ class DataPass:
         B = inputs.batch_size(x)
         examples = self._first_example + self._processes.examples(self._n_examples, B, y.device)
         f, recorded = self._total.forward(x)
-        if self._total.parameters:
-            check_output(f, B)
-        y = self._checks.add(x, f.detach(), y)
+        with self._total.checking():
+            if self._total.parameters:
+                check_output(f, B)
+            y = self._checks.add(x, f.detach(), y)
+            self._checks.end_batch()
         batch = Batch(x, y, f, recorded, examples, self._n_batches, counts)
         self._total.add(batch)
         self._order.add(batch.outputs, examples)
         if self._n_passes == 1 and self._total.learns_likelihood:
             self._learn(batch)
-        self._checks.end_batch()
         self._n_batches += 1
         if counts:
             self._n_examples += B

@@ -12,7 +12,7 @@ This holds for linear layers, convolutions, norms and embeddings; other layers r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -96,7 +96,8 @@ class ShardedDiagonalSum:
 
     def finish(self) -> Curvature:
         """The curvature with this process's shard of the diagonal."""
-        self._pass.raise_pending()
+        with self._sum.checking():
+            self._pass.raise_pending()
         self._pass.end()
         fisher = self._sum.fisher
         return Curvature(
@@ -133,11 +134,15 @@ class LayerDiagonals(BatchSum):
     def forward(self, x: Any) -> tuple[Tensor, dict[str, tuple[Tensor, GradientEdge]]]:
         with _recording(self.network, self.subset.layers) as calls:
             f = inputs.call(self.network, x)
+        with self.checking():
+            _check_calls(calls, self.subset.layers, inputs.batch_size(x))
         return f, calls
+
+    def checking(self) -> AbstractContextManager[None]:
+        return self._processes.raising_together()  # all processes run the backward pass of each layer together
 
     def add(self, batch: Batch) -> None:
         f, calls = batch.f, batch.recorded
-        _check_calls(calls, self.subset.layers, len(f))
         edges = [edge for _, edge in calls.values()]
         if not self._plans:
             _check_rows(f, edges, list(calls))

@@ -100,13 +100,14 @@ class LinearModel:
         sums = torch.zeros_like(posterior.mean)
         device = float64_device(posterior.device)
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # examples, log-likelihood, squared error
-        for batch in self._batches(posterior):
-            h = batch.outputs(shift)
-            error = posterior.likelihood.squared_error(h, batch.y)
-            fit = in_float64(posterior.likelihood.log_likelihood_per_example(h, batch.y)).sum()
-            unknown = fit.new_tensor(math.nan)
-            totals += torch.stack([fit.new_tensor(len(h)), fit, unknown if error is None else error.to(fit)])
-            sums += batch.pull(posterior.likelihood.residual(h, batch.y))
+        with self._processes.raising_together():
+            for batch in self._batches(posterior):
+                h = batch.outputs(shift)
+                error = posterior.likelihood.squared_error(h, batch.y)
+                fit = in_float64(posterior.likelihood.log_likelihood_per_example(h, batch.y)).sum()
+                unknown = fit.new_tensor(math.nan)
+                totals += torch.stack([fit.new_tensor(len(h)), fit, unknown if error is None else error.to(fit)])
+                sums += batch.pull(posterior.likelihood.residual(h, batch.y))
         self._processes.sum_([sums, totals])
         n, fit, error = totals.cpu()
         if n != posterior.n_data:
@@ -131,8 +132,9 @@ class LinearModel:
     def pulled(self, posterior: LaplacePosterior, cotangent: Callable[[Batch], Tensor]) -> Tensor:
         """`Σₙ Jₙᵀuₙ` with the `uₙ` of each batch.  # [B, ...] -> [P]"""
         sums = torch.zeros_like(posterior.mean)
-        for batch in self._batches(posterior):
-            sums += batch.pull(cotangent(batch))
+        with self._processes.raising_together():
+            for batch in self._batches(posterior):
+                sums += batch.pull(cotangent(batch))
         self._processes.sum_([sums])
         return sums
 

@@ -1,8 +1,9 @@
-"""Activations with a kink, and what to use instead.
+"""Activations with a kink: find and replace them.
 
-The Variational Laplace objective contains a gradient, so its own gradient contains second derivatives of the network.
-For `φ(x) = max(x, 0)` that is a spike, `φ''(x) = δ(x)` (Variational Laplace paper, eq. (31)), which automatic
-differentiation takes for zero. Anything with a continuous first derivative will do; the paper uses softplus.
+The Variational Laplace objective contains a gradient, so its gradient contains second derivatives of the network. For
+`φ(x) = max(x, 0)` the second derivative is a spike, `φ''(x) = δ(x)` (Variational Laplace paper, eq. (31)), which
+automatic differentiation replaces by zero. Any activation with a continuous first derivative works; the paper uses
+softplus.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ _NAMES = (
     *("softshrink", "threshold", "selu", "max_pool1d", "max_pool2d", "max_pool3d"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
 )
-_SHOWN = 4  # layers of a kind that are named
+_MOST_NAMES = 4  # layers of a kind, in a message
 
 
 def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] = nn.Softplus) -> nn.Module:
     """Replace every activation module that has a kink by a smooth one, and return the module.
 
-    Replaced are ReLU, LeakyReLU, PReLU, RReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, Hardshrink, Softshrink,
-    Threshold, SELU, and ELU with an alpha other than 1. One that is used in several places is replaced by one that is
-    used in the same places. A PReLU's parameter and the hooks of a replaced layer vanish, so do this before training,
-    and before a variational module makes its log σ: in the `__init__` of your own module.
+    This replaces ReLU, LeakyReLU, PReLU, RReLU, ReLU6, Hardtanh, Hardsigmoid, Hardswish, Hardshrink, Softshrink,
+    Threshold, SELU, and ELU with an alpha other than 1. An activation that is used in several places gets one
+    replacement for all of them. A PReLU's parameter and the hooks of a replaced layer are lost, so call this before
+    training and before a variational module creates log σ: in the `__init__` of your own module.
 
-    Not replaced are max-pooling (take average pooling or a stride), the activation functions that `nn.RNN` and
-    `nn.TransformerEncoderLayer` take by name, and functions called in a `forward`, such as `F.relu(x)`.
+    It does not replace max-pooling (use average pooling or a stride), the activation functions that `nn.RNN` and
+    `nn.TransformerEncoderLayer` take by name, or functions called in a `forward`, such as `F.relu(x)`.
 
     Args:
-        module: changed in place; if it is itself such an activation, the replacement is returned.
-        replacement: a module class or a function that makes a module.
+        module: changed in place; if it is such an activation itself, the replacement is returned.
+        replacement: a module class or a function that returns a new module.
     """
     instance("module", module, nn.Module, "an nn.Module")
     made: dict[nn.Module, nn.Module] = {}
@@ -82,11 +83,11 @@ def replace_activations(module: nn.Module, replacement: Callable[[], nn.Module] 
 
 
 def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, str]:
-    """Warn, once for all, of the layers whose first derivative jumps; return their names and what they are.
+    """Warn of layers whose first derivative jumps, in one message; return their names and kinds.
 
-    Activation and max-pooling modules are found, and functions that a layer holds (`nn.RNN(nonlinearity="relu")`,
-    `nn.TransformerEncoderLayer`, `self.act = F.relu`). Functions that are only called in a `forward` are seen if an
-    `example` input is given to call it with (in eval mode; nothing is changed).
+    This finds activation and max-pooling modules, and functions that a layer holds (`nn.RNN(nonlinearity="relu")`,
+    `nn.TransformerEncoderLayer`, `self.act = F.relu`). With an `example` input, it also finds functions that are called
+    in a `forward`, which then runs once in eval mode.
     """
     instance("module", module, nn.Module, "an nn.Module")
     kinks = {name or "the module itself": kind for name, m in module.named_modules() if (kind := _kink(m))}
@@ -100,11 +101,11 @@ def warn_piecewise_linear(module: nn.Module, example: Any = None) -> dict[str, s
 def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
     try:
         new: Any = None if isinstance(replacement, nn.Module) else replacement()
-    except TypeError:  # of a function of x, or of what is no function
+    except TypeError:  # a function of x, or not callable
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {shown(replacement)}"
+            f"replacement must make a new nn.Module at each call, as nn.Softplus does, got {shown(replacement)}"
         )
     return new
 
@@ -114,7 +115,7 @@ def _has_kink(module: nn.Module) -> bool:
 
 
 def _kink(module: nn.Module) -> str | None:
-    """What is wrong with a layer, if anything."""
+    """The kind of kink that a layer has, or None."""
     if _has_kink(module) or isinstance(module, _POOLING):
         return type(module).__name__
     if isinstance(module, nn.RNN) and module.nonlinearity == "relu":
@@ -133,37 +134,37 @@ _NAMES_OF: dict[Any, str] = {
 }
 
 
-class _Watch(TorchFunctionMode):
-    """Note which layer calls a function with a kink."""
+class _KinkRecorder(TorchFunctionMode):
+    """Records which layers call a function with a kink."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: list[str] = []  # the names of the modules whose forward is running
+        self.running: list[str] = []  # names of the modules whose forward is running
         self.kinks: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _NAMES_OF:
-            where = self.inside[-1] if self.inside else ""
-            self.kinks.setdefault(where or "the module itself", f"{_NAMES_OF[func]} in forward")
+            layer = self.running[-1] if self.running else ""
+            self.kinks.setdefault(layer or "the module itself", f"{_NAMES_OF[func]} in forward")
         return func(*args, **(kwargs or {}))
 
 
 def _called(module: nn.Module, example: Any) -> dict[str, str]:
-    inputs.batch_size(example)  # an error where it holds no tensor
-    watch = _Watch()
+    inputs.batch_size(example)  # raises if it holds no tensor
+    recorder = _KinkRecorder()
 
-    def leave(*_: Any) -> None:  # what a hook returns would replace the output
-        watch.inside.pop()
+    def leave(*_: Any) -> None:  # returns nothing, because the result of a hook replaces the output
+        recorder.running.pop()
 
     with borrowed(module, ()), torch.no_grad(), ExitStack() as stack:
         for name, layer in module.named_modules():
-            enter = layer.register_forward_pre_hook(lambda *_, name=name: watch.inside.append(name))
+            enter = layer.register_forward_pre_hook(lambda *_, name=name: recorder.running.append(name))
             stack.enter_context(enter)
             stack.enter_context(layer.register_forward_hook(leave, always_call=True))
-        stack.enter_context(watch)
+        stack.enter_context(recorder)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs.call(module, inputs.to_device(example, device))
-    return watch.kinks
+    return recorder.kinks
 
 
 def _message(kinks: dict[str, str]) -> str:
@@ -171,11 +172,12 @@ def _message(kinks: dict[str, str]) -> str:
     for name, kind in kinks.items():
         names_of.setdefault(kind, []).append(name)
     parts = [
-        f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} ({kind})"
+        f"{', '.join(names[:_MOST_NAMES])}"
+        f"{f' and {len(names) - _MOST_NAMES} more' if len(names) > _MOST_NAMES else ''} ({kind})"
         for kind, names in names_of.items()
     ]
     return (
-        f"the first derivative of some layers jumps, and the squared-gradient term's gradient misses that: "
-        f"{'; '.join(parts)}. Use a smooth activation, replace_activations(module, nn.Softplus) for instance, and "
-        "average pooling or strides for max-pooling"
+        f"the first derivative of some layers jumps, which the gradient of the squared-gradient term misses: "
+        f"{'; '.join(parts)}. Use a smooth activation, for instance by replace_activations(module, nn.Softplus), and "
+        "average pooling or strides instead of max-pooling"
     )

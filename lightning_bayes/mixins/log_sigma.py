@@ -1,7 +1,7 @@
-"""`log σ` of the weights, a mapping from the weight's dotted name to a parameter of its shape; and name patterns.
+"""`LogSigma`: a mapping from a weight's dotted name to its parameter log σ; and name patterns.
 
-`nn.ParameterDict` allows no dots in its keys. In a state dict they are slashes here, as in `log_sigma.net/0/weight`.
-A pattern is `"net.0.weight"`, `"*.bias"`, or a module's name for all that it holds.
+`nn.ParameterDict` allows no dots in keys. The state dict has slashes instead, as in `log_sigma.net/0/weight`. A pattern
+is `"net.0.weight"`, `"*.bias"`, or the name of a module, which matches all of its parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ Value = TypeVar("Value")
 
 
 class PatternError(ValueError):
-    """A pattern that fits no parameter."""
+    """A pattern that matches no parameter."""
 
 
 class LogSigma(nn.Module):
-    """
+    """The parameters log σ, as a mapping from names.
+
     >>> import torch
     >>> log_sigma = LogSigma({"net.0.weight": torch.zeros(2, 3)})
     >>> log_sigma["net.0.weight"].shape, list(dict(log_sigma.named_parameters()))
@@ -44,7 +45,7 @@ class LogSigma(nn.Module):
 
     def __getitem__(self, name: str) -> nn.Parameter:
         if name not in self._encoded:
-            raise KeyError(f"no log σ for {name!r}: it has no such parameter, or it is frozen or deterministic")
+            raise KeyError(f"no log σ for {name!r}: there is no such parameter, or it is frozen or deterministic")
         return self.get_parameter(self._encoded[name])
 
     def __contains__(self, name: object) -> bool:
@@ -67,8 +68,8 @@ class LogSigma(nn.Module):
 
 
 def encode(name: str) -> str:
-    """A name without dots. A parameter of the top module gets a slash before it, or one that is called `values` would
-    hide the method.
+    """A name without dots. A parameter of the top module gets a leading slash, because one called `values` would hide
+    the method.
 
     >>> encode("net.0.weight"), encode("values")
     ('net/0/weight', '/values')
@@ -77,7 +78,8 @@ def encode(name: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """
+    """Whether a parameter's name matches a pattern.
+
     >>> matches("net.0.weight", "*.weight"), matches("net.0.weight", "net.0"), matches("net.0.weight", "net")
     (True, True, True)
     """
@@ -85,7 +87,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def by_pattern(given: Mapping[str, Value], names: Iterable[str], argument: str) -> dict[str, Value]:
-    """The value of each name that a pattern fits; where several do, that of the most specific one."""
+    """The value of each name that matches a pattern; the most specific pattern counts."""
     names = list(names)
     check_patterns(given, names, argument)
     most_specific_first = sorted(given, key=lambda pattern: len(re.sub(r"\[[^]]*\]|[*?]", "", pattern)), reverse=True)
@@ -97,5 +99,4 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str)
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            known = some(names)
-            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {known}")
+            raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; names are {some(names)}")

@@ -1,11 +1,11 @@
-"""`VariationalOptions`: the `variational={…}` argument of a module, checked and with all defaults filled in.
+"""`VariationalOptions`: the `variational={…}` argument of a module, checked and with all defaults.
 
-The prior's standard deviation `s` of each parameter: a number, or a word for where to take it from.
+The prior's standard deviation `s` of a parameter is a number or a word:
 
-- `"he"`: `s = √(2/fan_in)`, the scale of He initialisation. A bias has the fan-in of its layer's weight; a parameter
-  of a layer without a matrix (a norm's scale and shift) has `s = 1`.
+- `"he"`: `s = √(2/fan_in)`, the scale of He initialisation. A bias uses the fan-in of its layer's weight; a layer
+  without a matrix (the scale and shift of a norm) has `s = 1`.
 - `"weight_decay"`: a mean negative log-likelihood over `N` examples with the penalty `wd/2 ‖μ‖²` has the prior
-  `s = 1/√(N·wd)`. It is known when training starts; until then log σ is where "he" would put it.
+  `s = 1/√(N·wd)`. It is known when training starts; until then log σ starts from "he".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -34,33 +34,33 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class VariationalOptions(UseOptions):
-    """The keys of `variational={…}`, with their defaults; it checks itself when it is made.
+    """The keys of `variational={…}` and their defaults.
 
     Args:
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        beta: tempers the posterior: weight of the KL divergence.
-        prior_std: of the weights: a number, "he" (√(2/fan-in)), "weight_decay" (the optimizer's, which is then set to
-            zero), or one of these for each name pattern, as in {"head": 0.1, "*": "he"}.
-        n_data: examples in the training data of all processes together; by default they are counted.
-        network: the submodule that maps x to f; by default the module's own `forward`.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        beta: weight of the KL divergence, which tempers the posterior.
+        prior_std: standard deviation of the prior: a number, "he" (√(2/fan-in)), "weight_decay" (from the optimizer,
+            whose weight decay becomes zero), or one of these per name pattern, as in {"head": 0.1, "*": "he"}.
+        n_data: number of training examples over all processes; counted by default.
+        network: submodule that maps x to f; by default the module's own `forward`.
+        output: key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: dimension of f that counts classes; by default it follows from the shape of the targets.
         deterministic: name patterns of parameters without a distribution, such as ["*.bias", "net.1"].
         loss: "returned" (`training_step` returns the mean negative log-likelihood, which is checked) or "likelihood"
-            (whatever it returns, the likelihood's own is trained on).
-        seed: of everything that is drawn, in training and in prediction.
-        curvature: of Variational Laplace: "fisher", or for study "empirical" or "hessian".
+            (the likelihood's own loss replaces whatever `training_step` returns).
+        seed: seed of all random numbers, in training and in prediction.
+        curvature: curvature of Variational Laplace: "fisher", or, for study, "empirical" or "hessian".
         method: how Variational Laplace computes its step: "auto", "exact", "finite_difference" or "two_passes".
         train_samples: weight samples per training step of variational inference.
         local_reparameterization: sample the outputs of linear and convolutional layers instead of their weights.
-        name: suffix of the logged numbers, "vl" or "vi" by default.
+        name: suffix of the logged numbers; "vl" or "vi" by default.
         predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples;
             default of variational inference) or "glm" (the linearised network; default of Variational Laplace).
         link: how "glm" integrates over a classifier's outputs: "probit", "pairwise", "bridge" or "mc".
-        samples: drawn where a prediction draws.
-        ood: dataloaders after the first hold out-of-distribution data.
-        plots: write reliability diagrams (of a regression, calibration curves) to the logger, or as PNG files.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+        samples: number of samples in a prediction that draws them.
+        ood: whether dataloaders after the first hold out-of-distribution data.
+        plots: write reliability diagrams (calibration curves for regression) to the logger, or as PNG files.
+        predict_step: "replace" the module's own step in `trainer.predict`, "keep" it, or return "both".
     """
 
     likelihood: Likelihood = field(default_factory=Categorical)
@@ -69,9 +69,9 @@ class VariationalOptions(UseOptions):
     prior_std: float | str | Mapping[str, float | str] = 1.0
     n_data: int | None = None
     deterministic: tuple[str, ...] = ()
-    loss: str = "returned"
-    curvature: str = "fisher"
-    method: str = "auto"
+    loss: Literal["returned", "likelihood"] = "returned"
+    curvature: Literal["fisher", "empirical", "hessian"] = "fisher"
+    method: Literal["auto", "exact", "finite_difference", "two_passes"] = "auto"
     train_samples: int = 1
     local_reparameterization: bool = False
     error: InitVar[type[Exception]] = OptionError
@@ -92,8 +92,7 @@ class VariationalOptions(UseOptions):
 def options_from(
     given: Mapping[str, Any] | None, *, name: str, predictive: str, unused: tuple[str, ...]
 ) -> VariationalOptions:
-    """The given options of a mixin, with its own `name` and `predictive` by default; it has no use for the keys that
-    are `unused`."""
+    """The options of a mixin with its default `name` and `predictive`; `unused` keys raise an error."""
     if given is not None and not isinstance(given, Mapping):
         raise OptionError(f"variational must be a dictionary of options, got {shown(given)}")
     options: dict[str, Any] = plain_values(given or {})
@@ -114,7 +113,7 @@ def options_from(
 
 
 def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The same options as tensors, numbers and strings only, which any checkpoint can hold."""
+    """The options as tensors, numbers and strings, which any checkpoint can hold."""
     options: dict[str, Any] = plain_values(given or {})
     likelihood = options.get("likelihood")
     if isinstance(likelihood, Likelihood):
@@ -123,7 +122,7 @@ def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
-    """A likelihood, the one that a word means, or the one that `plain` described."""
+    """A likelihood from an object, a word, or the state that `plain` made."""
     if not isinstance(given, Mapping):
         return resolve(given)
     try:
@@ -131,32 +130,32 @@ def _likelihood_from(given: str | Likelihood | Mapping[str, Any]) -> Likelihood:
     except UnknownLikelihoodError:
         name = given.get("name")
         raise OptionError(
-            f"the likelihood {name!r} cannot be made from a file: pass variational={{'likelihood': …}} again"
+            f"the likelihood {name!r} cannot be loaded from a file: pass variational={{'likelihood': …}} again"
         ) from None
 
 
-WORDS = ("he", "weight_decay")
+PRIOR_STDS = ("he", "weight_decay")
 
 
 class PriorStdError(ValueError):
-    """A prior standard deviation that is no number, or cannot be found."""
+    """A prior standard deviation that is invalid or unknown."""
 
 
 def find_priors(
     given: float | str | Mapping[str, float | str], weights: Mapping[str, nn.Parameter], network: nn.Module
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """`s` of each of the `weights` of `network`, and the names of those that take it from weight decay: theirs is
-    provisional until training starts."""
+    """`s` of each weight of `network`, and the names of the weights that take it from weight decay. The latter have a
+    provisional `s` until training starts."""
     fan_in = _fan_ins(weights, network)
     patterns = given if isinstance(given, Mapping) else {"*": given}
-    words = by_pattern({pattern: _checked(value) for pattern, value in patterns.items()}, weights, "prior_std")
-    missing = [name for name in weights if name not in words]
+    values = by_pattern({pattern: _checked(value) for pattern, value in patterns.items()}, weights, "prior_std")
+    missing = [name for name in weights if name not in values]
     if missing:
         raise PriorStdError(
-            f"prior_std says nothing of {some(missing)}: add a pattern for the rest, such as {{'*': 1.0}}"
+            f"prior_std has no entry for {some(missing)}: add a pattern for the rest, as in {{'*': 1.0}}"
         )
-    stds = {name: math.sqrt(2 / fan_in[name]) if isinstance(word, str) else word for name, word in words.items()}
-    return stds, tuple(name for name, word in words.items() if word == "weight_decay")
+    stds = {name: math.sqrt(2 / fan_in[name]) if isinstance(value, str) else value for name, value in values.items()}
+    return stds, tuple(name for name, value in values.items() if value == "weight_decay")
 
 
 def from_weight_decay(
@@ -166,8 +165,8 @@ def from_weight_decay(
     n_data: int,
     known: Collection[str],
 ) -> dict[str, float]:
-    """`s = 1/√(N·wd)` of `weights`, whose weight decay becomes zero because the KL divergence has it now. Those that
-    are `known` already may have none; `others` must not lose theirs."""
+    """`s = 1/√(N·wd)` of `weights`. Their weight decay becomes zero, because the KL divergence replaces it. Weights
+    with a `known` prior may have no weight decay; `others` must keep theirs."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if group.get("weight_decay")]
     decay = {p: float(group["weight_decay"]) for group in groups for p in group["params"]}
     without = [name for name, p in weights.items() if p not in decay and name not in known]
@@ -182,7 +181,7 @@ def from_weight_decay(
         if members & own and members & set(others):
             raise PriorStdError(
                 "prior_std='weight_decay' turns the weight decay of a param group into a prior, but one group also "
-                "holds parameters that have another prior or none: put those into a param group of their own"
+                "holds parameters with another prior or none: put those into a separate param group"
             )
         if members & own:
             group["weight_decay"] = 0.0
@@ -190,15 +189,14 @@ def from_weight_decay(
 
 
 def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Warn of a weight decay on `(μ, log σ)`, and of log σ that nothing trains."""
+    """Warn of weight decay on `(μ, log σ)`, and of log σ that no optimizer trains."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     decayed = {p for group in groups if group.get("weight_decay") for p in group["params"]}
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
     if twice:
         rank_zero_warn(
             f"the optimizer has a weight decay for {some(twice)} or its log σ, but the KL divergence already pulls "
-            "both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into the "
-            "prior"
+            "both to the prior: set it to zero, or make it the prior by variational={'prior_std': 'weight_decay'}"
         )
     trained = {p for group in groups for p in group["params"]}
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
@@ -210,7 +208,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
 
 
 def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[str, float]:
-    """Inputs per output; 2 for a layer without a matrix, so that "he" is 1."""
+    """Inputs per output; 2 for a layer without a matrix, for which "he" is 1."""
     names = {id(p): name for name, p in weights.items()}
     fan_ins: dict[str, float] = {}
     for layer in network.modules():
@@ -224,9 +222,9 @@ def _fan_ins(weights: Mapping[str, nn.Parameter], network: nn.Module) -> dict[st
 
 
 def _checked(value: Any) -> float | str:
-    if isinstance(value, str) and value in WORDS:
+    if isinstance(value, str) and value in PRIOR_STDS:
         return value
     if not is_positive(value):
-        words = ", ".join(map(repr, WORDS))
+        words = ", ".join(map(repr, PRIOR_STDS))
         raise PriorStdError(f"prior_std must be a positive number or one of {words}, got {shown(value)}")
     return float(value)

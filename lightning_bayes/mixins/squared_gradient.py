@@ -1,14 +1,13 @@
 """The squared-gradient term `R = (S/2) Σ_λ σ_λ² ḡ_λ²` (eq. (30) of the Variational Laplace paper) and its gradient.
 
-`ḡ` depends on the weights, so that R's gradient holds second derivatives of the sampled loss `ℓ̃`, with Hessian `H̃`:
+`ḡ` depends on the weights, so the gradient of R contains second derivatives of the sampled loss `ℓ̃` with Hessian `H̃`:
 
     ∂R/∂log σ_λ = S σ_λ² ḡ_λ²,      ∂R/∂θ = S H̃ v   with   v = σ² ḡ.
 
-- `exact`: R with its graph; the backward pass of the whole loss goes through the first one.
-- `by_differences`: R and its gradient, with `H̃ v` as the difference of two gradients, `(ḡ(θ + εv) − ḡ(θ))/ε`. A
-  second forward and backward pass of the ordinary kind are cheaper than a backward pass through a backward pass, and
-  need no second derivatives of any operator.
-- `with_true_labels`: the same, with the gradient for the true labels from that second pass.
+- `exact`: R with its graph, for a backward pass through the first backward pass.
+- `by_differences`: R and its gradient, with `H̃ v` as the difference of two gradients, `(ḡ(θ + εv) − ḡ(θ))/ε`. A second
+  ordinary forward and backward pass is cheaper than double backward, and needs no second derivatives of operators.
+- `with_true_labels`: the same, but the second pass also gives the gradient for the true labels.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
-from lightning_bayes.mixins.gaussian_weights import Gradients
-from lightning_bayes.mixins.watched_step import ForwardCall
+from lightning_bayes.mixins.training_step import ForwardCall, Gradients
 from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.borrowed import at_weights
 from lightning_bayes.network.subset import flat, parts
@@ -32,7 +30,7 @@ LARGEST_HESSIAN = 20_000  # weights
 
 
 def exact(nll: Tensor, weights: Sequence[nn.Parameter], log_σ: Sequence[Tensor], S: int) -> Tensor:
-    """`R` for the mean loss `nll` of `S` examples, with its graph."""
+    """`R` for the mean loss `nll` of `S` examples, with a graph."""
     gradients = torch.autograd.grad(nll, list(weights), create_graph=True, allow_unused=True)
     used = [(g, l) for g, l in zip(gradients, log_σ, strict=True) if g is not None]
     if not used:
@@ -51,21 +49,21 @@ def squared_gradient(gradients: Iterable[Tensor], log_σ: Iterable[Tensor], S: i
 
 
 def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor]) -> Tensor:
-    """`½ Σ_λ σ_λ² ∂²nll/∂w_λ²`, instead of the squared gradient in eq. (20); with a graph.
+    """`½ Σ_λ σ_λ² ∂²nll/∂w_λ²`, which replaces the squared gradient in eq. (20); with a graph.
 
-    For study, on small networks: it takes a backward pass for every weight. Where the log-likelihood is convex in a
-    weight, `H_λλ = −N ∂²nll/∂w_λ² > β/s_λ²`, the objective rises with σ without bound (eq. (24)).
+    For study on small networks: it takes a backward pass for every weight. If the log-likelihood is convex in a weight,
+    `H_λλ = −N ∂²nll/∂w_λ² > β/s_λ²`, the objective grows with σ without bound (eq. (24)).
     """
     if sum(w.numel() for w in weights) > LARGEST_HESSIAN:
         raise ValueError(
-            f"curvature='hessian' is for networks of at most {LARGEST_HESSIAN} weights, because it takes a backward "
-            "pass for each: use curvature='fisher'"
+            f"curvature='hessian' takes a backward pass for each weight, and is for at most {LARGEST_HESSIAN} weights: "
+            "use curvature='fisher'"
         )
     gradients = torch.autograd.grad(nll, list(weights), create_graph=True, allow_unused=True)
     total = nll.new_zeros(())
     for w, g, l in zip(weights, gradients, log_σ, strict=True):
         if g is None or not g.requires_grad:
-            continue  # not used, or linear in it
+            continue  # the loss does not depend on w, or is linear in it
         diagonal = []
         for position, entry in enumerate(g.reshape(-1)):
             (row,) = torch.autograd.grad(entry, w, create_graph=True, allow_unused=True)
@@ -75,7 +73,7 @@ def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = False) -> Gradients:
-    """The gradient of each parameter that `loss` depends on; not to be changed, for two may be one tensor."""
+    """The gradient of each parameter that `loss` depends on. Do not change it in place: two may be the same tensor."""
     gradients = torch.autograd.grad(loss, list(parameters), retain_graph=keep_graph, allow_unused=True)
     return {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
 
@@ -87,17 +85,17 @@ def by_differences(
     gradients: Gradients,
     log_σ: Mapping[nn.Parameter, nn.Parameter],
 ) -> tuple[Tensor, Gradients]:
-    """`R` and its gradient, in the weights and in log σ, for labels `y`. `gradients` are those of their mean NLL at the
-    output of `call`; whatever has one gets one of R."""
+    """`R` for labels `y`, and its gradient in the weights and in log σ. `gradients` are those of the mean NLL of `y` at
+    the output of `call`; R gets a gradient for the same parameters."""
     S = len(call.output)
     if not any(p in log_σ for p in gradients):
         return call.output.new_zeros(()), {}
-    way = Direction.of(gradients, log_σ)
-    ε = step_size(way.v, way.change, reach(likelihood, call.output.detach(), y))
-    with at_weights(call.network, way.moves(ε)), call.repeated() as f:
-        moved = gradients_of(mean_nll(likelihood, f, y), way.parameters)
-    of_weights = way.given((way.flat(moved) - way.ḡ).mul_(S / ε), moved)
-    return 0.5 * S * way.change.to(call.output.dtype), of_weights | way.of_log_σ(S)
+    direction = Direction.of(gradients, log_σ)
+    ε = step_size(direction.v, direction.slope, reach(likelihood, call.output.detach(), y))
+    with at_weights(call.network, direction.moves(ε)), call.repeated() as f:
+        moved = gradients_of(mean_nll(likelihood, f, y), direction.parameters)
+    of_weights = direction.unflatten((direction.flatten(moved) - direction.ḡ).mul_(S / ε), moved)
+    return 0.5 * S * direction.slope.to(call.output.dtype), of_weights | direction.of_log_σ(S)
 
 
 def with_true_labels(
@@ -113,27 +111,27 @@ def with_true_labels(
 
         ∂/∂θ (ℓ + (S/ε) ℓ̃)(μ + εv) − (S/ε) ḡ(μ) = ∂ℓ/∂θ + S H̃ v + ε ∂²ℓ/∂θ² v + O(ε²).
 
-    The last term is an error; with a random `sign` of ε it is zero on average.
+    The last term is an error; a random `sign` of ε makes it zero on average.
     """
     S = len(call.output)
     if not any(p in log_σ for p in gradients):
         with call.repeated() as f:
             return f.new_zeros(()), gradients_of(mean_nll(likelihood, f, y_true), list(gradients))
-    way = Direction.of(gradients, log_σ)
-    ε = sign * shared_step_size(way.v, way.change, reach(likelihood, call.output.detach(), y), S)
-    with at_weights(call.network, way.moves(ε)), call.repeated() as f:
+    direction = Direction.of(gradients, log_σ)
+    ε = sign * shared_step_size(direction.v, direction.slope, reach(likelihood, call.output.detach(), y), S)
+    with at_weights(call.network, direction.moves(ε)), call.repeated() as f:
         loss = mean_nll(likelihood, f, y_true) + S / ε * mean_nll(likelihood, f, y)
-        moved = gradients_of(loss, way.parameters)
-    of_weights = way.given(way.flat(moved).sub_(way.ḡ * (S / ε)), moved)
-    return 0.5 * S * way.change.to(call.output.dtype), of_weights | way.of_log_σ(S)
+        moved = gradients_of(loss, direction.parameters)
+    of_weights = direction.unflatten(direction.flatten(moved).sub_(direction.ḡ * (S / ε)), moved)
+    return 0.5 * S * direction.slope.to(call.output.dtype), of_weights | direction.of_log_σ(S)
 
 
 @dataclass(frozen=True)
 class Direction:
-    """`v = σ² ḡ`; parameters without a σ come last, and have none."""
+    """`v = σ² ḡ`. Parameters without a σ come last and do not move."""
 
     parameters: list[nn.Parameter]
-    ḡ: Tensor  # one after the other
+    ḡ: Tensor  # of all parameters, flat
     v: Gradients
     squares: Tensor  # σ² ḡ²
     log_σ: list[nn.Parameter]
@@ -150,8 +148,8 @@ class Direction:
         return Direction(parameters, ḡ, dict(zip(weights, parts(v, weights), strict=True)), v * ḡ[: len(v)], of_weights)
 
     @property
-    def change(self) -> Tensor:
-        """`ḡᵀv`."""
+    def slope(self) -> Tensor:
+        """`ḡᵀv`, the derivative of the loss in this direction."""
         return widest(self.squares.sum())
 
     def moves(self, ε: Tensor) -> Gradients:
@@ -159,14 +157,14 @@ class Direction:
         weights = list(self.v)
         return dict(zip(weights, parts(flat(self.v.values()).mul_(ε), weights), strict=True))
 
-    def flat(self, gradients: Gradients) -> Tensor:
-        """Other gradients as one vector; where one has none, zeros."""
+    def flatten(self, gradients: Gradients) -> Tensor:
+        """Gradients of all parameters as one vector; missing ones are zero."""
         return flat([gradients[p] if p in gradients else torch.zeros_like(p) for p in self.parameters])
 
-    def given(self, vector: Tensor, gradients: Gradients) -> Gradients:
-        """The parts of a vector that belong to a parameter that has a gradient."""
+    def unflatten(self, vector: Tensor, like: Gradients) -> Gradients:
+        """The parts of a vector, for parameters that have a gradient in `like`."""
         pairs = zip(self.parameters, parts(vector, self.parameters), strict=True)
-        return {p: part for p, part in pairs if p in gradients}
+        return {p: part for p, part in pairs if p in like}
 
     def of_log_σ(self, S: int) -> Gradients:
         """`∂R/∂log σ`."""
@@ -174,41 +172,41 @@ class Direction:
 
 
 @torch.no_grad()
-def step_size(v: Gradients, change: Tensor, reach: Tensor) -> Tensor:
-    """`ε`, so that the gradient changes by about the root of the rounding error, whatever the size of σ and weights.
+def step_size(v: Gradients, slope: Tensor, reach: Tensor) -> Tensor:
+    """`ε` for which the gradient changes by about the root of its rounding error, whatever the size of σ and weights.
 
-    The first-order change of the loss in the direction v is known, `ε ḡᵀv = ε Σ σ² ḡ²`: it may be as large as `reach`.
-    Where v hardly changes the loss, the weights' own size is the limit. Both are times the root of the dtype's
-    precision; for float32 this gives errors of 1e-3 to 4e-2 of `H̃ v` for any σ, from untrained networks to those that
-    are sure of every label, and at all batch sizes.
+    The first-order change of the loss along v is `ε ḡᵀv = ε Σ σ² ḡ²`, and may be as large as `reach`. If v barely
+    changes the loss, the size of the weights is the limit. Both limits are multiplied by the root of the dtype's
+    precision. In float32 the error of `H̃ v` is 1e-3 to 4e-2 for any σ and batch size, from untrained networks to
+    networks that are certain of every label.
     """
     length, size = (widest(flat(tensors).norm()) for tensors in (v.values(), v))
-    ε = _root(v) * torch.minimum(reach / change, 0.6 * torch.where(size > 0, size, 1.0) / length)
+    ε = _root_precision(v) * torch.minimum(reach / slope, 0.6 * torch.where(size > 0, size, 1.0) / length)
     return torch.where(ε.isfinite() & (ε > 0), ε, 1.0).clamp_max(1e30)  # 1 for v = 0
 
 
-def shared_step_size(v: Gradients, change: Tensor, reach: Tensor, S: int) -> Tensor:
-    """`ε` of a pass that the true labels share, at most ten times `S` times the root of the precision.
+def shared_step_size(v: Gradients, slope: Tensor, reach: Tensor, S: int) -> Tensor:
+    """`ε` for a pass that the true labels share, at most ten times `S` times the root of the precision.
 
-    The true labels' gradient is off by `ε ∂²ℓ/∂θ² v`, which is `ε/S` of `∂R/∂θ` where the two Hessians are alike; and
-    the rounding error of `(S/ε) ḡ` is about the precision times `S/ε`. With this limit both are a few thousandths of
-    the gradients at most, for any σ. For a small σ the other limits alone would make `H̃ v` more precise than it has to
-    be as a small part of the whole, and move the weights by more than the true labels' gradient can bear.
+    The true labels' gradient is off by `ε ∂²ℓ/∂θ² v`, which is `ε/S` of `∂R/∂θ` if the two Hessians are alike; the
+    rounding error of `(S/ε) ḡ` is about the precision times `S/ε`. With this limit both are at most a few thousandths
+    of the gradients for any σ. For a small σ, the other limits alone would make `H̃ v`, a small part of the sum, more
+    precise than necessary, and the error in the true labels' gradient too large.
     """
-    return step_size(v, change, reach).clamp_max(10 * S * _root(v))
+    return step_size(v, slope, reach).clamp_max(10 * S * _root_precision(v))
 
 
-def _root(v: Gradients) -> float:
-    """Of the precision of the weights' numbers, the coarsest if they differ; `v` itself is in the finest."""
+def _root_precision(v: Gradients) -> float:
+    """The root of the coarsest precision among the weights; `v` itself has the finest."""
     return max(torch.finfo(p.dtype).eps for p in v) ** 0.5
 
 
 def reach(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    """A change of the mean loss, in nats, that goes with outputs moving by about their own size.
+    """The change of the mean loss, in nats, when outputs move by about their own size.
 
-    With residuals r and outputs f (centred; sizes are roots of the mean square over examples) that is `‖r‖ ‖f‖`. The
-    logits of class labels must not move by more than about 1; and as the mean of `S` examples that move this way and
-    that, the loss changes less than any of them. A Gaussian's loss is quadratic, and may change by far more than 1.
+    With residuals r and centred outputs f (sizes are roots of the mean square over examples) it is `‖r‖ ‖f‖`. The
+    logits of class labels must not move by more than about 1, and the mean over `S` examples, which move in different
+    directions, changes less than each of them. A Gaussian's loss is quadratic and may change by much more than 1.
     """
     S = len(f)
     size_r = widest(likelihood.residual(f, y)).square().sum() / S

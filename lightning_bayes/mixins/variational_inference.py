@@ -5,15 +5,13 @@ and (5)), `w = μ + σ ε` with `ε ~ N(0, 1)`:
 
     loss = mean NLL at w + (β/N) Σ_λ KL_λ,      ∂/∂μ = g,   ∂/∂log σ = g σ ε   with   g = ∂NLL/∂w.
 
-Sample a layer's output instead of its weights: the local reparameterisation of Kingma et al. (2015).
+The local reparameterisation (Kingma et al. 2015) samples a layer's output instead of its weights. For independent
+Gaussian weights, the output of a linear layer (or one position of a convolution) at a known input is Gaussian,
 
-For independent Gaussian weights, the output of a linear layer (or one position of a convolution) at a known input is
-Gaussian,
+    z = W a + b,    E[z] = μ_W a + μ_b,    Var[z] = σ_W² a² + σ_b².
 
-    z = W a + b,    E[z] = μ_W a + μ_b,    Var[z] = σ_W² a² + σ_b²,
-
-so every example can have noise of its own, and the gradient has less variance. Outputs at several positions of a
-convolution are sampled as if independent. Weights that are used in any other way are sampled themselves.
+Every example then has different noise, which reduces the variance of the gradient. Positions of a convolution are
+sampled independently. Weights that are used in any other way are sampled themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import some
-from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
-from lightning_bayes.mixins.step_checks import StepError
-from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.mixins.watched_step import Step, run_step
+from lightning_bayes.mixins.training_step import Gradients, Step, StepError, run_step
+from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin, make_variational
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import at_weights, kept_buffers
 from lightning_bayes.network.subset import flat, parts
@@ -41,11 +37,11 @@ from lightning_bayes.trainer.private import gradient_scale
 class VariationalInferenceMixin(VariationalMixin):
     """Train any LightningModule by variational inference: `class Bayes(VariationalInferenceMixin, YourModule): pass`.
 
-    Your `training_step` stays as it is: it runs at weights drawn from the posterior, and returns the mean negative
+    Your `training_step` does not change. It runs at weights drawn from the posterior, and returns the mean negative
     log-likelihood from one forward pass of the network (a tensor, or a dict with `"loss"`).
 
-    `log_sigma["net.0.weight"]` is the parameter log σ of a weight, `posterior` the Gaussian over all of them.
-    `validate` and `test` score it beside the network at the mean, `predict` answers with `Prediction`s.
+    `log_sigma["net.0.weight"]` is the parameter log σ of a weight, and `posterior` the Gaussian over all weights.
+    `validate` and `test` score the posterior next to the network at the mean; `predict` returns `Prediction`s.
 
     Args:
         variational: a dictionary with the keys of `VariationalOptions`.
@@ -56,7 +52,7 @@ class VariationalInferenceMixin(VariationalMixin):
         make_variational(self, variational, name="vi", predictive="bnn", unused=("curvature", "method"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Yours at sampled weights, with the KL divergence added to its loss."""
+        """Run your step at sampled weights, and add the KL divergence to its loss."""
         q, n = self._variational, self._variational.options.train_samples
         θ, log_σ = [*q.trainable(), *q.log_sigma.parameters()], dict(q.pairs().values())
         gradients: Gradients = {}
@@ -83,8 +79,8 @@ class VariationalInferenceMixin(VariationalMixin):
 
 @contextmanager
 def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Gradients]:
-    """The module at sampled weights, and the move `σ ε` of each; with the local reparameterisation, the outputs of
-    layers are sampled instead of the weights that have no move."""
+    """Put the module at sampled weights, and yield their moves `σ ε`. With the local reparameterisation, weights
+    without a move have their layer's output sampled instead."""
     generator, local = new_generator(q), set[nn.Parameter]()
     if q.options.local_reparameterization:
         local = local_parameters(q.network) & set(log_σ)
@@ -100,7 +96,7 @@ def sampled_weights(q: GaussianWeights, log_σ: Mapping[nn.Parameter, nn.Paramet
 
 @torch.no_grad()
 def _moves(log_σ: Mapping[nn.Parameter, nn.Parameter], generator: torch.Generator) -> Gradients:
-    """`σ ε`, in one piece of memory."""
+    """`σ ε`, in one block of memory."""
     if not log_σ:
         return {}
     σ = flat(log_σ.values()).exp_()
@@ -109,7 +105,7 @@ def _moves(log_σ: Mapping[nn.Parameter, nn.Parameter], generator: torch.Generat
 
 
 def new_generator(q: GaussianWeights) -> torch.Generator:
-    """Seeded by the number of the draw, so that a resumed run goes on as if it had not stopped."""
+    """A generator seeded by the number of the draw, so a resumed run equals an uninterrupted one."""
     key = f"{q.options.seed} {q.draws} {Processes.current().rank}".encode()
     seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
     return torch.Generator(device=q.module.device).manual_seed(seed)
@@ -120,17 +116,17 @@ def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.
     if unseen:
         raise StepError(
             f"local_reparameterization did not see how {some(names)} is used in the training step: call its layer as a "
-            "module, turn it off, or make the parameter deterministic"
+            "module, turn the option off, or make the parameter deterministic"
         )
     if confused:
         raise StepError(
-            f"local_reparameterization cannot repeat the noise of {some(names)}, whose layer is called several times "
-            "in one forward pass, for activation checkpointing: turn one of the two off"
+            f"local_reparameterization cannot repeat the noise of {some(names)} for activation checkpointing, because "
+            "its layer runs several times in one forward pass: turn one of the two off"
         )
 
 
 def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -> Gradients:
-    """With the loss scale of 16-bit mixed precision, without which small gradients vanish."""
+    """Gradients computed with the loss scale of 16-bit mixed precision, without which small ones vanish."""
     trainer = q.trainer
     scale = 1.0 if trainer is None else gradient_scale(trainer)
     gradients = torch.autograd.grad(loss * scale, θ, allow_unused=True)
@@ -139,14 +135,14 @@ def scaled_gradients(q: GaussianWeights, loss: Tensor, θ: list[nn.Parameter]) -
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
-_SMALLEST = 1e-16  # of a variance, whose root is differentiated
+_SMALLEST = 1e-16  # variance, because its root is differentiated
 
 
 class LocalReparameterization:
-    """While active, and for one call of `network`, its layers with a weight or bias in `log_σ` return a sample.
+    """While active, for one call of `network`, layers with a weight or bias in `log_σ` return a sample.
 
-    Activation checkpointing calls layers again in the backward pass, when the network's own call is over: they get the
-    noise that they had, so that the backward pass must end inside the context.
+    Activation checkpointing calls layers again in the backward pass, after the network's call. They get the same noise
+    again, so the backward pass must end inside the context.
     """
 
     def __init__(self, network: nn.Module, log_σ: Mapping[nn.Parameter, Tensor], generator: torch.Generator) -> None:
@@ -155,12 +151,12 @@ class LocalReparameterization:
         self._drawn: dict[nn.Module, list[Tensor]] = {}  # the generator's state before each draw
         self._over = False
         self._seen: set[nn.Parameter] = set()
-        self.confused: set[nn.Parameter] = set()  # of layers that are called several times, and then again
+        self.confused: set[nn.Parameter] = set()  # of layers with several calls, one of which was repeated
 
     def __enter__(self) -> LocalReparameterization:
         for layer in self._network.modules():
             if type(layer) in _LAYERS and any(p in self._log_σ for p in layer.parameters(recurse=False)):
-                # First of all hooks: the user's own see the sample.
+                # Before the user's hooks, which then see the sample.
                 hook = layer.register_forward_hook(self._sample, prepend=True, with_kwargs=True)
                 self._hooks.enter_context(hook)
         self._hooks.enter_context(self._network.register_forward_hook(self._end))
@@ -171,7 +167,7 @@ class LocalReparameterization:
 
     @property
     def unseen(self) -> set[nn.Parameter]:
-        """What the network did not use in a way that can be sampled, if it has run."""
+        """Parameters that the network, if it has run, did not use in a way that can be sampled."""
         return set(self._log_σ) - self._seen if self._over else set()
 
     def _sample(self, layer: nn.Module, args: Any, kwargs: Any, z: Tensor) -> Tensor:
@@ -183,7 +179,7 @@ class LocalReparameterization:
             return z + (spread.clamp_min(_SMALLEST).sqrt() * noise).to(z.dtype)
 
     def _σ2(self, parameter: Any) -> Tensor | None:
-        """`σ²`, if the parameter is one of ours."""
+        """`σ²`, if the parameter has one."""
         if parameter is None or parameter not in self._log_σ:
             return None
         self._seen.add(parameter)
@@ -194,7 +190,7 @@ class LocalReparameterization:
         if not self._over:
             drawn.append(self._generator.get_state())
             return self._generator
-        if len(drawn) > 1:  # this one may repeat any of them
+        if len(drawn) > 1:  # this call may repeat any of them
             self.confused.update(p for p in layer.parameters(recurse=False) if p in self._log_σ)
         return torch.Generator(self._generator.device).set_state(drawn[0])
 
@@ -208,12 +204,12 @@ def local_parameters(network: nn.Module) -> set[nn.Parameter]:
     for layer in network.modules():
         for p in layer.parameters(recurse=False):
             owners.setdefault(p, []).append(layer)
-    # A subclass may use its weight in any way.
+    # A subclass may use its weight differently.
     return {p for p, layers in owners.items() if len(layers) == 1 and type(layers[0]) in _LAYERS}
 
 
 def _variance(layer: nn.Module, a: Tensor, z: Tensor, of_weight: Tensor | None, of_bias: Tensor | None) -> Tensor:
-    """`σ_W² a² + σ_b²`, of the shape of z."""
+    """`σ_W² a² + σ_b²`, in the shape of z."""
     if of_weight is None:
         assert of_bias is not None
         positions = len(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else 0

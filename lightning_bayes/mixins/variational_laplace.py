@@ -1,13 +1,13 @@
-"""`VariationalLaplaceMixin`: the posterior's width in the loss, without sampling a weight.
+"""`VariationalLaplaceMixin`: variational inference without sampling weights.
 
-For a minibatch of `S` examples out of `N`, with `ḡ = (1/S) ∂ log P(ỹ | x, w = μ)/∂w` the gradient for labels `ỹ` drawn
-from the model, the objective is (Variational Laplace paper, eq. (30))
+For a minibatch of `S` out of `N` examples, and with the gradient `ḡ = (1/S) ∂ log P(ỹ | x, w = μ)/∂w` for labels `ỹ`
+drawn from the model, the objective is (Variational Laplace paper, eq. (30))
 
     (1/S) L_VL = (1/S) log P(y | x, w = μ) − (S/2) Σ_λ σ_λ² ḡ_λ² − (β/N) Σ_λ KL_λ.
 
 It is the expected log-likelihood, expanded to second order around the mean with the Fisher information instead of the
-Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` counts the examples
-whose gradient is squared together, which is the batch of one process; `N` counts those of all.
+Hessian (eqs. (28) and (29)), minus the KL divergence from the prior. The loss is its negative. `S` is the batch size of
+one process, whose gradient is squared; `N` counts the examples of all processes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_bayes.arguments import instance
 from lightning_bayes.mixins.activations import warn_piecewise_linear
-from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients, with_known_gradient, without_wrong
 from lightning_bayes.mixins.squared_gradient import by_differences, exact, gradients_of, hessian_term, with_true_labels
-from lightning_bayes.mixins.step_checks import StepError
-from lightning_bayes.mixins.variational import VariationalMixin, make_variational
-from lightning_bayes.mixins.watched_step import Step, run_step
+from lightning_bayes.mixins.training_step import (
+    Gradients,
+    Step,
+    StepError,
+    run_step,
+    with_known_gradient,
+    without_wrong,
+)
+from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin, make_variational
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.trainer.loss_check import mean_nll
@@ -37,12 +42,12 @@ from lightning_bayes.trainer.loss_check import mean_nll
 class VariationalLaplaceMixin(VariationalMixin):
     """Train any LightningModule by Variational Laplace: `class Bayes(VariationalLaplaceMixin, YourModule): pass`.
 
-    Your `training_step` stays as it is: it returns the mean negative log-likelihood from one forward pass of the
-    network (a tensor, or a dict with `"loss"`). That pass is shared by the true and the sampled labels. A step of
-    another form can return `self.vl_loss(f, y)` itself.
+    Your `training_step` does not change. It returns the mean negative log-likelihood from one forward pass of the
+    network (a tensor, or a dict with `"loss"`), which the true and the sampled labels share. A step of another form can
+    return `self.vl_loss(f, y)`.
 
-    `log_sigma["net.0.weight"]` is the parameter log σ of a weight, `posterior` the Gaussian over all of them.
-    `validate` and `test` score it beside the network at the mean, `predict` answers with `Prediction`s.
+    `log_sigma["net.0.weight"]` is the parameter log σ of a weight, and `posterior` the Gaussian over all weights.
+    `validate` and `test` score the posterior next to the network at the mean; `predict` returns `Prediction`s.
 
     Args:
         variational: a dictionary with the keys of `VariationalOptions`.
@@ -54,7 +59,7 @@ class VariationalLaplaceMixin(VariationalMixin):
         make_variational(self, variational, name="vl", predictive="glm", unused=unused)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Yours, with the Variational Laplace loss instead of the negative log-likelihood."""
+        """Run your step, and return the Variational Laplace loss instead of the negative log-likelihood."""
         q = self._variational
         with _kernels(q):
             step = run_step(q, super().training_step, batch, batch_idx)
@@ -79,13 +84,13 @@ class VariationalLaplaceMixin(VariationalMixin):
         Args:
             f: outputs of the network.
             y: the true labels.
-            y_sampled: labels drawn from the model at `f`; drawn here if not given.
+            y_sampled: labels drawn from the model at `f`; by default they are drawn here.
         """
         q = self._variational
         q.called_vl_loss = True
         instance("f", f, Tensor, "the network's outputs, a tensor")
         if not f.requires_grad:
-            raise StepError("f does not depend on the weights: hand vl_loss the network's outputs with their graph")
+            raise StepError("f does not depend on the weights: pass vl_loss the network's outputs with their graph")
         instance("y", y, Tensor, "a tensor of targets")
         if y_sampled is not None:
             instance("y_sampled", y_sampled, Tensor, "a tensor of targets")
@@ -97,7 +102,7 @@ class VariationalLaplaceMixin(VariationalMixin):
 
 
 def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled: Tensor | None = None) -> Tensor:
-    """With its graph, to be differentiated as a whole; for study also with another term than the squared gradient."""
+    """The loss with its graph, for double backward."""
     pairs = q.pairs().values()
     weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
     if q.options.curvature == "hessian":
@@ -123,7 +128,7 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
         sampled = gradients_of(mean_nll(likelihood, step.f, y), θ, keep_graph=not in_two)
         if in_two:
             return with_true_labels(step.call, likelihood, y, step.y, sampled, log_σ, draw_sign(q))
-        gradients = gradients_of(step.loss, θ)  # last, so that the graph is gone before the second pass
+        gradients = gradients_of(step.loss, θ)  # last, to free the graph before the second pass
     term, term_gradients = by_differences(step.call, likelihood, y, sampled, log_σ)
     both = [p for p in term_gradients if p in gradients]
     if both:
@@ -132,12 +137,12 @@ def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
 
 
 def draw_sign(q: GaussianWeights) -> int:
-    """1 or −1, which belongs to the step's labels: the same on every process, and in a resumed run."""
+    """1 or −1, by the number of the draw: the same on every process and in a resumed run."""
     return 2 * (hashlib.sha256(f"{q.options.seed} {q.draws}".encode()).digest()[0] & 1) - 1
 
 
 def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
-    """Labels drawn from the model; each example has its own random numbers, whatever process it is on."""
+    """Labels drawn from the model. The random numbers belong to the example, not to the process that it is on."""
     q.draws += 1
     f = f.detach()
     dtype = torch.promote_types(f.dtype, torch.float32)
@@ -152,14 +157,15 @@ def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
 def _uses_differences(q: GaussianWeights, step: Step) -> bool:
     if q.options.method == "exact" or q.options.curvature == "hessian":
         return False
-    reason = None
     if _is_narrow(q):
-        reason = "16-bit weights are too coarse for"
+        reason = "16-bit weights are too coarse"
     elif step.call.input_requires_grad:
-        reason = "the network's input depends on trainable parameters outside of it, which is not for"
-    if reason is not None and q.options.method != "auto":
-        raise ValueError(f"{reason} method={q.options.method!r}: use 'exact' or 'auto'")
-    return reason is None
+        reason = "the network's input depends on trainable parameters outside of it"
+    else:
+        return True
+    if q.options.method != "auto":
+        raise ValueError(f"method={q.options.method!r} cannot be used, because {reason}: use 'exact' or 'auto'")
+    return False
 
 
 def _is_narrow(q: GaussianWeights) -> bool:
@@ -168,14 +174,14 @@ def _is_narrow(q: GaussianWeights) -> bool:
 
 @contextmanager
 def _kernels(q: GaussianWeights) -> Iterator[None]:
-    """Full precision, because an inner gradient has no loss scale; and, where the backward pass is differentiated,
-    operators that can be."""
+    """Full precision, because an inner gradient has no loss scale, and kernels that support double backward where that
+    is needed."""
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(q.module.device.type, enabled=False))
         if q.options.method == "exact" or q.options.curvature == "hessian" or _is_narrow(q):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(isinstance(module, nn.RNNBase) for module in q.module.modules()):
-                # Those of cuDNN and oneDNN have no second derivative. Any setting of oneDNN warns of TF32.
+                # The kernels of cuDNN and oneDNN have no second derivative. Setting any flag of oneDNN warns of TF32.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message=".*TF32.*", category=UserWarning)
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))

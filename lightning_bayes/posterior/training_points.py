@@ -104,7 +104,7 @@ class PointSelection:
         if self._options.points == 0:
             return posterior
         if self._options.selection == "leverage":
-            with preserved_rng(posterior.device):
+            with self._processes.raising_together(), preserved_rng(posterior.device):
                 for batch in ProgressLoader(loader, "Laplace: leverage of training points", progress):
                     self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
             if not self._seen and self._processes.size == 1:
@@ -186,7 +186,8 @@ class _Smallest:
 
     def gathered(self, processes: Processes) -> tuple[Any, Tensor, Tensor]:
         """Inputs, targets and places of the smallest of all processes, in the order of the data."""
-        own = [self._joined(self._parts)] if self._parts else []
+        with processes.raising_together():  # examples of different shapes cannot be joined
+            own = [self._joined(self._parts)] if self._parts else []
         parts = [part for parts in processes.gather(own) for part in parts]
         best = self._joined(parts)
         best = best.take(self._network, best.index.argsort())

@@ -1,4 +1,4 @@
-"""The user's LightningModule and Trainer: batches, data passes, strategies, checkpoints, scores."""
+"""Everything that callbacks share about the user's LightningModule and Trainer."""
 
 from lightning_bayes.trainer.module import ModuleError
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback

@@ -1,11 +1,11 @@
-"""One exact pass over the training data: every example once, on whatever number of processes.
+"""The exact pass over training data, and the data of a Trainer or data module.
 
-A Trainer's own loader is shuffled, and under DDP padded or cut to equal shares. Here process `r` of `W` takes the
-examples `r, r + W, …` in the dataset's order, without padding or dropping.
+A Trainer's own loader shuffles, and under DDP it pads or cuts the data to equal shares. In an exact pass every example
+counts once on any number of processes: process `r` of `W` takes the examples `r, r + W, …` in the dataset's order,
+without padding or dropping.
 
-A data module outside of a Trainer's run: set up as a Trainer would, on a copy, so that the user's own is unchanged.
-
-Its hooks on a batch's way to the device take the place of the module's, as they do in a run.
+Outside of a Trainer's run, a data module is set up as a Trainer would do it, but on a copy, so the user's object does
+not change. As in a run, its transfer hooks replace those of the module.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -59,13 +58,13 @@ _NO_VALIDATION = (
 
 @dataclass
 class ExactPass:
-    """The `(x, y)` batches of this process's share, on the module's device, and a probe that all processes share."""
+    """The `(x, y)` batches of this process, on the module's device. All processes share the same probe."""
 
     loader: Any
     probe_loader: Any
     module: LightningModule
     trainer: Trainer | None
-    stage: str = "train"  # or "val"
+    stage: Literal["train", "val"] = "train"
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.loader:
@@ -81,17 +80,16 @@ class ExactPass:
         return reads_once(self.loader)
 
     def probe(self) -> Any:
-        """A batch of the first examples of the dataset, to trace the network on."""
+        """A batch with the first examples of the dataset, for tracing the network; None if there is no index."""
         return None if self.probe_loader is None else self._prepare(next(iter(self.probe_loader)))
 
     def is_random(self) -> bool:
-        """Whether the first examples differ when they are read again, as augmented ones do."""
+        """Whether the first examples change when they are read again, as augmented ones do."""
         if self.probe_loader is None:
             return False
         with borrowed(self.module, ()):
-            first = self._prepare(next(iter(self.probe_loader)))
-            again = (self._prepare(next(iter(self.probe_loader))) for _ in range(3))
-            return any(differ(first, other) for other in again)
+            first = self.probe()
+            return any(differ(first, self.probe()) for _ in range(3))
 
     def _prepare(self, batch: Any) -> tuple[Any, Any]:
         return split_batch(self.module, to_module(batch, self.module, self.trainer), stage=self.stage)
@@ -105,20 +103,19 @@ def exact_pass(
     processes: Processes | None = None,
     max_batches: int | None = None,
 ) -> ExactPass:
-    """`loader`'s dataset, once and in order, shared over `processes`; it ends after `limit` batches, or that share of
-    them, or after `max_batches`."""
+    """One ordered pass over the dataset of `loader`, shared by `processes`. It ends after `limit` batches (or that
+    fraction of them), or after `max_batches`."""
     loader = single(loader)
     processes = processes or Processes()
     if not _is_indexed(loader):
         if processes.size > 1:
-            warnings.warn(
-                "the training data cannot be indexed, so each process passes over what its own loader gives: examples "
-                "that the loader repeats on several processes count several times",
-                stacklevel=2,
+            rank_zero_warn(
+                "the training data cannot be indexed, so each process passes over its own loader: examples that "
+                "several loaders repeat count several times"
             )
         limits = [number for number in (limit, max_batches) if isinstance(number, int)]
-        return ExactPass(_First(loader, min(limits)) if limits else loader, None, module, trainer)
-    size = batch_size(loader)  # None: the dataset gives whole batches
+        return ExactPass(_FirstBatches(loader, min(limits)) if limits else loader, None, module, trainer)
+    size = batch_size(loader)  # None: the dataset returns whole batches
     indices = _indices(loader)
     for number in (limit, max_batches):
         indices = indices[: _limit(number, len(indices), size or 1)]
@@ -129,22 +126,9 @@ def exact_pass(
     return ExactPass(_rebuild(loader, own_indices, size), probe, module, trainer)
 
 
-def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
-    """The data module or the module, whichever has a `name`."""
-    return owner_among([owner for owner in (datamodule_of(trainer), module) if owner is not None], name)
-
-
-def owner_among(owners: list[Any], name: str) -> Any:
-    for owner in owners:
-        if hasattr(owner, name):
-            return owner
-    kinds = " or ".join(type(owner).__name__ for owner in owners)
-    raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
-
-
 def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: Any = None) -> ExactPass:
-    """All of the first validation dataloader, on every process, so that all choose the same prior; the Trainer's, if
-    no other `loaders` are given."""
+    """All of the first validation dataloader, on every process, so that all choose the same prior. `loaders` default to
+    the Trainer's."""
     loader = first_loader(trainer.val_dataloaders if loaders is None and trainer is not None else loaders)
     if loader is None:
         raise RuntimeError(_NO_VALIDATION)
@@ -153,15 +137,15 @@ def validation_pass(trainer: Trainer | None, module: LightningModule, loaders: A
 
 
 def check_validation(trainer: Trainer) -> None:
-    """Before training: will there be validation data to tune on?"""
+    """Before training: raise if there will be no validation data for tuning."""
     loaders = trainer.val_dataloaders  # None before they are loaded
     if not trainer.enable_validation or (loaders is not None and first_loader(loaders) is None):
         raise RuntimeError(_NO_VALIDATION)
 
 
 def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
-    """How many examples training draws its batches from, on all processes together; where they cannot be counted, an
-    error that says what to do `instead`."""
+    """The number of examples that training draws from, over all processes. If it is unknown, raise an error that says
+    what to do `instead`."""
     loader = single(trainer.train_dataloader, instead)
     if not _is_indexed(loader):
         raise DataError(f"the training data cannot be counted, because they have no length: {instead}")
@@ -173,28 +157,28 @@ def count_examples(trainer: Trainer, instead: str = "pass n_data=") -> int:
 
 
 def drawn_batches(trainer: Trainer, loader: Any = None) -> int | None:
-    """The first so many batches are all that training ever sees; a limit on shuffled data leaves none out. `loader` is
-    the Trainer's, if no other is given."""
+    """The number of leading batches that training ever sees; None for all, also if a limit applies to shuffled data.
+    `loader` defaults to the Trainer's."""
     loader = single(trainer.train_dataloader if loader is None else loader)
     # In a run of one batch, that batch would be all the data.
     limit = None if is_dev_run(trainer) else trainer.limit_train_batches
     sampler = sampler_of(loader)
     in_order = isinstance(sampler, SequentialSampler) or getattr(sampler, "shuffle", True) is False
-    if limit is None or (limit == 1.0 and isinstance(limit, float)) or not in_order:
+    if limit is None or _is_whole(limit) or not in_order:
         return None
     return replicas(trainer) * (limit if isinstance(limit, int) else int(limit * len(loader)))
 
 
 def passed_batches(trainer: Trainer, loader: Any) -> int | float | None:
-    """The first so many batches of the training data are those of a posterior: of data that can be shuffled, those
-    that training draws from; of a stream, and in a run of one batch, those of an epoch."""
+    """The number (or fraction) of leading training batches that belong to a posterior: all that training draws from,
+    or, for a stream and in a run of one batch, those of one epoch."""
     if is_dev_run(trainer) or not _is_indexed(single(loader)):
         return trainer.limit_train_batches
     return drawn_batches(trainer, loader)
 
 
 def replicas(trainer: Trainer) -> int:
-    """The processes with data of their own; those that share out a layer among them see the same."""
+    """The number of processes that see different data; tensor-parallel processes see the same data."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
@@ -204,7 +188,7 @@ def is_countable(loader: Any) -> bool:
 
 
 def is_sized(loader: Any) -> bool:
-    """Whether it is known how many batches there are."""
+    """Whether the number of batches is known."""
     try:
         len(loader)
     except TypeError:
@@ -218,7 +202,7 @@ def differ(a: Any, b: Any) -> bool:
 
 
 def to_module(batch: Any, module: LightningModule, trainer: Trainer | None) -> Any:
-    """A batch as the Trainer would hand it to the module: converted, transferred, and through the transfer hooks."""
+    """Convert and transfer a batch as the Trainer would, through the transfer hooks."""
     if trainer is not None:
         batch = convert_input(trainer, batch)
     return transfer_batch(module, batch)
@@ -228,39 +212,39 @@ _WITH_FIT_NOW = "train without this callback, then call its fit_now(trainer, mod
 
 
 def single(loader: Any, instead: str = _WITH_FIT_NOW) -> Any:
-    """The one dataloader there is, or an error that says what to do instead."""
-    loaders = as_list(getattr(loader, "flattened", loader))  # of Lightning's CombinedLoader
+    """The only dataloader; raise an error that says what to do `instead` if there are several."""
+    loaders = as_list(getattr(loader, "flattened", loader))  # a CombinedLoader of Lightning has that attribute
     if len(loaders) != 1:
         raise DataError(
-            f"there are {len(loaders)} training dataloaders, and nothing says which one holds each example once: "
+            f"there are {len(loaders)} training dataloaders, but a posterior needs one that has each example once: "
             f"{instead}"
         )
     return loaders[0]
 
 
 def as_list(loaders: Any) -> list[Any]:
-    """One dataloader (or batch), or several as a Trainer has them."""
+    """The dataloaders (or batches) of a Trainer, which may be one, a sequence or a dict."""
     if isinstance(loaders, dict):
         return list(loaders.values())
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def first_loader(loaders: Any) -> Any:
-    """The first of a Trainer's dataloaders; None without one, as where a hook returns an empty list."""
+    """The first dataloader; None without one, as if a hook returns an empty list."""
     while isinstance(loaders, (list, tuple, dict)):
         loaders = next(iter(as_list(loaders)), None)
     return loaders
 
 
 def batch_size(loader: Any) -> int | None:
-    """Examples per batch; None where the dataset itself gives batches."""
+    """Examples per batch; None if the dataset itself returns batches."""
     if getattr(loader, "batch_sampler", None) is None:
         return None
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
 
 
 def sampler_of(loader: Any) -> Any:
-    """What chooses the examples: the sampler, that of a batch sampler, or a batch sampler that has none."""
+    """The sampler of examples, or a batch sampler that has none."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or getattr(loader, "batch_size", None) is not None:
         return getattr(loader, "sampler", None)
@@ -272,24 +256,23 @@ def _is_indexed(loader: Any) -> bool:
 
 
 def _indices(loader: DataLoader[Any]) -> list[int]:
-    """The examples that the loader can give, in order."""
+    """The examples that the loader can return, in the dataset's order."""
     sampler = users_sampler(sampler_of(loader))
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(i) for i in sampler.indices)
     if not isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
-        warnings.warn(
+        rank_zero_warn(
             f"the training loader chooses its examples by a {type(sampler).__name__}; the posterior counts every "
-            "example of the dataset once (to leave some out, give the loader a Subset of it)",
-            stacklevel=3,
+            "example of the dataset once: to leave some out, give the loader a Subset of it"
         )
     return list(range(len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def _count(loader: DataLoader[Any], indices: list[int]) -> int:
-    """An example is an element of the dataset; where that is a graph whose nodes have targets, a labelled node."""
+    """Count dataset elements, or the labelled nodes if an element is a graph whose nodes have targets."""
     if not indices or "torch_geometric" not in sys.modules:
         return len(indices)
-    with preserved_rng():  # from which a transform may draw
+    with preserved_rng():  # a transform may draw random numbers
         if not is_graph(loader.dataset[indices[0]]):
             return len(indices)
         labelled = [labelled_nodes(loader.dataset[i], "train") for i in indices]
@@ -310,15 +293,19 @@ def _rebuild(loader: DataLoader[Any], indices: list[int], batch_size: int | None
 
 
 def _limit(limit: int | float | None, n: int, size: int) -> int | None:
-    """How many examples a limit allows: an integer is that many batches, a fraction a share of them."""
-    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+    """The number of examples that a limit allows; an integer limit counts batches, a fraction is a share of them."""
+    if limit is None or _is_whole(limit):
         return None
     return size * (limit if isinstance(limit, int) else int(limit * math.ceil(n / size)))
 
 
+def _is_whole(limit: int | float) -> bool:
+    return limit == 1.0 and isinstance(limit, float)  # 1 is one batch
+
+
 @dataclass
-class _First:
-    """The first batches of a loader that cannot be indexed."""
+class _FirstBatches:
+    """The first batches of a loader without an index."""
 
     loader: Any
     batches: int
@@ -331,23 +318,33 @@ class _First:
         return reads_once(self.loader)
 
 
-_SET_UP_AGAIN = (
-    "{} has been trained with and torn down, so that it is set up again: a split at random needs a seed of its own, or "
-    "the posterior is tuned on examples that were trained on (or pass the loaders of training and validation)"
-)
+# -- a data module outside of a Trainer's run --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """`owner` is what they come from, set up: the data module's copy, or the module."""
+    """The loaders of `owner`: the copy of a data module that was set up, or the module."""
 
     owner: Any
     train: Any
     validation: Any  # or None
 
 
+def owner_of(trainer: Trainer, module: LightningModule, name: str) -> Any:
+    """The Trainer's data module or the module, whichever has an attribute `name`."""
+    return owner_among([owner for owner in (datamodule_of(trainer), module) if owner is not None], name)
+
+
+def owner_among(owners: list[Any], name: str) -> Any:
+    for owner in owners:
+        if hasattr(owner, name):
+            return owner
+    kinds = " or ".join(type(owner).__name__ for owner in owners)
+    raise DataError(f"data={name!r} is no method or attribute of {kinds}, and no DataLoader")
+
+
 def is_datamodule(thing: Any) -> bool:
-    """Of `lightning` or `pytorch_lightning`; a module has the same hooks."""
+    """Whether it is a data module of `lightning` or `pytorch_lightning`; a module has the same hooks."""
     return hasattr(thing, "prepare_data") and hasattr(thing, "setup") and not isinstance(thing, (nn.Module, type))
 
 
@@ -359,51 +356,51 @@ def loaders_of(owner: Any, module: LightningModule, trainer: Trainer | None) -> 
             f"{type(owner).__name__} has no train_dataloader, and a posterior needs the training data: give it one, or "
             "pass a data module or a DataLoader"
         )
+    processes = Processes.current()
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(module.device))
-        own = _copy(owner)
-        for thing in (module, own):
+        copied = _copy(owner)
+        for thing in (module, copied):
             stack.enter_context(attached(thing, trainer))
         if not _is_set_up(owner):
-            # Under several processes one of them prepares the data, before the others read them.
-            with Processes.current().raising_together():
-                if Processes.current().rank == 0:
-                    own.prepare_data()
-            stack.callback(own.teardown, "fit")
-            with Processes.current().raising_together():
-                own.setup("fit")
-        stack.enter_context(_transfer_hooks_of(own, module))
-        validation = None if is_default_data_hook(own, "val_dataloader") else own.val_dataloader()
-        yield Loaders(own, own.train_dataloader(), None if first_loader(validation) is None else validation)
+            with processes.raising_together():  # one process prepares the data before the others read them
+                if processes.rank == 0:
+                    copied.prepare_data()
+            stack.callback(copied.teardown, "fit")
+            with processes.raising_together():
+                copied.setup("fit")
+        stack.enter_context(_transfer_hooks_of(copied, module))
+        validation = None if is_default_data_hook(copied, "val_dataloader") else copied.val_dataloader()
+        yield Loaders(copied, copied.train_dataloader(), None if first_loader(validation) is None else validation)
 
 
 def _is_set_up(owner: Any) -> bool:
-    """Whether a Trainer has trained with a data module, which is then set up; to do so again could split the data in
-    another way, and leave examples to tune on that were trained on."""
+    """Whether a data module is still set up from training. Setting it up again could split the data differently, so
+    that the posterior would be tuned on training examples."""
     own_trainer = None if isinstance(owner, nn.Module) else getattr(owner, "trainer", None)
     if own_trainer is None or not own_trainer.global_step:
         return False
     if not is_default_data_hook(owner, "teardown"):
-        rank_zero_warn(_SET_UP_AGAIN.format(type(owner).__name__))
+        rank_zero_warn(
+            f"{type(owner).__name__} was torn down after training and is set up again: a random split needs a fixed "
+            "seed, or the posterior is tuned on training examples; or pass the loaders of training and validation"
+        )
         return False
-    return own_trainer.train_dataloader is not None or _has_training_data(owner)
-
-
-def _has_training_data(owner: Any) -> bool:
-    """Whether the Trainer, which has tested since, had trained with it, too, or with other data."""
-    try:
+    if own_trainer.train_dataloader is not None:
+        return True
+    try:  # the Trainer has tested since, and may have trained with other data
         owner.train_dataloader()
-    except (AttributeError, TypeError):  # of what `setup("fit")` would have put there
+    except (AttributeError, TypeError):  # `setup("fit")` has not run
         return False
     return True
 
 
 def _copy(owner: Any) -> Any:
-    """What `setup` puts on the copy does not go to the user's own; a module's layers would, if it shared their dict."""
-    own = copy.copy(owner)
-    if isinstance(own, nn.Module):
-        vars(own).update({name: dict(vars(own)[name]) for name in ("_modules", "_parameters", "_buffers")})
-    return own
+    """A shallow copy, on which `setup` may set attributes. A module's copy must not share the dicts of its layers."""
+    copied = copy.copy(owner)
+    if isinstance(copied, nn.Module):
+        vars(copied).update({name: dict(vars(copied)[name]) for name in ("_modules", "_parameters", "_buffers")})
+    return copied
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Tuning and calibration on a Trainer's validation data, and an honest word on what they bring.
+"""Tuning and calibration on a Trainer's validation data, with two-fold held-out scores.
 
-The word is scored two-fold: what one half of the validation data chooses is scored on the other half, and the reverse,
-so that it can come out worse than the plain network. Then all of them choose.
+Each half of the validation data makes a choice that is scored on the other half, so the posterior can score worse than
+the plain network. The final choice uses all of the validation data.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.report import log, shows_bars
 
-TUNING, CALIBRATING, SCORING = "Laplace: tuning the prior", "Calibration", "Held-out scores"  # what bars say
+TUNING, CALIBRATING, SCORING = "Laplace: tuning the prior", "Calibration", "Held-out scores"  # bar labels
 CALIBRATIONS = ("auto", "outputs", "probs", None)
 FEWEST = 4  # examples
-WORSE = 0.01  # nats per example that are worth a warning
+WORSE = 0.01  # nats per example; a larger loss is worth a warning
 HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
 
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """NLL and ECE (or coverage) on held-out data of the plain network, the plain network with a temperature (or
-    factor), and the posterior."""
+    """NLL, and ECE or coverage, on held-out data: of the plain network, of the plain network with a temperature (or a
+    variance factor), and of the posterior."""
 
     plain: dict[str, float]
     tempered: dict[str, float]
     posterior: dict[str, float]
-    error: float  # the standard error of the posterior's NLL minus the better one of the others
+    error: float  # standard error of the posterior's NLL minus the smaller of the other two
 
     def numbers(self, name: str) -> dict[str, float]:
-        parts = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
-        return {f"held_out_{metric}_{who}": value for who, part in parts.items() for metric, value in part.items()}
+        scores = {"map": self.plain, "map_tempered": self.tempered, name: self.posterior}
+        return {f"held_out_{metric}_{who}": value for who, part in scores.items() for metric, value in part.items()}
 
     def say(self, name: str, of: str = "", plain: str = "") -> None:
-        """`plain` is what was chosen, if that is the plain network."""
+        """Report the scores. `plain` describes the plain network if that was chosen."""
 
-        def words(part: dict[str, float]) -> str:
-            return ", ".join(f"{metric} {value:.4g}" for metric, value in part.items())
+        def listed(scores: dict[str, float]) -> str:
+            return ", ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
 
-        text = f"MAP {words(self.plain)}; MAP + temperature {words(self.tempered)}; {name} {words(self.posterior)}"
+        text = f"MAP {listed(self.plain)}; MAP + temperature {listed(self.tempered)}; {name} {listed(self.posterior)}"
         chosen = f"{plain} was chosen, without epistemic uncertainty" if plain else "the posterior was kept"
         rank_zero_info(f"{name}{of}: on held-out data, two-fold: {text}; {chosen}")
         rival, best = min((("MAP", self.plain["nll"]), ("MAP + temperature", self.tempered["nll"])), key=lambda r: r[1])
@@ -137,9 +137,15 @@ def choose_on_validation(
     validation: Any = None,
     progress: bool = True,
 ) -> tuple[LaplacePosterior, bool]:
-    """Tuned, if by "auto" or "grid", and calibrated, if at all, for the predictions that `use` makes, on `validation`
-    or else the Trainer's own validation data; and whether the evidence has chosen the prior. The scores are said and,
-    unless they are `of` other weights than those in memory, logged."""
+    """Tune the posterior by "auto" or "grid", and calibrate it, for the predictions that `use` describes.
+
+    Args:
+        of: in messages, which weights the posterior belongs to; empty for those in memory, whose scores are logged.
+        validation: the data; by default the Trainer's validation data.
+
+    Returns:
+        The posterior, and whether the evidence has chosen the prior.
+    """
     by_evidence, shown = tune not in (None, "auto", "grid"), progress and shows_bars(trainer)
     if tune == "grid":
         link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
@@ -164,8 +170,8 @@ def choose_on_validation(
                 log(None if of else trainer, scores.numbers(use.name))
             return chosen, by_evidence
         if by_auto:
-            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without")
-    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # data that cannot be used are not
+            rank_zero_info("no validation data to tune and calibrate on: the prior is chosen without them")
+    except (DataError, LikelihoodError, CurvatureError, ModuleError) as error:  # unusable data are skipped
         rank_zero_warn(f"the validation data are not used to tune or calibrate: {error}")
     if not by_auto:
         return posterior, by_evidence
@@ -181,7 +187,7 @@ def validation_data(trainer: Trainer | None, module: LightningModule, loaders: A
 
 
 def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
-    """One pass over the data; None where a half of them is hardly an example."""
+    """Score the choices of both halves in one pass over the data; None if there are too few examples."""
     if choice.n_held_out < FEWEST:
         return None
     by_other = [(choice.on(half), choice.plain_on(half)) for half in reversed(HALVES)]
@@ -207,15 +213,15 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
                 score.update(prediction, y_half)
                 loss.append(_nll(chosen.likelihood, prediction, y_half))
         start += len(y)
-    kept = ("nll", "ece", "coverage")
-    numbers = [{k: float(v) for k, v in score.compute().items() if k in kept} for score in scores]
+    reported = ("nll", "ece", "coverage")
+    numbers = [{k: float(v) for k, v in score.compute().items() if k in reported} for score in scores]
     of_plain, of_tempered, of_posterior = (torch.cat(loss) for loss in losses)  # [N]
     difference = of_posterior - min(of_plain, of_tempered, key=lambda loss: float(loss.mean()))
     return HeldOutScores(numbers[0], numbers[1], numbers[2], float(difference.std() / len(difference) ** 0.5))
 
 
 def _nll(likelihood: Likelihood, prediction: Prediction, y: Tensor) -> Tensor:
-    """Of every example.  # [B]"""
+    """The NLL of each example.  # [B]"""
     mean = prediction.mean if prediction.probs is None else prediction.probs
     assert mean is not None
     predictive = likelihood.predictive(mean, prediction.epistemic, prediction.aleatoric)

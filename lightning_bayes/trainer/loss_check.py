@@ -1,12 +1,12 @@
-"""The loss that a training step returns, compared with the likelihood that a posterior assumes.
+"""Compare the loss of a training step with the likelihood that a posterior assumes.
 
-A posterior knows the loss by its dependence on the network's outputs `f` alone. So what is compared is the gradient:
-a loss that is `c` times the mean negative log-likelihood, whatever constants and weight penalties it adds, has
+The posterior depends on the loss only through the network's outputs `f`, so the gradients are compared. If the loss is
+`c` times the mean negative log-likelihood, plus any constants and weight penalties, then
 
     ∂ loss / ∂fₙ = −(c/B) rₙ,    rₙ = ∂ log p(yₙ | fₙ) / ∂fₙ,
 
-at the very outputs that the step has computed, in its own mode and at its own weights. Where those were not seen (in a
-compiled step, or if the step does not call the network as a module), the values are compared, with more tolerance.
+at the outputs that the step has computed. If these were not recorded (in a compiled step, or if the step does not call
+the network as a module), the values of the loss are compared instead, with a larger tolerance.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lightning_bayes.network.errors import is_out_of_memory
 from lightning_bayes.network.output import Output, output_of, unwrap_output
 from lightning_bayes.posterior.l2m import default_loss_scale
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a gradient; 16-bit outputs have 2e-2
-_FLAT = 1e-3  # a residual below this is mostly rounding
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, of a gradient; 2e-2 for 16-bit outputs
+_FLAT = 1e-3  # smaller residuals are mostly rounding
+_FAR_OFF = 0.25  # relative, of a value, which penalties, augmentation and noise change as well
 SAME_SCALE = 0.01  # relative
-FAR_OFF = 0.25  # of a value, which penalties, augmentation and noise change too
 
 
 @dataclass(frozen=True)
 class LossFit:
-    """How a loss relates to the mean negative log-likelihood of the same outputs."""
+    """How a loss relates to the mean negative log-likelihood (NLL) of the same outputs."""
 
     loss: float
-    nll: float  # a mean over all targets, as torch's losses are
-    scale: float | None  # `c`, where the loss is `c` times the NLL but for terms that do not depend on the outputs
-    fits: bool  # False where the loss is surely that of another likelihood
+    nll: float  # a mean over all targets, as in torch's losses
+    scale: float | None  # `c`, if the loss is `c` times the NLL up to terms that do not depend on the outputs
+    fits: bool  # False if the loss belongs to another likelihood
 
 
 def mean_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -55,17 +55,17 @@ def compare_gradients(
     outputs: list[Tensor],
     y: Tensor,
     scale: float,
-    reading: Callable[[Tensor], Tensor],
+    read: Callable[[Tensor], Tensor],
 ) -> LossFit | None:
-    """A `LossFit` from the graph of `loss` (times `scale`), in which `outputs` are as the network returned them; None
-    where that says nothing."""
+    """Compare the gradients of `loss` times `scale` and of the NLL with respect to `outputs`, the tensors that the
+    network returned; `read` turns such a tensor, or its gradient, into `f`. Returns None if the graph has no answer."""
     try:
         gradients = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:  # the graph cannot be walked twice, or not by `autograd.grad`
+    except RuntimeError as error:  # the graph supports one backward pass only, or no `autograd.grad`
         if is_out_of_memory(error):
             raise
         return None
-    used = [(reading(f), reading(g)) for f, g in zip(outputs, gradients, strict=True) if g is not None]
+    used = [(read(f), read(g)) for f, g in zip(outputs, gradients, strict=True) if g is not None]
     if not used:
         return None
     with torch.no_grad():
@@ -77,14 +77,14 @@ def compare_gradients(
         nll = total / len(used) / max(1, int(likelihood.n_targets(y)))
     if not (g.norm().isfinite() and r.norm().isfinite() and r.norm() * len(y) > _FLAT * r.numel() ** 0.5):
         return None
-    c = float(g @ r / (r @ r)) * len(used)  # of the mean over several calls, at samples of the weights
-    apart = (g - c / len(used) * r).norm() / g.norm()
-    fits = c > 0 and bool(apart <= _TOLERANCE.get(detached[0].dtype, 2e-2))
+    c = float(g @ r / (r @ r)) * len(used)  # the loss averages over several calls, at samples of the weights
+    deviation = (g - c / len(used) * r).norm() / g.norm()
+    fits = c > 0 and bool(deviation <= _TOLERANCE.get(detached[0].dtype, 2e-2))
     return LossFit(float(loss.detach()) * scale, nll, c if fits else None, fits)
 
 
 def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tensor:
-    """The gradient; for log-probabilities, which a loss may read without normalising them, that of their logits."""
+    """The gradient; for log-probabilities, which a loss may use without normalising them, the one of their logits."""
     f, g = widen(f), widen(g)
     if not likelihood.chooses_one_class or f.logsumexp(1).abs().max() > 1e-3:
         return g
@@ -92,44 +92,44 @@ def _before_normalisation(likelihood: Likelihood, f: Tensor, g: Tensor) -> Tenso
 
 
 def compare_values(likelihood: Likelihood, loss: Tensor, f: Tensor, y: Tensor, scale: float) -> LossFit | None:
-    """A `LossFit` from the numbers alone; None where a likelihood is not one of ours."""
+    """Compare the values only; None for a likelihood defined by the user."""
     if not type(likelihood).__module__.startswith("lightning_bayes."):
         return None
     value, B = float(loss.detach()) * scale, len(y)
     total = -float(likelihood.log_likelihood(f, y))
-    observed = int(likelihood.n_targets(y))
+    observed = max(1, int(likelihood.n_targets(y)))
     candidates = [
         (s * B / over, s * part / over)
         for s in likelihood.loss_scales
-        for over in (B, y.numel(), max(1, observed), 1)
+        for over in (B, y.numel(), observed, 1)
         for part in (total, total - likelihood.constant(y))
     ]
-    apart = [abs(value - expected) / max(abs(expected), 1e-3) for _, expected in candidates]
-    least = min(apart)
-    c = candidates[apart.index(least)][0] if least <= _TOLERANCE[torch.float32] else None
-    return LossFit(value, total / max(1, observed), c, least <= FAR_OFF)
+    errors = [abs(value - expected) / max(abs(expected), 1e-3) for _, expected in candidates]
+    smallest = min(errors)
+    c = candidates[errors.index(smallest)][0] if smallest <= _TOLERANCE[torch.float32] else None
+    return LossFit(value, total / observed, c, smallest <= _FAR_OFF)
 
 
 def explain(fit: LossFit, likelihood: Likelihood, f: Tensor | None) -> str:
-    """A loss that is not the likelihood's, and what is usually the cause."""
+    """Describe a loss that does not belong to the likelihood, and the usual causes."""
     cause = (
-        "usual causes are a softmax or sigmoid in the network, another likelihood=, a network= that is not the one "
-        "whose outputs the loss is computed from, label smoothing, class weights, or targets that the step mixes"
+        "Check for a softmax or sigmoid in the network, another likelihood=, a network= that is not the one whose "
+        "outputs the loss uses, label smoothing, class weights, or mixed targets"
     )
     if f is not None and likelihood.chooses_one_class and bool((f >= 0).all()):
-        ones = widen(f).sum(1)
-        if torch.allclose(ones, torch.ones_like(ones), atol=1e-2):
-            cause = "the outputs of the network are probabilities, but logits are expected: leave the softmax out of it"
+        sums = widen(f).sum(1)
+        if torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
+            cause = "The network's outputs are probabilities, but logits are expected: remove its softmax"
     return (
         f"the loss of the training step, {fit.loss:.6g} for the first batch, does not depend on the network's outputs "
-        f"as the negative log-likelihood of {type(likelihood).__name__} does, whose mean over all targets is "
-        f"{fit.nll:.6g}. The posterior assumes this likelihood; {cause}"
+        f"as the negative log-likelihood of {type(likelihood).__name__} does (mean {fit.nll:.6g}), which the posterior "
+        f"assumes. {cause}"
     )
 
 
 def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | None, n_targets: int) -> float | None:
-    """The scale to use instead of the default: that of a sum or mean over the targets of an example. For any other `c`
-    than the one that was `given`, or that torch's losses have, a warning and None."""
+    """The scale to use instead of the default, if the loss is a sum or mean over the targets of an example. Warns and
+    returns None if `c` is neither `given` nor a scale of torch's losses."""
     assumed = default_loss_scale(likelihood, n_targets) if given is None else given
     if math.isclose(c, assumed, rel_tol=SAME_SCALE):
         return None
@@ -140,20 +140,20 @@ def recognise_scale(name: str, likelihood: Likelihood, c: float, given: float | 
         rank_zero_info(f"{loss}, a sum or mean over the {n_targets} targets of an example: taken as loss_scale=")
         return fitting[0]
     rank_zero_warn(
-        f"{loss}, but loss_scale={assumed:.4g} is assumed, with which the curvature is {(c / assumed) ** 2:.4g} "
-        f"times what it should be: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
+        f"{loss}, but loss_scale={assumed:.4g} is assumed, so the curvature is {(c / assumed) ** 2:.4g} "
+        f"times its true value: pass loss_scale={c:.4g}, and return a mean over the examples of a batch"
     )
     return None
 
 
-class Reading:
-    """From a tensor that the network returned for `x` to its output `f`; the same of a gradient."""
+class OutputReader:
+    """Turns what the network returned for `x` into its outputs `f`, and gradients likewise."""
 
     def __init__(self, network: nn.Module, x: Any) -> None:
         self._network, self._output, self._x = unwrap_output(network), output_of(network), x
 
     def select(self, module: nn.Module, returned: Any) -> Tensor | None:
-        """Among what the network, or a module inside it, returned."""
+        """The tensor of outputs in what the network, or a module inside it, returned."""
         return (self._output if module is self._network else Output()).select(returned)
 
     def __call__(self, t: Tensor) -> Tensor:
@@ -161,28 +161,28 @@ class Reading:
         return self._x.rows(t) if isinstance(self._x, inputs.Container) else t
 
 
-class Watch:
-    """Notes the outputs of some modules, of a given shape if it is known, until it is stopped."""
+class OutputRecorder:
+    """Records the outputs of some modules until it is stopped; outputs of another `shape`, if given, are skipped."""
 
-    def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, reading: Reading) -> None:
-        self._size, self._shape, self.reading = size, shape, reading
-        self._seen: dict[nn.Module, list[Tensor]] = {module: [] for module in modules}
-        self._handles = [module.register_forward_hook(self._note) for module in self._seen]
+    def __init__(self, modules: Iterable[nn.Module], size: int, shape: torch.Size | None, read: OutputReader) -> None:
+        self._size, self._shape, self.read = size, shape, read
+        self._outputs: dict[nn.Module, list[Tensor]] = {module: [] for module in modules}
+        self._handles = [module.register_forward_hook(self._record) for module in self._outputs]
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Those of the first module that was called."""
-        return next((seen for seen in self._seen.values() if seen), [])
+        """The outputs of the first module that was called."""
+        return next((outputs for outputs in self._outputs.values() if outputs), [])
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._seen = [], {}
+        self._handles, self._outputs = [], {}
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        tensor = self.reading.select(module, output)
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = self.read.select(module, output)
         if tensor is None or not tensor.requires_grad or not tensor.ndim:
-            return  # under DDP, a call of the module may also be that of its step
-        shape = self.reading(tensor).shape
+            return  # under DDP, a call of the module may also be one of its step
+        shape = self.read(tensor).shape
         if shape == self._shape or (self._shape is None and shape[0] == self._size):
-            self._seen[module].append(tensor)
+            self._outputs[module].append(tensor)

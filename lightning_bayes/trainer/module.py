@@ -1,7 +1,4 @@
-"""What a callback needs to know of the user's LightningModule: its network, and how a batch splits into x and y.
-
-What `trainer.predict` runs: the posterior's predictions, the module's own `predict_step`, or both.
-"""
+"""The user's LightningModule: its network, how its batches split into x and y, and what `trainer.predict` runs."""
 
 from __future__ import annotations
 
@@ -19,13 +16,15 @@ from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.errors import NetworkError
 from lightning_bayes.trainer.private import is_default_predict_step
 
+USER = "user"  # key of the module's own output in what `predict` returns
+
 
 class ModuleError(RuntimeError):
-    """The module does not say enough of itself, or is not for this callback; the message says what to do."""
+    """A module that lacks a method or does not fit a callback; the message says what to do."""
 
 
 def check_module(module: Any, trainer: Any) -> None:
-    """What `fit_now` and `evaluate` are handed, of `lightning` or `pytorch_lightning`."""
+    """Check arguments that may come from `lightning` or from `pytorch_lightning`."""
     if not isinstance(module, nn.Module) or not hasattr(module, "transfer_batch_to_device"):
         raise TypeError(f"module must be a LightningModule, got {shown(module)}")
     if trainer is not None and not hasattr(trainer, "strategy"):
@@ -33,20 +32,19 @@ def check_module(module: Any, trainer: Any) -> None:
 
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:
-    """The module itself, whose `forward` maps x to f, or the submodule at `path`."""
+    """The module itself, if its `forward` maps x to f, or the submodule at `path`."""
     return module if path is None else submodule(module, path, ModuleError)
 
 
 def split_batch(module: LightningModule, batch: Any, predicting: bool = False, stage: str = "train") -> tuple[Any, Any]:
-    """`(x, y)` by the module's own `split_batch`, of a pair, a dict with `labels`, or graphs, whose nodes may have
-    targets in one stage only; a bare tensor is x, and in training its own target."""
+    """Split a batch into `(x, y)`: by the module's `split_batch` if it has one, or as a pair, a dict with `labels`, or
+    graphs, whose nodes may have targets in one stage only. A bare tensor is x, and in training also its target."""
     own = getattr(module, "split_batch", None)
     if callable(own):
         parts = own(batch)
         if not isinstance(parts, (tuple, list)) or len(parts) != 2:
             raise ModuleError(
-                f"{type(module).__name__}.split_batch must return a pair (x, y), but it returned a "
-                f"{type(parts).__name__}" + (f" of {len(parts)} parts" if isinstance(parts, (tuple, list)) else "")
+                f"{type(module).__name__}.split_batch must return a pair (x, y), but it returned {_describe(parts)}"
             )
         return parts[0], parts[1]
     if isinstance(batch, Tensor):
@@ -59,24 +57,28 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False, s
         return inputs.split(module, batch, stage)
     if isinstance(batch, (tuple, list)) and len(batch) == 1 and predicting:
         return batch[0], None
-    parts = f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if hasattr(batch, "__len__") else "")
     keys = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else ""
-    keys = f", or give its targets, among {keys}, the key 'labels'" if keys else ""
+    rename = f", or name the targets 'labels' among its keys {keys}" if keys else ""
     raise ModuleError(
-        f"a batch must be a pair (x, y), but it is {parts}: give {type(module).__name__} a method "
-        f"split_batch(self, batch) that returns (x, y){keys}"
+        f"a batch must be a pair (x, y), but it is {_describe(batch)}: give {type(module).__name__} a method "
+        f"split_batch(self, batch) that returns (x, y){rename}"
     )
 
 
-def call_step(step: Callable[..., Any], batch: Any, **numbers: int) -> Any:
-    """A step of the user's own, with as many of the arguments (`batch_idx`, then `dataloader_idx`) as it takes."""
+def _describe(batch: Any) -> str:
+    size = f" of {len(batch)} parts" if hasattr(batch, "__len__") and not isinstance(batch, Tensor) else ""
+    return f"a {type(batch).__name__}{size}"
+
+
+def call_step(step: Callable[..., Any], batch: Any, **indices: int) -> Any:
+    """Call a step of the user's module with as many of the arguments `batch_idx` and `dataloader_idx` as it takes."""
     parameters = inspect.signature(step).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return step(batch, *numbers.values())
+        return step(batch, *indices.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    given = (batch, *numbers.values())[: len(positional)]
-    return step(*given, **{name: number for name, number in numbers.items() if name in named})
+    keyword_only = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    args = (batch, *indices.values())[: len(positional)]
+    return step(*args, **{name: index for name, index in indices.items() if name in keyword_only})
 
 
 class ReplacedMethod:
@@ -84,7 +86,7 @@ class ReplacedMethod:
 
     def __init__(self, module: LightningModule, name: str) -> None:
         self._module, self._name = module, name
-        self._on_instance = module.__dict__.get(name)  # if the user had set one there
+        self._on_instance = module.__dict__.get(name)  # if the user has set one there
         self.original: Callable[..., Any] = getattr(module, name)
 
     def install(self, method: Callable[..., Any]) -> None:
@@ -96,26 +98,11 @@ class ReplacedMethod:
             self.install(self._on_instance)
 
 
-def is_variational(module: LightningModule) -> bool:
-    return callable(getattr(module, "weights_and_log_sigma", None))
-
-
-def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
-    if is_variational(module):
-        raise ModuleError(
-            f"{type(module).__name__} is variational and has a posterior of its own, but {problem}: leave the callback "
-            f"out, or {instead}"
-        )
-
-
-USER = "user"  # key of the module's own output beside the predictions
-
-
 class PredictStep(ReplacedMethod):
-    """`run` instead of `module.predict_step`, from `install` to `remove`.
+    """`module.predict_step`, replaced by the predictions of `callbacks`.
 
-    A batch's answer is one `Prediction`; of several callbacks `{name: Prediction}`; and if one of them wants "both",
-    also what the module's own step returns, under "user".
+    For a batch it returns one `Prediction`, or `{name: Prediction}` for several callbacks. If a callback has
+    `predict_step="both"`, the output of the module's own step is added under "user".
     """
 
     def __init__(self, module: LightningModule, callbacks: list[Any]) -> None:
@@ -129,12 +116,12 @@ class PredictStep(ReplacedMethod):
             )
 
     def say_replaced(self) -> bool:
-        """Whether a `predict_step` of the user's own is not run; then that is said."""
+        """Tell the user that their `predict_step` does not run; return whether that is so."""
         if self._both or is_default_predict_step(self.original):
             return False
         rank_zero_info(
             f"{self._callbacks[0].name}: predict returns the posterior's predictions instead of "
-            f"{type(self._module).__name__}.predict_step (predict_step='both' returns its output too, 'keep' it alone)"
+            f"{type(self._module).__name__}.predict_step; predict_step='both' returns both, 'keep' only the latter"
         )
         return True
 
@@ -149,7 +136,19 @@ class PredictStep(ReplacedMethod):
             if not isinstance(batch, Mapping) or hasattr(self._module, "split_batch"):
                 raise
             raise ModuleError(
-                f"a batch has {', '.join(map(repr, batch))}, which the network cannot take: give "
+                f"the network cannot take a batch with {', '.join(map(repr, batch))}: give "
                 f"{type(self._module).__name__} a method split_batch(self, batch) that returns (x, None)"
             ) from error
         return answers if len(answers) > 1 else next(iter(answers.values()))
+
+
+def is_variational(module: LightningModule) -> bool:
+    return callable(getattr(module, "weights_and_log_sigma", None))
+
+
+def refuse_variational(module: LightningModule, problem: str, instead: str) -> None:
+    if is_variational(module):
+        raise ModuleError(
+            f"{type(module).__name__} is variational and already has a posterior, but {problem}: leave the callback "
+            f"out, or {instead}"
+        )

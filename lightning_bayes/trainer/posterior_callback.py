@@ -1,7 +1,7 @@
 """`PosteriorCallback`: everything that a callback does with a posterior once it has one.
 
-It scores MAP and posterior side by side in `validate` and `test`, answers `predict` with `Prediction`s, and keeps the
-posterior in checkpoints and in a file of its own. Subclasses say how the posterior is made.
+It scores MAP and the posterior side by side in `validate` and `test`, returns `Prediction`s from `predict`, and stores
+the posterior in checkpoints and in a separate file. Subclasses define how the posterior is fitted.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.checkpoints import (
+    CheckpointInfo,
     File,
     PosteriorFile,
-    Stored,
     as_file,
-    beside,
     exists,
     is_unaveraged,
+    list_checkpoints,
     put_posterior,
-    survey,
+    sidecar_path,
 )
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.loss_check import LossFit, explain
@@ -45,12 +45,13 @@ from lightning_bayes.trainer.private import (
     is_dev_run,
     is_launched,
     load_validation,
+    module_of_callback,
 )
 from lightning_bayes.trainer.report import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import Mailbox, module_of, run_last
+from lightning_bayes.trainer.strategy import SpawnResultFile, run_last
 
 _UNAVERAGED = (
-    "the Trainer's weight averaging has loaded the weights from before the average, and the checkpoint's posterior "
+    "the Trainer's weight averaging has loaded the weights from before the average, but the checkpoint's posterior "
     "belongs to the average: use a new Trainer"
 )
 
@@ -77,7 +78,7 @@ class PosteriorCallback(Callback):
     save: bool | str | None = _option("save")
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
-    turn: int = 2  # when it comes among several callbacks, whatever their order on the Trainer
+    priority: int = 2  # callbacks with a lower number run first, whatever their order on the Trainer
 
     def __init__(self, use: UseOptions) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class PosteriorCallback(Callback):
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._file = PosteriorFile(use.name, use.save)
-        self._mailbox = Mailbox()
+        self._spawn_result = SpawnResultFile()
         self._has_trained = False  # in the `fit` that runs
         self._dry_run: DryRun | None = None  # until the first step is over
         self._scores: TrainerScores | None = None  # of the running `validate` or `test`
@@ -100,11 +101,11 @@ class PosteriorCallback(Callback):
     def state_key(self) -> str:
         return f"{type(self).__qualname__}[{self.name}]"
 
-    # -- the posterior -----------------------------------------------------------------------------------------------
+    # -- the posterior -------------------------------------------------------------------------------------------------
 
     @property
     def posterior(self) -> GaussianPosterior:
-        """The posterior; before there is one, an error that says how to get it."""
+        """The posterior. Before there is one, raises an error that says how to get it."""
         posterior = self._find_posterior()
         if posterior is None:
             raise RuntimeError(self._missing())
@@ -112,28 +113,28 @@ class PosteriorCallback(Callback):
 
     @property
     def posterior_path(self) -> File | None:
-        """The posterior's own file, once it has been written."""
-        self._receive()
+        """The posterior's file, once it has been written."""
+        self._read_spawn_result()
         return self._file.path
 
     def predict(self, x: Any) -> Prediction:
-        """The posterior's prediction in this callback's words; the same weight samples for every batch."""
+        """The posterior's prediction with this callback's settings; all batches share the weight samples."""
         generator = generator_on(self.posterior.device).manual_seed(self.seed)
-        # Mixed precision is for the network, not for integrals over its outputs; and what was computed in Lightning's
-        # inference mode could never again be used with gradients.
+        # Mixed precision is for the network, not for integrals over its outputs; and tensors made in Lightning's
+        # inference mode could never be used with gradients.
         with torch.inference_mode(False), torch.autocast(self.posterior.device.type, enabled=False):
             return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
 
     def evaluate(
         self, module: LightningModule, dataloader: Any, ood_dataloaders: Any = (), trainer: Trainer | None = None
     ) -> dict[str, float]:
-        """The numbers that `trainer.test` logs, for a module without `test_step`: `nll_map`, `nll_<name>`, …"""
+        """Return what `trainer.test` logs, for a module without `test_step`: `nll_map`, `nll_<name>`, …"""
         check_module(module, trainer)
         self._module, predictors = module, self._predictors(with_map=True)
         return score_module(predictors, self.likelihood, module, dataloader, ood_dataloaders, trainer)
 
     def _predictors(self, with_map: bool) -> dict[str, Predict]:
-        """What is scored; MAP is so once, by one of a Trainer's callbacks."""
+        """The predictions to score. Only the first callback of a Trainer scores MAP."""
 
         def predict_map(x: Any) -> Prediction:
             return self.posterior.predict(x, predictive="map", calibrated=False)
@@ -146,71 +147,69 @@ class PosteriorCallback(Callback):
             "written after it, or call fit_now"
         )
 
-    def _receive(self) -> None:
-        """In the parent of processes that have trained: what they have left."""
-        content = self._mailbox.receive()
+    def _read_spawn_result(self) -> None:
+        """In the parent of launched processes: take the state that they have left."""
+        content = self._spawn_result.read()
         if content is not None:
             self._posterior = self._stored = None
             self.load_state_dict(content["state"])
             path = content["posterior_path"]
             self._file.path = None if path is None else as_file(path)
-            self._module = self._module or module_of(self)
+            self._module = self._module or module_of_callback(self)
 
     def _find_posterior(self) -> GaussianPosterior | None:
-        """The posterior, on the network (and device) that the callback last saw."""
-        self._receive()
-        held, state = self._posterior, self._stored
-        network = None if self._module is None else self.network_in(self._module)
-        if held is not None:
-            if (
-                network is not None
-                and unwrap_output(ungathered(held.network)) is unwrap_output(network)
-                and not held.is_elsewhere()
-            ):
-                return held
-            state = held.state_dict()
-        if network is not None and state is not None:
+        """The posterior on the network and device that the callback last saw."""
+        self._read_spawn_result()
+        posterior, state = self._posterior, self._stored
+        if self._module is None:
+            return posterior
+        network = self.network_in(self._module)
+        if posterior is not None:
+            if unwrap_output(ungathered(posterior.network)) is unwrap_output(network) and not posterior.is_elsewhere():
+                return posterior
+            state = posterior.state_dict()
+        if state is not None:
             self._posterior = GaussianPosterior.from_state_dict(network, state, self._own_likelihood())
         return self._posterior
 
     def network_in(self, module: LightningModule) -> nn.Module:
-        """What maps x to f in the user's module."""
+        """The part of the module that maps x to f."""
         return wrap_output(unwrap(network_of(module, self.network)), self._read_as)
 
     def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
-        """Learn from a batch which dimension of the outputs counts classes. Returns x in its container."""
+        """Learn the class dimension of the outputs from a batch. Returns x in its container."""
         network = self.network_in(module)
         x = inputs.contained(network, x, y)
         self._read_as = output_of(read_by_targets(network, x, y, self.likelihood))
         return x
 
     def _own_likelihood(self) -> Likelihood | None:
-        """A likelihood of the user's own, which no file can hold."""
+        """A likelihood defined by the user, which no file can hold."""
         return None if type(self.likelihood).__module__.startswith("lightning_bayes.") else self.likelihood
 
-    # -- fit ---------------------------------------------------------------------------------------------------------
+    # -- fit -----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._module, self._is_unaveraged = pl_module, False
         run_last(trainer, posterior_callbacks(trainer))
         names = [callback.name for callback in posterior_callbacks(trainer)]
         if names.count(self.name) > 1:
-            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= of its own")
+            raise ValueError(f"two callbacks on one Trainer are named {self.name!r}: give each a name= that differs")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = False
-        network_of(pl_module, self.network)  # a wrong name is an error before training, not after it
+        network_of(pl_module, self.network)  # raise for a wrong name before training, not after it
         self._check_module(pl_module)
 
     def _check_module(self, module: LightningModule) -> None:
-        """Raise for a module that the posterior would be meaningless for."""
+        """Raise for a module for which the posterior would be meaningless."""
         problem = f"{type(self).__name__} needs a loss that is the negative log-likelihood alone"
         refuse_variational(module, problem, "train the module without the mixin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = True
-        self._mailbox.clear()
-        self._posterior = self._stored = None  # of the weights before this training
+        self._spawn_result.clear()
+        self._posterior = self._stored = None  # they belong to the weights before this training
         self._begin_dry_run(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,19 +220,19 @@ class PosteriorCallback(Callback):
         if not self._has_trained and trainer.train_dataloader is not None:
             load_validation(trainer)
             device = pl_module.device
-            pl_module.to(trainer.strategy.root_device)  # from which Lightning has taken it
+            pl_module.to(trainer.strategy.root_device)  # Lightning has already moved it away
             try:
                 self._finish(trainer, pl_module, only_missing=True)
             finally:
                 pl_module.to(device)
         if is_launched(trainer):
             path = None if self._file.path is None else str(self._file.path)
-            self._mailbox.send(trainer, {"state": self.state_dict(), "posterior_path": path})
+            self._spawn_result.write(trainer, {"state": self.state_dict(), "posterior_path": path})
 
     def _finish(self, trainer: Trainer, module: LightningModule, only_missing: bool) -> None:
-        """Make and store the posterior; after a `fit` without a step `only_missing`, what no checkpoint holds."""
+        """Fit and store the posterior; after a `fit` without a step, `only_missing` ones."""
 
-    # -- the dry run on the first batch ------------------------------------------------------------------------------
+    # -- the dry run on the first batch --------------------------------------------------------------------------------
 
     @property
     def needs_targets(self) -> bool:
@@ -241,7 +240,7 @@ class PosteriorCallback(Callback):
         return True
 
     def try_fit(self, network: nn.Module, x: Any, y: Tensor) -> None:
-        """Fit a posterior to one or two examples, for the errors that this may raise."""
+        """Fit a posterior to one or two examples, to raise errors before training."""
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
         if not fit.fits:
@@ -267,9 +266,9 @@ class PosteriorCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        waits = self._dry_run is not None and pl_module.automatic_optimization  # for a step that returns a loss
+        had_no_loss = self._dry_run is not None and pl_module.automatic_optimization
         self._end_dry_run()
-        if waits:
+        if had_no_loss:  # try again with the next batch
             self._dry_run = DryRun(self)
 
     def _end_dry_run(self) -> None:
@@ -277,12 +276,11 @@ class PosteriorCallback(Callback):
             self._dry_run.stop()
             self._dry_run = None
 
-    # -- validate and test -------------------------------------------------------------------------------------------
+    # -- validate and test ---------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # While a fit is running there is no posterior of the weights that are being trained.
         self._scores = None
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":  # the weights in training have no posterior
             return
         problem = self._why_unused(trainer)
         if problem:
@@ -311,29 +309,29 @@ class PosteriorCallback(Callback):
             self._scores.draw(trainer)
         self._scores = None  # it holds the loaders
 
-    def _why_unused(self, trainer: Trainer) -> str:
-        """Why there is no posterior of the weights that run; empty if there is one. Without it the module's own steps
-        run alone, and a warning says so."""
-        if self._is_unaveraged:
-            return _UNAVERAGED
-        self._load_beside(trainer)
-        return self._missing() if self._find_posterior() is None else ""
-
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
 
-    # -- predict -----------------------------------------------------------------------------------------------------
+    def _why_unused(self, trainer: Trainer) -> str:
+        """Why the present weights have no posterior; empty if they have one. Without a posterior only the module's own
+        steps run, with a warning."""
+        if self._is_unaveraged:
+            return _UNAVERAGED
+        self._load_sidecar(trainer)
+        return self._missing() if self._find_posterior() is None else ""
+
+    # -- predict -------------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = [callback for callback in posterior_callbacks(trainer) if callback.use.predict_step != "keep"]
         if self not in callbacks:
-            self._load_beside(trainer)
+            self._load_sidecar(trainer)
         if not callbacks or callbacks[0] is not self:
             return
         problems = {callback: callback._why_unused(trainer) for callback in callbacks}
         callbacks = [callback for callback, problem in problems.items() if not problem]
-        if not callbacks and is_default_predict_step(pl_module.predict_step):  # no step of its own that could run
+        if not callbacks and is_default_predict_step(pl_module.predict_step):  # nothing could run
             raise RuntimeError(problems[self])
         for callback, problem in problems.items():
             if problem:
@@ -346,18 +344,18 @@ class PosteriorCallback(Callback):
         self._predict_step.install(self._predict_step.run)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._give_back_predict_step()
+        self._restore_predict_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._give_back_predict_step()
+        self._restore_predict_step()
         self._end_dry_run()
 
-    def _give_back_predict_step(self) -> None:
+    def _restore_predict_step(self) -> None:
         if self._predict_step is not None:
             self._predict_step.remove()
             self._predict_step = None
 
-    # -- checkpoints and files ---------------------------------------------------------------------------------------
+    # -- checkpoints and files -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         if self._posterior is not None:
@@ -365,7 +363,8 @@ class PosteriorCallback(Callback):
         return {"posterior": self._stored}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A checkpoint from the middle of training has none: what the callback holds is of other weights, and says so.
+        # A checkpoint from the middle of training holds none. The callback keeps its posterior, which then refuses the
+        # other weights.
         if state_dict["posterior"] is not None:
             self._posterior, self._stored = None, state_dict["posterior"]
 
@@ -374,37 +373,37 @@ class PosteriorCallback(Callback):
             self._is_unaveraged = is_unaveraged(pl_module, checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: what a checkpoint would hold of the posterior."""
+        """For another process: the posterior as in a checkpoint."""
         return {**self.__dict__, "_posterior": None, "_scores": None, "_stored": self.state_dict().get("posterior")}
 
-    def store(self, trainer: Trainer, checkpoints: list[Stored] | None = None) -> None:
-        """Write the posterior's own file, and put it into the checkpoints of its weights; on all processes."""
+    def store(self, trainer: Trainer, checkpoints: list[CheckpointInfo] | None = None) -> None:
+        """Write the posterior's file, and put the posterior into the checkpoints of its weights; on all processes."""
         if not is_dev_run(trainer):
             self._file.write(trainer, self.posterior)
-            if not is_sharded(ungathered(self.posterior.network)):  # whose parts no checkpoint holds
-                self._put_into(trainer, self._survey(trainer) if checkpoints is None else checkpoints)
+            if not is_sharded(ungathered(self.posterior.network)):  # no checkpoint of one file holds its weights
+                self._put_into(trainer, self._list_checkpoints(trainer) if checkpoints is None else checkpoints)
 
-    def _put_into(self, trainer: Trainer, checkpoints: list[Stored]) -> None:
+    def _put_into(self, trainer: Trainer, checkpoints: list[CheckpointInfo]) -> None:
         for checkpoint in checkpoints:
             if checkpoint.in_memory:
                 self._put(trainer, checkpoint, self.posterior)
 
-    def _survey(self, trainer: Trainer) -> list[Stored]:
-        return survey(trainer, trainer.lightning_module, self.state_key, self.name)
+    def _list_checkpoints(self, trainer: Trainer) -> list[CheckpointInfo]:
+        return list_checkpoints(trainer, trainer.lightning_module, self.state_key, self.name)
 
-    def _put(self, trainer: Trainer, checkpoint: Stored, posterior: GaussianPosterior) -> None:
+    def _put(self, trainer: Trainer, checkpoint: CheckpointInfo, posterior: GaussianPosterior) -> None:
         put_posterior(trainer, checkpoint.path, self.state_key, self.name, self.state_dict(), posterior)
 
-    def _load_beside(self, trainer: Trainer) -> None:
-        """A checkpoint of weights only has the posterior in a file beside it."""
+    def _load_sidecar(self, trainer: Trainer) -> None:
+        """Load the posterior of a checkpoint with weights only from the file next to it."""
         self._checkpoint = trainer.ckpt_path
-        path = trainer.ckpt_path and beside(trainer.ckpt_path, self.name)
+        path = trainer.ckpt_path and sidecar_path(trainer.ckpt_path, self.name)
         if trainer.state.fn != "fit" and path and self._module is not None and exists(path):
             network = self.network_in(self._module)
             self._posterior = GaussianPosterior.load(path, network, self._own_likelihood())
 
 
 def posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
-    """In the order in which they come."""
+    """The posterior callbacks of a Trainer, by priority."""
     callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, PosteriorCallback)]
-    return sorted(callbacks, key=lambda callback: callback.turn)
+    return sorted(callbacks, key=lambda callback: callback.priority)

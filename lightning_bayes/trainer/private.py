@@ -1,23 +1,25 @@
-"""What is used of Lightning beyond its public, typed interface: every such name is in this file, with the reason.
+"""All uses of Lightning beyond its public, typed interface, each with the reason.
 
-A new release of Lightning can break this file only; `tests/trainer/test_private.py` says which name is gone. Classes
-are compared by name, because `lightning` and `pytorch_lightning` each have their own.
+A new release of Lightning can break only this file; `tests/trainer/test_private.py` names the attribute that is gone.
+Classes are compared by name, because `lightning` and `pytorch_lightning` each define them.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-# -- untyped attributes of a Trainer: its connectors set them, so mypy does not know them ----------------------------
+# -- untyped attributes of a Trainer: its connectors set them, so mypy does not know them ------------------------------
 
 
 def is_dev_run(trainer: Any) -> bool:
-    """Whether `fast_dev_run` is on: a run of a batch or two, which stores and logs nothing."""
+    """Whether `fast_dev_run` is on, which runs a few batches and must not store or log anything."""
     return bool(trainer.fast_dev_run)
 
 
@@ -27,7 +29,7 @@ def callbacks_of(trainer: Any) -> list[Any]:
 
 
 def set_callbacks(trainer: Any, callbacks: list[Any]) -> None:
-    """Lightning offers no hook for the order of callbacks."""
+    """Lightning has no hook for the order of callbacks."""
     trainer.callbacks = callbacks
 
 
@@ -36,12 +38,23 @@ def datamodule_of(trainer: Any) -> Any:
 
 
 def module_of_trainer(trainer: Any) -> Any:
-    """The module that it has run with last, or None."""
+    """The module of the last run, or None."""
     return trainer.lightning_module
 
 
+def module_of_callback(callback: Callback) -> LightningModule | None:
+    """The module of the Trainer that has this callback. In the parent of launched processes Lightning runs no hook and
+    keeps no reference from a callback to its Trainer, so the only way is to search all objects."""
+    packages = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
+    kinds: Any = tuple(package.Trainer for package in packages if package is not None)
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kinds) and any(c is callback for c in getattr(candidate, "callbacks", ())):
+            return candidate.lightning_module
+    return None
+
+
 def rich_display(trainer: Trainer) -> Any:
-    """A display with the columns and on the console of the Trainer's `RichProgressBar`, which no public name makes."""
+    """A display with the columns and console of the Trainer's `RichProgressBar`, which has no public constructor."""
     from lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
     from rich import get_console
 
@@ -51,8 +64,8 @@ def rich_display(trainer: Trainer) -> Any:
 
 @contextmanager
 def attached(thing: Any, trainer: Trainer | None) -> Iterator[None]:
-    """A module or data module as in a run of the Trainer: hooks of the user's own ask `self.trainer`. The public setter
-    of a module would change the modules inside it, too."""
+    """Set `thing.trainer`, because hooks of a module or data module may read it. The public setter of a module would
+    also change its submodules."""
     name = "_trainer" if isinstance(thing, nn.Module) else "trainer"
     before = getattr(thing, name, None)
     if trainer is not None:
@@ -63,21 +76,21 @@ def attached(thing: Any, trainer: Trainer | None) -> Iterator[None]:
         setattr(thing, name, before)
 
 
-# -- strategies and precision ----------------------------------------------------------------------------------------
+# -- strategies and precision ------------------------------------------------------------------------------------------
 
 
 def class_name(thing: Any, names: set[str]) -> str | None:
-    """The one of `names` that the thing's class or a parent has; `isinstance` knows one package's classes only."""
+    """The first of `names` among the class of `thing` and its bases; `isinstance` knows one package's classes only."""
     return next((kind.__name__ for kind in type(thing).__mro__ if kind.__name__ in names), None)
 
 
 def is_launched(trainer: Trainer) -> bool:
-    """Whether this process was forked or spawned by the Trainer; no public name tells such launchers from others."""
+    """Whether the Trainer forks or spawns its processes; no public name distinguishes such launchers."""
     return class_name(trainer.strategy.launcher, {"_MultiProcessingLauncher"}) is not None
 
 
 def forward_context(trainer: Trainer | None) -> AbstractContextManager[None]:
-    """The Trainer's precision, in which it runs the module's steps and a network may make tensors of its own."""
+    """The Trainer's precision, in which a network may create tensors."""
     return nullcontext() if trainer is None else trainer.precision_plugin.forward_context()
 
 
@@ -87,25 +100,25 @@ def convert_input(trainer: Trainer, batch: Any) -> Any:
 
 
 def gradient_scale(trainer: Trainer) -> float:
-    """That 16-bit precision multiplies a loss by; only that plugin has a scaler."""
+    """The factor on the loss in 16-bit mixed precision; only that plugin has a scaler."""
     scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def scale_before_step(trainer: Trainer, optimizer: Any) -> float:
-    """That gradients still have just before a step: a fused optimizer divides by the scale itself."""
+    """The factor that gradients still have just before a step: a fused optimizer unscales them itself."""
     return gradient_scale(trainer) if getattr(optimizer, "_step_supports_amp_scaling", False) else 1.0
 
 
-# -- data ------------------------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------------
 
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def transfer_batch(module: LightningModule, batch: Any) -> Any:
-    """Through the transfer hooks, to the module's device: the only way that asks the data module for its own hooks, and
-    works without a Trainer too. Outside of a run a Trainer knows of no hooks: those on the module itself are meant."""
+    """Run the transfer hooks. The private method is the only one that also runs those of a data module, and that works
+    without a Trainer. Outside of a run, hooks set on the module instance are used."""
     if any(name in vars(module) for name in TRANSFER_HOOKS):
         batch = module.on_before_batch_transfer(batch, 0)
         return module.on_after_batch_transfer(module.transfer_batch_to_device(batch, module.device, 0), 0)
@@ -113,35 +126,34 @@ def transfer_batch(module: LightningModule, batch: Any) -> Any:
 
 
 def users_sampler(sampler: Any) -> Any:
-    """The sampler inside the wrapper that Lightning puts around it under DDP."""
+    """The sampler inside the wrapper that Lightning adds under DDP."""
     return sampler.dataset._sampler if class_name(sampler, {"DistributedSamplerWrapper"}) else sampler
 
 
 def load_validation(trainer: Trainer) -> None:
-    """The validation data of a `fit` without a step, which Lightning loads when training starts."""
+    """Load the validation data in a `fit` that has no steps left; Lightning loads them when training starts."""
     if trainer.enable_validation and trainer.val_dataloaders is None:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def last_saved_path(checkpoint: Any) -> str:
-    """What a checkpoint callback has written last, which may be neither its best nor its last; a user's own callback
-    need not know."""
+    """The file that a checkpoint callback wrote last, which need not be its best or last; empty if it does not say."""
     return getattr(checkpoint, "_last_checkpoint_saved", "")
 
 
 def last_saved_step(checkpoint: Any) -> int | None:
-    """The step at which it wrote that; a user's own callback need not know."""
+    """The step at which it was written; None if the callback does not say."""
     return getattr(checkpoint, "_last_global_step_saved", None)
 
 
 def acts_at_validation(trainer: Trainer, callback: Any) -> bool:
-    """Whether a checkpoint or early stopping reads its monitor after validation, not at the end of an epoch of
-    training; by default as the Trainer validates, which their `setup` may have settled."""
+    """Whether a checkpoint or early stopping reads its monitor after validation, and not at the end of a training
+    epoch. Its `setup` may not have resolved the default yet."""
     unset = object()
     at_end = getattr(callback, "_save_on_train_epoch_end", getattr(callback, "_check_on_train_epoch_end", unset))
     if at_end is None:
@@ -150,27 +162,27 @@ def acts_at_validation(trainer: Trainer, callback: Any) -> bool:
 
 
 def finish_writing(trainer: Trainer) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO`, which may still be writing in a thread of its own."""
+    """Wait for `AsyncCheckpointIO`, which may still be writing in a thread."""
     plugin: Any = trainer.strategy.checkpoint_io
     if getattr(plugin, "_executor", None) is not None:
         plugin.teardown()
 
 
-# -- the user's module -----------------------------------------------------------------------------------------------
+# -- the user's module -------------------------------------------------------------------------------------------------
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether hooks would be compiled too, or not be called; Lightning unwraps what `torch.compile` returns."""
+    """Whether forward hooks might be compiled or skipped. Lightning unwraps the result of `torch.compile`, so the
+    wrapper itself does not show."""
     return getattr(module, "_compiler_ctx", None) is not None or any(
         hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in module.modules()
     )
 
 
 def is_default_data_hook(owner: Any, name: str) -> bool:
-    """Whether a module or data module has left a hook on its data to Lightning, of either package."""
+    """Whether a module or data module does not override a data hook of Lightning."""
     return getattr(getattr(owner, name, None), "__qualname__", f"DataHooks.{name}") == f"DataHooks.{name}"
 
 
 def is_default_predict_step(step: Any) -> bool:
-    """Whether it is Lightning's own, of either package."""
     return getattr(step, "__qualname__", "") == "LightningModule.predict_step"

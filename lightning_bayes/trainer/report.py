@@ -1,8 +1,8 @@
-"""What was fitted, in a few words and numbers, for the user and for the loggers.
+"""Reports to the user and to the loggers: summaries of a fit, progress bars, and scores of `validate` and `test`.
 
-A module's batches scored: by `evaluate`, or by a Trainer in `validate` or `test`, which logs the scores.
-
-Padding of a distributed sampler does not count. Dataloaders after the first may hold out-of-distribution data.
+Messages to the user follow one rule. In `trainer`, `callbacks` and `mixins`, `rank_zero_info` reports what was done and
+`rank_zero_warn` what the user should change. The layers below do not know Lightning: they use the `lightning_bayes`
+logger.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_bayes.trainer.data import as_list, batch_size, sampler_of, to_mod
 from lightning_bayes.trainer.module import split_batch
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run, rich_display
 
-_LOGGED = ("log_evidence", "prior_precision", "noise_std")  # the other numbers are in the summary
+_LOGGED = ("log_evidence", "prior_precision", "noise_std")  # the summary has the other numbers
 
 
 def report(trainer: Trainer | None, name: str, what: str, numbers: dict[str, float]) -> None:
-    """Summarise in a line what was fitted, and log the prior, the noise and the evidence of the posterior `name`."""
+    """Summarise a fit in one line, and log the prior, the noise and the evidence of the posterior `name`."""
     rank_zero_info(f"{name}: {what}; " + ", ".join(f"{key} {value:.6g}" for key, value in numbers.items()))
     log(trainer, {f"{key}_{name}": value for key, value in numbers.items() if key.startswith(_LOGGED)})
 
 
 def log(trainer: Trainer | None, numbers: dict[str, float]) -> None:
-    """To all loggers, also where no hook of Lightning's logs."""
+    """Log to all loggers, also outside of Lightning's hooks."""
     if trainer is not None and not is_dev_run(trainer):
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
@@ -47,14 +47,14 @@ def log(trainer: Trainer | None, numbers: dict[str, float]) -> None:
 
 
 def end_live_display(trainer: Trainer) -> None:
-    """Rich's bar redraws itself below all that is printed, and a bar after it would print one line after the other."""
+    """Stop Lightning's rich progress bar: while it redraws itself, a later bar would print a new line per step."""
     display: Any = getattr(trainer.progress_bar_callback, "progress", None)
     if hasattr(display, "stop"):
         display.stop()
 
 
 def shows_bars(trainer: Trainer | None) -> bool:
-    """Whether this process shows progress bars, as the Trainer does; without one, it does."""
+    """Whether this process shows progress bars: if the Trainer does, or if there is no Trainer."""
     if trainer is None:
         return True
     bar: Any = trainer.progress_bar_callback
@@ -62,14 +62,14 @@ def shows_bars(trainer: Trainer | None) -> bool:
 
 
 def bars_of(trainer: Trainer | None) -> AbstractContextManager[None]:
-    """Within it, progress bars are those of the Trainer: rich ones, or tqdm's."""
+    """Use the Trainer's kind of progress bars, rich or tqdm, inside the context."""
     if trainer is None or class_name(trainer.progress_bar_callback, {"RichProgressBar"}) is None:
         return bars_made_by(None)
     return bars_made_by(partial(RichBar, trainer))
 
 
 class RichBar:
-    """A task in Lightning's display while that runs, or else in one of its own, of the same columns."""
+    """A task in Lightning's display if that is running, or in a new display with the same columns."""
 
     def __init__(self, trainer: Trainer, what: str, total: int | None) -> None:
         bar: Any = trainer.progress_bar_callback
@@ -86,13 +86,13 @@ class RichBar:
     def close(self) -> None:
         if self._is_own:
             self._display.stop()
-        else:  # not removed, because Lightning finds its own tasks by their number
+        else:  # not removed, because Lightning finds its tasks by number
             self._display.update(self._task, visible=False)
 
 
 def describe(posterior: LaplacePosterior, by_evidence: bool) -> dict[str, float]:
-    """The numbers that a Laplace posterior is known by; the evidence only if it has chosen the prior, because that of
-    another prior, such as the best one on held-out data, is no measure of the model."""
+    """The numbers of a Laplace posterior to report. The evidence is included only if it chose the prior: with another
+    prior, such as the best one on held-out data, it does not measure the model."""
     numbers = {}
     if by_evidence and posterior.curvature.knows_likelihood:
         numbers["log_evidence"] = float(posterior.log_marginal_likelihood())
@@ -110,7 +110,7 @@ def describe(posterior: LaplacePosterior, by_evidence: bool) -> dict[str, float]
 
 
 def block_summary(structure: Structure) -> str:
-    """`"Kronecker: 4 layers; dense: 2 (net.1, net.4)"`; nothing for a matrix that is all of one kind."""
+    """`"Kronecker: 4 layers; dense: 2 (net.1, net.4)"`; empty for a structure without blocks."""
     layers: dict[type[Structure], list[str]] = {}
     for name, block in structure.named_blocks:
         layers.setdefault(type(block), []).append(layer_of(name))
@@ -132,22 +132,23 @@ def score_module(
     ood_dataloaders: Any,
     trainer: Trainer | None,
 ) -> dict[str, float]:
-    """`evaluate` for the batches of a LightningModule, as its Trainer would hand them to it."""
+    """Score predictors on loaders whose batches are prepared as the Trainer would do it."""
     check_loader(dataloader, "dataloader", "batches")
-    others = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
-    for loader in others:
+    ood = list(ood_dataloaders) if isinstance(ood_dataloaders, (list, tuple)) else [ood_dataloaders]
+    for loader in ood:
         check_loader(loader, "ood_dataloaders", "batches")
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Any]:
         return split_batch(module, to_module(batch, module, trainer), is_ood, "test")
 
-    ood_loaders = {f"ood_dataloaders[{number}]": loader for number, loader in enumerate(others)}
+    ood_loaders = {f"ood_dataloaders[{number}]": loader for number, loader in enumerate(ood)}
     with forward_context(trainer):
         return score_loaders(predictors, dataloader, ood_loaders, split, likelihood, module.device)
 
 
 class TrainerScores:
-    """Of the predictions for a module's batches, from `loaders` as the Trainer has them."""
+    """Scores of the predictions in a Trainer's `validate` or `test`. With `ood`, dataloaders after the first hold
+    out-of-distribution data."""
 
     def __init__(self, likelihood: Likelihood, module: LightningModule, loaders: Any, ood: bool, stage: str) -> None:
         self._loaders = as_list(loaders)
@@ -157,25 +158,24 @@ class TrainerScores:
     def add(
         self, trainer: Trainer, predictors: Mapping[str, Predict], batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Score a batch, and log as `<stage>_<metric>_<name>`. Lightning computes the metrics of a dataloader when it
-        ends, and adds its number to their names where there are several."""
+        """Score a batch, and log as `<stage>_<metric>_<name>`. Lightning computes the metrics when a dataloader ends,
+        and adds the dataloader's number to their names if there are several."""
         x, y = split_batch(self._module, batch, self._table.is_ood(dataloader_idx), self._stage)
-        real = _without_padding(self._loaders[dataloader_idx], batch_idx)
+        n_real = _unpadded_size(self._loaders[dataloader_idx], batch_idx)
         for name, predict in predictors.items():
             prediction = predict(x)
-            if real is not None:
-                prediction = prediction.map(lambda t: t[:real])
-            self._table.update(name, prediction, None if y is None else y[:real], dataloader_idx)
+            if n_real is not None:
+                prediction = prediction.map(lambda t: t[:n_real])
+            self._table.update(name, prediction, None if y is None else y[:n_real], dataloader_idx)
         if not trainer.barebones:
             for key, metric in self._table.metrics(dataloader_idx).items():
-                # Any attribute will do: Lightning needs it to restore metrics in the middle of a training epoch.
+                # Lightning needs an attribute to restore metrics in the middle of a training epoch; any name will do.
                 self._module.log(f"{self._stage}_{key}", metric, metric_attribute=key)
 
     def draw(self, trainer: Trainer) -> None:
-        """Log the pictures; on all processes, because metrics gather."""
+        """Log the plots; called on all processes, because metrics gather."""
         from lightning_bayes.plots import log_figure
 
-        # Rank zero's answer, on all processes.
         folder = Path(trainer.strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)), "figures")
         for name, metric in self._table.pictures():
             figure, _ = metric.plot()
@@ -183,8 +183,8 @@ class TrainerScores:
                 log_figure(trainer.loggers, f"{self._stage}_{name}", figure, trainer.global_step, folder)
 
 
-def _without_padding(loader: Any, batch_idx: int) -> int | None:
-    """How many examples of this batch are not there to fill up a distributed sampler's equal shares; None for all."""
+def _unpadded_size(loader: Any, batch_idx: int) -> int | None:
+    """The number of examples of this batch that are not padding of a distributed sampler; None for all."""
     sampler = sampler_of(loader)
     if not hasattr(sampler, "num_replicas") or not hasattr(sampler, "rank"):
         return None

@@ -181,14 +181,14 @@ def test_a_mistake_is_an_error_before_the_first_step(
 
 
 def test_a_full_matrix_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_memory", lambda device: 1e4)
+    monkeypatch.setattr(dry_run, "_free_memory", lambda device: 1e4)
     with pytest.raises(CurvatureError, match=r"structure='full' over 53 weights needs 2.25e-05 GB, but cpu has 1e-05"):
         run(tmp_path, laplace(structure="full"), Stopped())
     run(tmp_path, laplace(structure="full", subset=["net.4.bias"]), Classifier())
 
 
 def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_memory", lambda device: 1e4)
+    monkeypatch.setattr(dry_run, "_free_memory", lambda device: 1e4)
     says = r"structure='lowrank' over 53 weights needs .* GB, but cpu has 1e-05 GB: use a smaller rank=, structure="
     with pytest.raises(CurvatureError, match=says):
         run(tmp_path, laplace(structure="lowrank", rank=20), Stopped())
@@ -224,7 +224,7 @@ def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(RuntimeError, match=r"taken/here, but .*taken is a file: give the Trainer another"):
+    with pytest.raises(RuntimeError, match=r"taken/here, because .*taken is a file: give the Trainer another"):
         run(tmp_path / "taken" / "here", laplace(), Stopped())
     run(tmp_path / "taken" / "here", laplace(), Classifier(), fast_dev_run=1)  # which stores nothing
 
@@ -314,7 +314,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any], Any, str]] = {
 def test_a_loss_that_is_not_the_likelihoods_is_a_warning(
     tmp_path: Path, make: Any, loss: Any, network: Any, words: Any, data: Any, cause: str
 ) -> None:
-    with pytest.warns(UserWarning, match=f"(?s){NOT_THE_LIKELIHOODS}.*posterior assumes this likelihood; .*{cause}"):
+    with pytest.warns(UserWarning, match=f"(?s){NOT_THE_LIKELIHOODS}.*posterior assumes.*{cause}"):
         run(tmp_path, make(**words), Trained(loss, *network), data, fast_dev_run=1)
 
 
@@ -334,7 +334,7 @@ def test_both_numbers_are_said(tmp_path: Path, multi_label: bool) -> None:
     model = Trained(loss)
     model.net[2] = nn.Identity()
     f = model(x)
-    said = f"{loss(f, y):.6g} for the first batch, .*, whose mean over all targets is {plain(f, y):.6g}"
+    said = rf"{loss(f, y):.6g} for the first batch, .* \(mean {plain(f, y):.6g}\)"
     with pytest.warns(UserWarning, match=said):
         run(tmp_path, laplace(likelihood=likelihood), model, DataLoader(TensorDataset(x, y), 5), fast_dev_run=1)
 

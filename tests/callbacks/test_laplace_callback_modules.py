@@ -138,7 +138,7 @@ def test_lightnings_transformer_as_it_is_gives_one_row_per_token_and_the_error_s
         prepare_data = Translator.prepare_data
         split_batch = Translator.split_batch
 
-    with pytest.raises(CurvatureError, match=r"output must have one row per example, but \d examples gave"):
+    with pytest.raises(CurvatureError, match=r"must return one row per example, but \d examples gave"):
         trainer(tmp_path, laplace(subset="last_layer"), max_epochs=1).fit(AsItIs(vocab_size=7), tokens(4, 0))
 
 

@@ -79,7 +79,7 @@ def test_what_cannot_work_is_known_before_the_first_step(words: Any, error: Any,
 
 
 def test_a_subnetwork_that_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bayes.trainer.dry_run._memory", lambda device: 100.0)
+    monkeypatch.setattr("lightning_bayes.trainer.dry_run._free_memory", lambda device: 100.0)
     with pytest.raises(CurvatureError, match="structure='full' over 20 weights needs"):
         trainer(tmp_path, plain(subset=Subnetwork(20)), **DOUBLE).fit(LitNet(), loader())
 

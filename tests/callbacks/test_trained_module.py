@@ -255,7 +255,7 @@ def test_data_that_were_torn_down_are_set_up_again_which_is_said(tmp_path: Path)
     L.seed_everything(0, verbose=False)
     model, own, dm = Classifier(), trainer(tmp_path, max_epochs=1), Data()
     own.fit(model, datamodule=dm)
-    with pytest.warns(UserWarning, match="Data has been trained with and torn down, .* needs a seed of its own"):
+    with pytest.warns(UserWarning, match="Data was torn down after training .* needs a fixed seed"):
         posterior = lightning_bayes.fit(model, dm, progress=False)
     assert posterior.n_data == 37
 

@@ -15,7 +15,7 @@ from helpers.training import trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from second_device import load
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import (
     L2MCallback,
@@ -87,13 +87,19 @@ def trained(make: Any, device: torch.device, world: int) -> dict[str, Any]:
         group = {"process_group_backend": BACKEND, "cluster_environment": LightningEnvironment()}
         strategy = Distributed(SecondAccelerator(), parallel_devices=[device] * world, **group)
         where = {"strategy": strategy, "devices": world, "accelerator": "auto"}
-    data = [DataLoader(loader("classification", seed).dataset, 12 // world) for seed in (1, 3, 5)]
+    data = [shared(loader("classification", seed).dataset, world) for seed in (1, 3, 5)]
     with TemporaryDirectory() as folder:
-        fit = trainer(Path(folder), callback, max_epochs=1, **where)
+        fit = trainer(Path(folder), callback, max_epochs=1, use_distributed_sampler=False, **where)
         fit.fit(module, data[0], data[1])
         (logged,) = fit.test(module, data[2], verbose=False)
     logged = {key: torch.tensor(value) for key, value in logged.items() if key != "test_loss"}  # of each process
     return {"mean": callback.posterior.mean, "precision": callback.posterior.precision.to_dense(), **logged}
+
+
+def shared(data: Any, world: int) -> DataLoader[Any]:
+    """Process r has examples r, r + W, …: Lightning's own sampler would shuffle the training data of several."""
+    rank = dist.get_rank() if world > 1 else 0
+    return DataLoader(data, 12 // world, sampler=DistributedSampler(data, world, rank, shuffle=False))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from variational_cases import NOISE, Lit, gradients, images, options, spread, ta
 
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin, VariationalLaplaceMixin
-from lightning_bayes.mixins.step_checks import CHECK_INTERVAL
 
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "auto": (VariationalLaplaceMixin, {}),
@@ -86,7 +85,7 @@ def test_a_step_that_is_wrong_moves_nothing_and_is_told(what: str, method: str) 
     assert all(torch.equal(g, torch.zeros_like(g)) for g in still.values())
     kind, message = MESSAGES[what]
     with pytest.raises(kind, match=message):
-        module._variational.checks.look()
+        module._variational.checks.raise_pending()
 
 
 @pytest.mark.parametrize("method", ["auto", "vi"])
@@ -99,7 +98,7 @@ def test_a_class_that_is_none_is_told_by_the_likelihoods_own_loss(method: str) -
     module.training_step(batch("classification"), 0)
     module.training_step(awry("class"), 1)
     with pytest.raises(LikelihoodError, match=MESSAGES["class"][1]):
-        module._variational.checks.look()
+        module._variational.checks.raise_pending()
 
 
 @pytest.mark.parametrize("what", ["target", "loss"])

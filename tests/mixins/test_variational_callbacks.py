@@ -36,7 +36,7 @@ def made(mixin: type) -> Any:
 def test_a_laplace_posterior_over_log_sigma_is_refused_before_training(mixin: type, tmp_path: Path) -> None:
     module, callback = made(mixin), LaplaceCallback(progress=False)
     why = (
-        "Bayes is variational and has a posterior of its own, but LaplaceCallback would take its log σ for weights: "
+        "Bayes is variational and already has a posterior, but LaplaceCallback would take its log σ for weights: "
         "leave the callback out, or for a Laplace posterior around the means name its network= or its subset= of"
     )
     with pytest.raises(ModuleError, match=why):
@@ -81,7 +81,7 @@ def test_what_reads_the_loss_of_training_is_refused_with_any_network(
     """The variational loss has a KL divergence in it, and the noise of samples or a squared gradient."""
     module = made(mixin)
     why = (
-        f"Bayes is variational and has a posterior of its own, but {kind.__name__} needs a loss that is the negative "
+        f"Bayes is variational and already has a posterior, but {kind.__name__} needs a loss that is the negative "
         "log-likelihood alone: leave the callback out, or train the module without the mixin"
     )
     with pytest.raises(ModuleError, match=why):

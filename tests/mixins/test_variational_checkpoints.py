@@ -86,7 +86,7 @@ class Own(Gaussian):
 def test_a_likelihood_of_ones_own_has_to_be_passed_again(tmp_path: Path) -> None:
     given = {**options("regression"), "likelihood": Own(0.6)}
     path = fitted(tmp_path, VL("mlp", "regression", variational=given))
-    with pytest.raises(OptionError, match=r"Own' cannot be made from a file: pass variational={'likelihood': …} again"):
+    with pytest.raises(OptionError, match=r"Own' cannot be loaded from a file: pass variational={'likelihood': …}"):
         VL.load_from_checkpoint(path, task="regression")
     again = VL.load_from_checkpoint(path, task="regression", variational=given)
     assert isinstance(again._variational.options.likelihood, Own)

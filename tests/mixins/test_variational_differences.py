@@ -12,7 +12,7 @@ from variational_cases import VL, Lit, dataset, gradients, images, options, spre
 
 from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
 from lightning_bayes.mixins import squared_gradient as sg
-from lightning_bayes.mixins.watched_step import watching
+from lightning_bayes.mixins.training_step import recorded_calls
 from lightning_bayes.trainer.loss_check import mean_nll
 
 STEPS = ("exact", "finite_difference")
@@ -22,7 +22,7 @@ DIFFERENCES = ("finite_difference", "two_passes")
 def own_gradients(module: Any, x: Tensor, ỹ: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`∂R/∂θ` in float32 by differences, and in float64 by double backward."""
     likelihood, S = module._variational.options.likelihood, len(x)
-    with watching(module) as calls:
+    with recorded_calls(module) as calls:
         f = module(x)
     pairs = dict(module.weights_and_log_sigma().values())
     at_mean = sg.gradients_of(mean_nll(likelihood, f, ỹ), module._variational.trainable())

@@ -183,7 +183,7 @@ def test_weight_decay_as_a_prior_needs_one(tmp_path: Path) -> None:
     ):
         trainer(tmp_path).fit(VL(variational=options(prior_std="weight_decay")), loader())
     mixed = DecayedVL(variational=options(prior_std="weight_decay", deterministic=["*.bias"]))
-    with pytest.raises(PriorStdError, match="put those into a param group of their own"):
+    with pytest.raises(PriorStdError, match="put those into a separate param group"):
         trainer(tmp_path).fit(mixed, loader())
 
 
@@ -265,7 +265,7 @@ UNCOUNTABLE = {
     "whole batches": (lambda: DataLoader(list(loader()), batch_size=None), "because the dataset gives whole batches"),
     "two loaders": (
         lambda: {"a": loader(), "b": loader()},
-        "there are 2 training dataloaders, and nothing says which one holds each example once",
+        "there are 2 training dataloaders, but a posterior needs one that has each example once",
     ),
 }
 

@@ -14,9 +14,14 @@ import torch.distributed as dist
 from helpers.networks import made, mlp
 from helpers.tensors import real
 from helpers.training import LitNet, dataset, loader, trainer
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_bayes import LaplaceCallback, fit_laplace
+from lightning_bayes import LaplaceCallback, SWAGCallback, fit_laplace
+from lightning_bayes.callbacks.sharded_fit import fit_diagonal
+from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.network import Processes
 from lightning_bayes.trainer.checkpoints import callback_state, put_calibrations, put_posterior
 from lightning_bayes.trainer.data import loaders_of
@@ -57,13 +62,13 @@ class Failing:
         yield real(3, 3, seed=1), torch.arange(3) % 3
 
 
-def fit(data: Any, structure: str = "kron", network: Any = None) -> Any:
-    return fit_laplace(network or made(mlp), data, structure=structure, processes=Processes.current())
+def fit(data: Any, structure: str = "kron", network: Any = None, **options: Any) -> Any:
+    return fit_laplace(network or made(mlp), data, structure=structure, processes=Processes.current(), **options)
 
 
-def wrong_label(folder: Path) -> None:
+def with_wrong_label() -> list[Any]:
     y = torch.tensor([0, 1, 2, 0 if dist.get_rank() == 0 else 7])
-    fit([(real(4, 3), torch.arange(4) % 3), (real(4, 3, seed=1), y)])
+    return [(real(4, 3), torch.arange(4) % 3), (real(4, 3, seed=1), y)]
 
 
 def hook(folder: Path) -> None:
@@ -75,6 +80,65 @@ def hook(folder: Path) -> None:
 
     network.register_forward_hook(fail)
     fit(Failing(0), network=network)
+
+
+def different_shapes(folder: Path) -> None:
+    """Points that cannot be kept together, on the second process."""
+    lengths = (2, 2) if dist.get_rank() == 0 else (2, 5)
+    data = [(real(4, length, 3, seed=length), torch.arange(4) % 3) for length in lengths]
+    fit_laplace(Pooled(), data, gp_points=8, processes=Processes.current())
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = made(mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.mean(1))
+
+
+def linear_model(call: Callable[[LinearModel, Any], Any]) -> Callable[[Path], None]:
+    def run(folder: Path) -> None:
+        call(LinearModel(Failing(), Processes.current()), fit(Failing(0)))
+
+    return run
+
+
+class FailingExamples(Dataset[Any]):
+    """The last one cannot be read on the second process."""
+
+    def __len__(self) -> int:
+        return len(dataset())
+
+    def __getitem__(self, index: int) -> Any:
+        if index == len(self) - 1 and dist.get_rank() == 1:
+            raise OSError(SENTENCE)
+        return dataset()[index]
+
+
+class Normed(LitNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def swag_statistics(folder: Path) -> None:
+    callback = SWAGCallback(start=0, every_n_steps=1, data=DataLoader(FailingExamples(), 4), progress=False)
+    fit = trainer(folder, callback, devices=2, strategy="ddp", precision="64-true", max_epochs=1)
+    fit.fit(Normed(), DataLoader(dataset(), 4))
+
+
+def sharded(data: Callable[[], Any]) -> Callable[[Path], None]:
+    """A diagonal over weights that the processes share."""
+
+    def run(folder: Path) -> None:
+        network = made(mlp)
+        fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+        callback = LaplaceCallback(structure="diag", curvature="empirical_fisher", predictive="bnn")
+        fit_diagonal(callback, network, data(), (real(2, 3), torch.arange(2)), Processes.current())
+
+    return run
 
 
 def data_module(fails_in: str, on: int) -> Callable[[Path], None]:
@@ -120,13 +184,20 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "the second pass of ekfac": lambda folder: fit(Failing(2), "ekfac"),
     "the second pass of lowrank": lambda folder: fit(Failing(2), "lowrank"),
     "the log-likelihood": lambda folder: fit(Failing(0)).with_log_likelihood(Failing(), Processes.current()),
-    "a label": wrong_label,
+    "a label": lambda folder: fit(with_wrong_label()),
     "a hook": hook,
+    "the leverage of points": lambda folder: fit(Failing(2), gp_points=3, gp_selection="leverage"),
+    "the shapes of points": different_shapes,
+    "a product with the linear model": linear_model(lambda model, p: model.product(p, torch.ones_like(p.mean))),
+    "the linear model at other weights": linear_model(lambda model, p: model.at(p, torch.ones_like(p.mean))),
+    "a loader of a sharded network": sharded(Failing),
+    "a label of a sharded network": sharded(with_wrong_label),
     "prepare_data": data_module("prepare_data", 0),
     "setup": data_module("setup", 1),
     "put_posterior": checkpoint(lambda fit, path: put_posterior(fit, path, "key", "name", {}, POSTERIOR)),
     "put_calibrations": checkpoint(lambda fit, path: put_calibrations(fit, path, "key", POSTERIOR)),
     "callback_state": checkpoint(lambda fit, path: callback_state(fit, path, "key", "posterior")),
+    "the statistics of batch norms": swag_statistics,
     "the posterior's file": file,  # the last: a Trainer whose process failed is not used again
 }
 

@@ -7,7 +7,8 @@ from helpers.processes import launched, results
 
 SAID = {
     **dict.fromkeys(CASES, SENTENCE),
-    "a label": "7",
+    **dict.fromkeys(("a label", "a label of a sharded network"), "7"),
+    "the shapes of points": "different shapes",
     **dict.fromkeys(("put_posterior", "put_calibrations", "callback_state"), "missing.ckpt"),
     "the posterior's file": "posteriors",
 }

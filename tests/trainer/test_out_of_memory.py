@@ -40,9 +40,9 @@ def test_a_networks_own_error_names_the_network_and_out_of_memory_stays() -> Non
 
 def test_in_its_own_mode_a_network_may_fail_but_for_memory() -> None:
     x, rng = torch.ones(2, 3), RandomState.now(None)
-    assert dry_run._in_own_mode(Raising(ValueError("no")), x, rng, quiet_trainer()) is None
+    assert dry_run._training_outputs(Raising(ValueError("no")), x, rng, quiet_trainer()) is None
     with pytest.raises(torch.OutOfMemoryError):
-        dry_run._in_own_mode(Raising(FULL), x, rng, quiet_trainer())
+        dry_run._training_outputs(Raising(FULL), x, rng, quiet_trainer())
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from multiplier_cases import SCHEDULERS, Multiplied, Record, adam, loader, scheduled, trainer, two_rates
 from torch.optim import lr_scheduler
 
-from lightning_bayes.mixins.multiplier import REACH
+from lightning_bayes.mixins.multiplier import BOUND
 
-BOUND = "log σ can move by at most"
+TOO_SHORT = "log σ can move by at most"
 ENOUGH = 1000.0  # a multiplier with which nothing is out of reach
 
 
 def summed(run: Any) -> list[float]:
     """What the groups of log σ have summed."""
-    return [float(group[REACH]) for group in run.optimizers[0].param_groups if REACH in group]
+    return [float(group[BOUND]) for group in run.optimizers[0].param_groups if BOUND in group]
 
 
 def expected(record: Record) -> list[float]:
@@ -67,7 +67,7 @@ def test_a_resumed_run_sums_on(tmp_path: Path) -> None:
     assert run(3, first) == pytest.approx(whole, rel=1e-12)
     checkpoint = torch.load(first, weights_only=False)
     for group in checkpoint["optimizer_states"][0]["param_groups"]:
-        group.pop(REACH, None)
+        group.pop(BOUND, None)
     torch.save(checkpoint, tmp_path / "old.ckpt")
     assert run(3, tmp_path / "old.ckpt") == []
 
@@ -81,10 +81,10 @@ def fit(tmp_path: Path, configure: Any, multiplier: Any, **arguments: Any) -> No
 def test_it_warns_below_three_and_says_what_is_enough(tmp_path: Path) -> None:
     """15 steps at a learning rate of 0.01: 0.15 times the multiplier."""
     with pytest.warns(
-        UserWarning, match=f"{BOUND} 1.5 in the 15 planned steps.*multiplier 10,.*multiplier to 20 or more"
+        UserWarning, match=f"{TOO_SHORT} 1.5 in the 15 planned steps.*multiplier 10,.*multiplier to 20 or more"
     ):
         fit(tmp_path, adam, 10.0)
-    with pytest.warns(UserWarning, match=BOUND):
+    with pytest.warns(UserWarning, match=TOO_SHORT):
         fit(tmp_path, adam, 19.9)
     fit(tmp_path, adam, 20.1)  # a warning would be an error
 
@@ -92,12 +92,12 @@ def test_it_warns_below_three_and_says_what_is_enough(tmp_path: Path) -> None:
 def test_the_smallest_of_all_counts(tmp_path: Path) -> None:
     """Groups at 0.02 and 0.01: with 20 each the bound is 6 and 3, with a pattern the first may have less."""
     fit(tmp_path, two_rates, {"net.0.*": 10.1, "*": 20.1})
-    with pytest.warns(UserWarning, match=f"{BOUND} 2.7 .*multiplier 9,.*multiplier to 10 or more"):
+    with pytest.warns(UserWarning, match=f"{TOO_SHORT} 2.7 .*multiplier 9,.*multiplier to 10 or more"):
         fit(tmp_path, two_rates, {"net.0.*": 9.0, "*": 20.1})
 
 
 def test_two_multipliers_in_one_group(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=f"{BOUND} 2.1 .*multiplier 14,.*multiplier to 20 or more"):
+    with pytest.warns(UserWarning, match=f"{TOO_SHORT} 2.1 .*multiplier 14,.*multiplier to 20 or more"):
         fit(tmp_path, adam, {"net.0.*": 14.0, "*": 60.0})
 
 
@@ -108,15 +108,17 @@ def halving(module: Any) -> Any:
 
 def test_a_schedule_counts(tmp_path: Path) -> None:
     """3 · 0.1 · (1 + ½ + ¼ + ⅛ + 1/16) = 0.58125 in five epochs, which is known when they are over."""
-    with pytest.warns(UserWarning, match=f"{BOUND} 2.9 with the learning rates of this training.*has stopped.* 6 or"):
+    with pytest.warns(
+        UserWarning, match=f"{TOO_SHORT} 2.9 with the learning rates of this training.*has stopped.* 6 or"
+    ):
         fit(tmp_path, halving, 5.0)
     fit(tmp_path, halving, 5.2)
 
 
 def test_what_is_said_when_training_starts_is_not_said_again(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=BOUND) as caught:
+    with pytest.warns(UserWarning, match=TOO_SHORT) as caught:
         fit(tmp_path, halving, 1.0)
-    (said,) = [str(warning.message) for warning in caught if BOUND in str(warning.message)]
+    (said,) = [str(warning.message) for warning in caught if TOO_SHORT in str(warning.message)]
     assert "planned" in said
 
 
@@ -142,7 +144,7 @@ def test_a_plateau_may_come_and_it_says_so(tmp_path: Path) -> None:
         optimizer = adam(module)
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "rising"}
 
-    with pytest.warns(UserWarning, match=rf"{BOUND} 1.5 .*\(if ReduceLROnPlateau never raises them above 0.01\)"):
+    with pytest.warns(UserWarning, match=rf"{TOO_SHORT} 1.5 .*\(if ReduceLROnPlateau never raises them above 0.01\)"):
         fit(tmp_path, configure, 10.0)
     fit(tmp_path, configure, 20.1)
 
@@ -162,7 +164,7 @@ def test_a_schedule_that_holds_the_module(tmp_path: Path) -> None:
         optimizer = adam(module)
         return [optimizer], [lr_scheduler.LambdaLR(optimizer, module.factor)]
 
-    with pytest.warns(UserWarning, match=f"{BOUND} 1.7 with the learning rates of this training"):
+    with pytest.warns(UserWarning, match=f"{TOO_SHORT} 1.7 with the learning rates of this training"):
         trainer(tmp_path, max_epochs=5).fit(Holding(configure, log_sigma_multiplier=30.0), loader())
 
 
@@ -171,13 +173,13 @@ def test_training_that_is_stopped_early_is_too_short(epochs: int, tmp_path: Path
     """150 steps were planned, or no end at all; six were made."""
     module = Multiplied(log_sigma_multiplier=10.0)
     stop = EarlyStopping("rising", patience=1, check_on_train_epoch_end=True)
-    with pytest.warns(UserWarning, match=f"{BOUND} 0.6 with the learning rates of this training"):
+    with pytest.warns(UserWarning, match=f"{TOO_SHORT} 0.6 with the learning rates of this training"):
         trainer(tmp_path, stop, max_epochs=epochs).fit(module, loader())
 
 
 def quiet(tmp_path: Path, configure: Any, **arguments: Any) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=BOUND)
+        warnings.filterwarnings("error", message=TOO_SHORT)
         fit(tmp_path, configure, 1.0, **arguments)
 
 
