@@ -141,18 +141,17 @@ class Gaussian(RealTargets):
     def _noise(self, f: Tensor) -> Tensor:
         """`σ` in the dtype and on the device of `f`, shaped to broadcast over its dim 1."""
         σ = cast_like(self._σ, f)
-        return σ.view(-1, *[1] * (f.ndim - 2)) if σ.ndim else σ
-
-    def _check_outputs(self, f: Tensor) -> None:
-        super()._check_outputs(f)
-        σ = self._σ
-        if σ.ndim and (f.ndim < 2 or f.shape[1] != len(σ)):
+        if σ.ndim == 0:
+            return σ
+        if f.ndim < 2 or f.shape[1] != len(σ):
             raise LikelihoodError(
                 f"Gaussian has a noise_std for each of {len(σ)} outputs, but the network's outputs have shape "
                 f"{list(f.shape)}; give one number, or one noise_std per output in dim 1."
             )
+        return σ.view(-1, *[1] * (f.ndim - 2))
 
     def _check_targets(self, f: Tensor, y: Tensor) -> None:
+        self._noise(f)
         super()._check_targets(f, y)
         self._check_shape(f, y, f.shape)
 

@@ -71,6 +71,9 @@ class LinearMeasurement(RealTargets):
     def with_noise(self, noise_std: float | Tensor) -> LinearMeasurement:
         return replace(self, noise_std=float(noise_std))
 
+    def least_nll(self, n_outputs: int) -> float:
+        return n_outputs * (math.log(self.noise_std) + 0.5 * math.log(2 * math.pi))
+
     def log_likelihood_per_example(self, f: Tensor, y: Tensor) -> Tensor:
         errors = self._errors(f, y) / self.noise_std  # [B, d_y]
         return -0.5 * errors.square().sum(1) - self.least_nll(y.shape[1])

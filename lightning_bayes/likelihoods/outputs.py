@@ -108,7 +108,7 @@ def _standard_nodes(S: int, C: int) -> Tensor:
     function of the outputs is then exact.  # [S, C]"""
     engine = torch.quasirandom.SobolEngine(min(C, torch.quasirandom.SobolEngine.MAXDIM), scramble=True, seed=0)
     z = standard_normal(engine.draw(S, dtype=torch.float64))
-    z = z[:, torch.arange(C, device="cpu") % engine.dimension]  # Sobol has fewer dimensions than some networks classes
+    z = z[:, torch.arange(C, device="cpu") % engine.dimension]  # repeated beyond MAXDIM
     z = z - z.mean(0)
     if S <= C:
         return z

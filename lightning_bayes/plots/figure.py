@@ -1,9 +1,8 @@
 """The style and the checks that all plots share, and where finished figures go.
 
 Colours are from Okabe & Ito (2008) and work with any colour vision. No plot relies on colour alone: lightness,
-hatching, line style and markers keep it readable in grey print. Figures are made without pyplot, so nothing is
-registered with it, the user's settings stay as they are, and no display is needed. For a pyplot figure, pass one of its
-axes.
+hatching, line style and markers keep it readable in grey print. Figures do not use pyplot, so they need no display and
+change neither its open figures nor the user's settings. For a pyplot figure, pass one of its axes.
 """
 
 from collections.abc import Iterable, Iterator

@@ -186,7 +186,7 @@ def _draw_classes(ax: "Axes", xs: np.ndarray, ys: np.ndarray, p: np.ndarray, dat
 def _roomiest_cell(region: np.ndarray, data: np.ndarray) -> np.ndarray:
     """The cell (column, row) of a region `[H, W]` farthest from its border and from the data, for the class label."""
     stride = max(1, max(region.shape) // 30)  # a coarse grid is enough
-    inside = np.pad(region[::stride, ::stride], 1).T  # the frame of the map is a border, too
+    inside = np.pad(region[::stride, ::stride], 1).T  # the frame of the map is also a border
     cells = np.argwhere(inside)  # [M, 2]
     obstacles = np.concatenate([np.argwhere(~inside), data / stride + 1])  # [K, 2]
     room = ((cells[:, None] - obstacles) ** 2).sum(-1).min(1)  # [M]
