@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 AnyMetric = TypeVar("AnyMetric", bound=AdditiveMetric)
 
-LOCAL: dict[str, Any] = {"distributed_available_fn": lambda: False}  # the tensors of this process only
+_LOCAL: dict[str, Any] = {"distributed_available_fn": lambda: False}  # the tensors of this process only
 _CALIBRATION_NAMES = {"l1": "ECE", "l2": "RMSCE", "max": "MCE"}
 _QUANTILE_NAMES = {"l1": "mean gap", "l2": "RMS gap", "max": "largest gap"}
 _MOST_POINTS, _MOST_BARS = 2000, 50
@@ -74,7 +74,7 @@ def reliability_diagram(
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Reliability diagram of `probs` `[B, C, ...]` for `target` `[B, ...]`, with the calibration error."""
-    return _of_tensors(CalibrationError(n_bins, norm, binning, **LOCAL), probs=probs, target=target).plot(ax=ax)
+    return _of_tensors(CalibrationError(n_bins, norm, binning, **_LOCAL), probs=probs, target=target).plot(ax=ax)
 
 
 @draw.register(CalibrationError)
@@ -128,7 +128,7 @@ def regression_calibration_curve(
     ax: "Axes | None" = None,
 ) -> tuple["Figure", "Axes"]:
     """Observed against expected quantile levels of `target` under N(mean, variance), with the calibration error."""
-    metric = RegressionCalibrationError(n_bins, norm, **LOCAL)
+    metric = RegressionCalibrationError(n_bins, norm, **_LOCAL)
     return _of_tensors(metric, mean=mean, variance=variance, target=target).plot(ax=ax)
 
 
@@ -146,7 +146,7 @@ def _draw_quantiles(metric: RegressionCalibrationError, ax: Any, val: Any = None
 
 def risk_coverage_curve(confidence: Tensor, correct: Tensor, ax: "Axes | None" = None) -> tuple["Figure", "Axes"]:
     """Risk–coverage curve of `confidence` `[N]` (any real number) and `correct` `[N]`, with its area."""
-    return _of_tensors(RiskCoverage(**LOCAL), confidence=confidence, correct=correct).plot(ax=ax)
+    return _of_tensors(RiskCoverage(**_LOCAL), confidence=confidence, correct=correct).plot(ax=ax)
 
 
 @draw.register(RiskCoverage)
@@ -173,7 +173,7 @@ def ood_histogram(score: Tensor, is_ood: Tensor, n_bins: int = 40, ax: "Axes | N
     """Histograms of `score` `[N]`, larger meaning more out-of-distribution. Infinite scores count in the outermost
     bars."""
     count("n_bins", n_bins, error=MetricInputError)
-    return _draw_ood(_of_tensors(OODDetection(**LOCAL), score=score, is_ood=is_ood), ax, n_bins=n_bins)
+    return _draw_ood(_of_tensors(OODDetection(**_LOCAL), score=score, is_ood=is_ood), ax, n_bins=n_bins)
 
 
 @draw.register(OODDetection)

@@ -1,4 +1,4 @@
-"""A likelihood of one's own is one small class: counts, as a Poisson regression with a log link."""
+"""A user's own likelihood is one small class; here a Poisson regression of counts with a log link."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_the_default_check_wants_one_target_per_example() -> None:
 
 
 class CorrelatedRoot:
-    """A root that a likelihood gets from a class beside it."""
+    """A mixin that overrides the root of a likelihood."""
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         root = torch.tensor([[1.0, 0.5], [0.0, 1.0]], dtype=f.dtype)  # [K, C]

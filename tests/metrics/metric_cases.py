@@ -1,4 +1,4 @@
-"""One list of metrics and data for every test that holds for all of them; ties and uneven sizes included."""
+"""The metrics and data for the tests that apply to all metrics, with ties and uneven sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ def test_class_wise_is_the_mean_over_one_against_the_rest() -> None:
 
 
 def test_equal_confidences_share_their_bins_evenly() -> None:
-    """Six predictions, one confidence, half of them right: every bin is half right, in whatever order they come."""
+    """Six predictions, one confidence, half of them right: every bin is half right, in any order."""
     probs = torch.tensor([[0.8, 0.2]]).repeat(6, 1)
     for target in ([0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 1, 0]):
         bins = F.reliability_bins(probs, torch.tensor(target), n_bins=4, binning="mass")

@@ -74,7 +74,7 @@ def test_the_parts_are_murphys_where_forecasts_are_few() -> None:
 
 
 def test_one_hot_targets_are_refused_and_labels_of_their_own_are_not() -> None:
-    """Both have the shape of probs; only one-hot targets sum to one wherever probs do."""
+    """Both have the shape of probs; only one-hot targets sum to one in every row, as probs do."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((6, 3), (6, 3, 2)):
         probs = torch.randn(shape, generator=generator).softmax(1)

@@ -105,7 +105,7 @@ def test_a_gradient_of_the_model_is_not_kept_alive(case: Case) -> None:
 
 
 def test_a_collection_shares_states_only_where_the_updates_agree() -> None:
-    """The first batch lies inside both intervals, so that the two coverages agree after it, but not in the end."""
+    """The first batch lies inside both intervals, so the two coverages agree after it, but not after the second."""
     collection = MetricCollection(
         {
             "narrow": metrics.IntervalCoverage(level=0.5),

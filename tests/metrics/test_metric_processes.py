@@ -45,7 +45,7 @@ def worker(rank: int, folder: str) -> None:
 
 
 def filled(metric: Any, data: str, part: slice) -> Any:
-    """A metric updated three times, unless its part is empty: then never."""
+    """A metric updated three times, or never if its part is empty."""
     inputs = tuple(x[part] for x in DATA[data])
     if len(inputs[0]):
         for batch in zip(*(x.tensor_split([2, 9]) for x in inputs), strict=True):

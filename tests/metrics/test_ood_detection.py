@@ -36,7 +36,7 @@ def test_exact_mode_is_scikit_learn(scale: float) -> None:
 
 
 def test_a_batch_outside_the_unit_interval_changes_nothing_about_the_others() -> None:
-    """The trap: a metric that squashes only those batches that leave [0, 1] ranks 0.9 of one above 3.0 of another."""
+    """A sigmoid on only the batches outside [0, 1] would rank 0.9 of one batch above 3.0 of another."""
     metric = OODDetection()
     metric.update(torch.tensor([0.1, 0.2, 0.9]), torch.tensor([False, False, False]))
     metric.update(torch.tensor([1.5, 3.0, -7.0]), torch.tensor([True, True, False]))
@@ -80,10 +80,10 @@ def test_one_kind_alone_is_nan() -> None:
     [("latent", 0.998886), ("output", 0.999290), ("likelihood", 0.991048), ("typicality", 0.987978)],
 )
 def test_auroc_of_the_laplacian_autoencoders_own_scores(score: str, auroc: float, data_folder: Path) -> None:
-    """10,000 scores of the authors' stored run, in batches of uneven sizes, and the AUROC that they found."""
+    """10,000 scores of the authors' stored run, in batches of uneven sizes, give the AUROC that the authors report."""
     path = data_folder / "outside" / "lae_ood_scores.npz"
     if not path.exists():
-        pytest.skip(f"there is no outside/{path.name} in the folder that LIGHTNING_BAYES_DATA names")
+        pytest.skip(f"LIGHTNING_BAYES_DATA has no outside/{path.name}")
     with numpy.load(path) as file:
         values, is_ood = torch.as_tensor(file[score]), torch.as_tensor(file[f"{score}_is_ood"]).bool()
     metric = OODDetection()

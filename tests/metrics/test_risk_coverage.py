@@ -51,7 +51,7 @@ def test_a_constant_confidence_has_the_error_rate_as_its_area() -> None:
 
 
 def drawn(m: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Confidences that are uniform; an error has the probability 0.3 (1 − c)², so that R(θ) = 0.1 (1 − θ)²."""
+    """Uniform confidences c with error probability 0.3 (1 − c)², so R(θ) = 0.1 (1 − θ)²."""
     c = torch.rand(m, generator=g, dtype=torch.float64)
     return c, torch.rand(m, generator=g, dtype=torch.float64) >= 0.3 * (1 - c) ** 2
 
@@ -69,7 +69,7 @@ def test_the_binomial_tail_is_exact() -> None:
 
 
 def slow_threshold(confidence: Tensor, correct: Tensor, risk: Fraction, delta: Fraction) -> float:
-    """The definition, in fractions: the lowest of the thresholds whose number of kept examples was fixed before."""
+    """The definition in fractions: the lowest passing threshold among ranks that were fixed in advance."""
     c, right, m = confidence.tolist(), correct.tolist(), len(confidence)
     K = math.ceil(m**0.5 / 2)
     fewest = next(j for j in range(10**6) if (1 - risk) ** j <= delta / K)
@@ -100,7 +100,7 @@ def test_the_threshold_is_the_lowest_that_passes(risk: Fraction, delta: Fraction
 
 @pytest.mark.parametrize("m", [100, 400])
 def test_the_risk_of_what_is_kept_is_as_promised(m: int) -> None:
-    """In at most a share δ of many draws the true risk above the threshold is larger; and something is kept."""
+    """The true risk above the threshold exceeds the target in at most a share δ of the draws; something is kept."""
     g, δ, kept, too_risky = seeded(), 0.2, 0.0, 0
     for _ in range(400):
         θ = min(max(float(F.threshold_for_risk(*drawn(m, g), risk=0.05, delta=δ)), 0.0), 1.0)
@@ -111,7 +111,7 @@ def test_the_risk_of_what_is_kept_is_as_promised(m: int) -> None:
 
 
 def test_the_promise_holds_where_confidence_says_nothing() -> None:
-    """All thresholds have the risk 0.1, just above the target: keeping anything at all is the error."""
+    """All thresholds have the risk 0.1, just above the target, so keeping anything is an error."""
     g, wrong = seeded(1), 0
     for _ in range(400):
         c, ok = torch.rand(300, generator=g), torch.rand(300, generator=g) >= 0.1

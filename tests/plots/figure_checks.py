@@ -1,4 +1,4 @@
-"""What can be asked of a drawn figure: the texts on it, and whether they fit."""
+"""Checks of a drawn figure: its texts, and whether they fit."""
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
