@@ -1,1 +1,1 @@
-"""Inverse problems: a linearised network as the prior of an image that is measured linearly."""
+"""Inverse problems: a linearised network as the prior of an image with linear measurements."""
