@@ -1,34 +1,33 @@
-"""A Gaussian prior over weights, block by block, whose covariance is a sum of fixed matrices with tunable factors.
+"""`BlockPrior`: a Gaussian prior over weights whose covariance is a sum of fixed matrices with tunable factors.
 
-Weights `θ ~ N(0, Σ)` with `Σ = Σ_d Σ_r w_dr B_dr`, `d` the blocks of a network:
+Weights are `θ ~ N(0, Σ)` with `Σ = Σ_d Σ_r w_dr B_dr`, where `d` counts the blocks of a network:
 
-| word         | factors                                                                             |
+| prior        | factors                                                                             |
 |--------------|-------------------------------------------------------------------------------------|
 | `"gaussian"` | one variance `s²` for all weights: `Σ = s²I`                                        |
 | `"ard"`      | one variance per block: `w_d = s_d²`, automatic relevance determination             |
 | `"filters"`  | variance and length per block: within each filter of a convolution the covariance   |
 |              | of two weights falls with their distance `r` on the grid, `w_dr = s_d² exp(−r/ℓ_d)` |
 
-Filters of 3 × 3 have six distances, so that six matrices `B_dr` (which pairs of weights are at distance `r`) span all
-lengths `ℓ`. Whatever is linear in `Σ`, as a kernel `JΣJᵀ`, is the same sum of matrices that are computed once. Weights
-that are no filters (biases, norms, 1 × 1 convolutions, linear layers) are independent.
+Filters of 3 × 3 have six distances, so six matrices `B_dr` (the pairs of weights at distance `r`) span all lengths `ℓ`.
+Anything linear in `Σ`, such as a kernel `JΣJᵀ`, is the same sum of matrices that are computed once. Other weights
+(biases, norms, 1 × 1 convolutions, linear layers) are independent.
 
-The expected total variation of an image under a prior over weights, and the prior over its lengths (TV-PredCP).
+`ExpectedVariation` is the expected total variation of an image under such a prior, and the prior over its lengths
+(TV-PredCP; Antorán et al. 2022, "A probabilistic deep image prior for computational tomography"; tutorial, section 7).
+With block `d` of the weights random and all others at `θ̃`, the image of the linearised network is Gaussian, and so is
+the difference `Δₑ ~ N(μₑ, vₑ)` of two neighbouring pixels. The mean of its absolute value is that of a folded normal:
 
-Antorán et al. 2022, "A probabilistic deep image prior for computational tomography" (tutorial, section 7). With block
-`d` of the weights random and all others at `θ̃`, the linearised network's image is Gaussian, and so is the difference
-`Δₑ ~ N(μₑ, vₑ)` of each two neighbouring pixels. Its absolute value has a mean in closed form, that of a folded normal:
+    κ_d = E[TV(x)] = Σₑ √(2vₑ/π) exp(−μₑ²/2vₑ) + μₑ erf(μₑ/√(2vₑ)),        vₑ = Σ_r w_dr · ΔₑJ B_dr JᵀΔₑᵀ.
 
-    κ_d = E[TV(x)] = Σₑ √(2vₑ/π) exp(−μₑ²/2vₑ) + μₑ erf(μₑ/√(2vₑ)),        vₑ = Σ_r w_dr · ΔₑJ B_dr JᵀΔₑᵀ,
-
-differentiable in the prior's variances and lengths any number of times. The prior over the lengths makes `κ_d`
-exponentially distributed, Π_d Exp(κ_d; λ) |∂κ_d/∂ℓ_d|: small variation is likely.
+The prior over the lengths gives `κ_d` an exponential distribution, `Π_d Exp(κ_d; λ) |∂κ_d/∂ℓ_d|`, which favours a small
+variation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,12 +40,13 @@ from lightning_bayes.network import Subset, SubsetError
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.posterior.gaussian import PosteriorError
 
-WORDS = ("gaussian", "ard", "filters")
+PRIORS = ("gaussian", "ard", "filters")
+_ROWS = 2**25  # numbers in a chunk of Jacobian rows
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A parameter's place in the flat vector, and the size of its filters."""
+    """A parameter's range in the flat vector, and the size of its filters."""
 
     start: int
     stop: int
@@ -56,16 +56,16 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class BlockPrior:
-    """Hyperparameters `φ` are logarithms: those of the variances `s_d²`, then those of the lengths `ℓ_d`."""
+    """Its hyperparameters `φ` are the logarithms of the variances `s_d²`, followed by those of the lengths `ℓ_d`."""
 
-    word: str
+    kind: str
     blocks: tuple[str, ...]
     segments: tuple[Segment, ...]
 
     @staticmethod
     def of(network: nn.Module, subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]] | None) -> BlockPrior:
-        """`blocks` has the parameters or modules of each block; by default each child of the network is one."""
-        word("prior", kind, WORDS)
+        """`blocks` names the parameters or modules of each block; by default each child of the network is a block."""
+        word("prior", kind, PRIORS)
         _check_blocks(subset, kind, blocks)
         names = ("all",) if kind == "gaussian" else tuple(dict.fromkeys(_block_of(n, blocks) for n in subset.names))
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -77,7 +77,7 @@ class BlockPrior:
             block = 0 if kind == "gaussian" else names.index(_block_of(name, blocks))
             kernel = tuple(kernels.get(name, ())) if kind == "filters" else ()
             start = subset.starts[name]
-            segments.append(Segment(start, start + shape.numel(), block, kernel if _size(kernel) > 1 else ()))
+            segments.append(Segment(start, start + shape.numel(), block, kernel if math.prod(kernel) > 1 else ()))
         return BlockPrior(kind, names, tuple(segments))
 
     @property
@@ -86,7 +86,7 @@ class BlockPrior:
 
     @cached_property
     def with_length(self) -> tuple[int, ...]:
-        """Blocks that have filters, and so a length."""
+        """The blocks that have filters, and so a length."""
         return tuple(sorted({s.block for s in self.segments if s.kernel}))
 
     @property
@@ -95,18 +95,18 @@ class BlockPrior:
 
     @cached_property
     def distances(self) -> dict[tuple[int, ...], Tensor]:
-        """Of the weights of a filter.  # {kernel: [k, k]}"""
-        found = {}
+        """The distances between the weights of a filter.  # {kernel: [k, k]}"""
+        distances = {}
         for kernel in {s.kernel for s in self.segments if s.kernel}:
             places = torch.cartesian_prod(
                 *(torch.arange(n, dtype=torch.float64, device="cpu") for n in kernel)
             ).reshape(-1, len(kernel))
-            found[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # equal where they are equal
-        return found
+            distances[kernel] = (places.unsqueeze(1) - places).square().sum(2).sqrt()  # exact: equal ones compare equal
+        return distances
 
     @cached_property
     def terms(self) -> tuple[tuple[int, float], ...]:
-        """Block and distance of each `B_dr`."""
+        """The block and the distance of each `B_dr`."""
         return tuple(
             (d, r)
             for d in range(len(self.blocks))
@@ -114,7 +114,7 @@ class BlockPrior:
         )
 
     def start(self, variance: float, length: float = 1.0) -> Tensor:
-        """`φ` with the same variance and length in each block.  # [n_parameters]"""
+        """`φ` with the same variance and length for all blocks.  # [n_parameters]"""
         logs = [math.log(variance)] * len(self.blocks) + [math.log(length)] * len(self.with_length)
         return torch.tensor(logs, dtype=torch.float64, device="cpu")
 
@@ -123,52 +123,51 @@ class BlockPrior:
         return φ[: len(self.blocks)].exp()
 
     def lengths(self, φ: Tensor) -> Tensor:
-        """Of the blocks with filters.  # [with_length]"""
+        """The lengths of the blocks with filters.  # [with_length]"""
         return φ[len(self.blocks) :].exp()
 
     def weights(self, φ: Tensor) -> Tensor:
         """`w_dr`, differentiable.  # [terms]"""
-        s2, lengths = self.variances(φ), self.lengths(φ)
-        of_block = {d: lengths[i] for i, d in enumerate(self.with_length)}
-        return torch.stack([s2[d] if r == 0 else s2[d] * (-r / of_block[d]).exp() for d, r in self.terms])
+        s2, lengths = self.variances(φ), dict(zip(self.with_length, self.lengths(φ), strict=True))
+        return torch.stack([s2[d] if r == 0 else s2[d] * (-r / lengths[d]).exp() for d, r in self.terms])
 
     def inner(self, term: int, U: Tensor, V: Tensor) -> Tensor:
-        """`U B_dr Vᵀ` of rows.  # [k, P], [l, P] -> [k, l]"""
-        d, r = self.terms[term]
+        """`U B_dr Vᵀ` for rows.  # [k, P], [l, P] -> [k, l]"""
         total = U.new_zeros(len(U), len(V))
-        for s in self.segments:
-            if s.block != d or (r > 0 and r not in self._distances_of(s)):
-                continue
-            u, v = U[:, s.start : s.stop], V[:, s.start : s.stop]
-            total += u @ (v if r == 0 else self._neighbours(v, s, r)).mT
+        for s, Bv in self._products(term, V):
+            total += U[:, s.start : s.stop] @ Bv.mT
         return total
 
     def squares(self, term: int, V: Tensor) -> Tensor:
-        """`vᵀB_dr v` of each row.  # [k, P] -> [k]"""
-        d, r = self.terms[term]
+        """`vᵀB_dr v` for each row.  # [k, P] -> [k]"""
         total = V.new_zeros(len(V))
-        for s in self.segments:
-            if s.block != d or (r > 0 and r not in self._distances_of(s)):
-                continue
-            v = V[:, s.start : s.stop]
-            total += (v * (v if r == 0 else self._neighbours(v, s, r))).sum(1)
+        for s, Bv in self._products(term, V):
+            total += (V[:, s.start : s.stop] * Bv).sum(1)
         return total
 
+    def _products(self, term: int, V: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+        """The segments of a term, with `B_dr v` for each row: the sum over the weights at distance `r`.  # [k, n]"""
+        d, r = self.terms[term]
+        for s in self.segments:
+            if s.block == d and r in self._distances_of(s):
+                v = V[:, s.start : s.stop]
+                yield s, v if r == 0 else self._by_filter(v, s, (self.distances[s.kernel] == r).to(v))
+
     def covariance_times(self, V: Tensor, φ: Tensor) -> Tensor:
-        """`ΣV` of rows, differentiable in `φ`.  # [k, P]"""
-        return torch.cat(
-            [self._by_filter(V[:, s.start : s.stop], s, self._filter_covariance(s, φ)) for s in self.segments], 1
-        )
+        """`ΣV` for rows, differentiable in `φ`.  # [k, P]"""
+        return self._times(V, lambda s: self._filter_covariance(s, φ))
 
     def root_times(self, E: Tensor, φ: Tensor) -> Tensor:
         """Rows with covariance `Σ` from rows of independent numbers.  # [k, P]"""
-        parts = []
-        for s in self.segments:
+
+        def root(s: Segment) -> Tensor:
             C = self._filter_covariance(s, φ)
-            parts.append(
-                self._by_filter(E[:, s.start : s.stop], s, C.sqrt() if C.ndim == 0 else torch.linalg.cholesky(C))
-            )
-        return torch.cat(parts, 1)
+            return C.sqrt() if C.ndim == 0 else torch.linalg.cholesky(C)
+
+        return self._times(E, root)
+
+    def _times(self, V: Tensor, matrix: Callable[[Segment], Tensor]) -> Tensor:
+        return torch.cat([self._by_filter(V[:, s.start : s.stop], s, matrix(s)) for s in self.segments], 1)
 
     def penalty(self, θ: Tensor, φ: Tensor) -> Tensor:
         """`θᵀΣ⁻¹θ`, differentiable.  # [P] -> []"""
@@ -185,25 +184,20 @@ class BlockPrior:
     def _filter_covariance(self, s: Segment, φ: Tensor) -> Tensor:
         """A variance `[]`, or the covariance of a filter's weights `[k, k]`."""
         s2 = self.variances(φ)[s.block]
-        return s2 * self._correlation(s, φ) if s.kernel else s2
-
-    def _correlation(self, s: Segment, φ: Tensor) -> Tensor:
+        if not s.kernel:
+            return s2
         length = self.lengths(φ)[self.with_length.index(s.block)]
-        return (-self.distances[s.kernel].to(length) / length).exp()
+        return s2 * (-self.distances[s.kernel].to(length) / length).exp()
 
     def _distances_of(self, s: Segment) -> frozenset[float]:
         return frozenset(self.distances[s.kernel].flatten().tolist()) if s.kernel else frozenset((0.0,))
-
-    def _neighbours(self, v: Tensor, s: Segment, r: float) -> Tensor:
-        """Each weight's sum over the weights at distance `r` in its filter.  # [k, n]"""
-        return self._by_filter(v, s, (self.distances[s.kernel] == r).to(v))
 
     @staticmethod
     def _by_filter(v: Tensor, s: Segment, C: Tensor) -> Tensor:
         """`C` times each filter, or a number times each weight.  # [k, n]"""
         if C.ndim == 0:
             return v * C.to(v)
-        return (v.reshape(len(v), -1, _size(s.kernel)) @ C.to(v).mT).reshape(v.shape)
+        return (v.reshape(len(v), -1, len(C)) @ C.to(v).mT).reshape(v.shape)
 
 
 def _check_blocks(subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]] | None) -> None:
@@ -212,11 +206,11 @@ def _check_blocks(subset: Subset, kind: str, blocks: Mapping[str, Sequence[str]]
     if kind == "gaussian":
         raise SubsetError("prior='gaussian' has one variance for all weights: leave out blocks=, or use prior='ard'")
     if not isinstance(blocks, Mapping) or any(isinstance(members, str) for members in blocks.values()):
-        raise SubsetError("blocks= is a mapping from names to lists of modules or parameters, as {'head': ['head']}")
+        raise SubsetError("blocks= maps names to lists of modules or parameters, such as {'head': ['head']}")
     for block, members in blocks.items():
         for member in members:
             if not any(name == member or name.startswith(f"{member}.") for name in subset.names):
-                raise SubsetError(f"block {block!r} names {member!r}, which has no parameter of the network")
+                raise SubsetError(f"block {block!r} names {member!r}, which has no parameters in the network")
 
 
 def _block_of(name: str, blocks: Mapping[str, Sequence[str]] | None) -> str:
@@ -228,16 +222,9 @@ def _block_of(name: str, blocks: Mapping[str, Sequence[str]] | None) -> str:
     raise SubsetError(f"no block has the parameter {name}: add it, or its module, to one in blocks=")
 
 
-def _size(kernel: tuple[int, ...]) -> int:
-    return torch.Size(kernel).numel() if kernel else 1
-
-
-_ROWS = 2**25  # numbers of Jacobian rows at a time
-
-
 @dataclass(frozen=True, eq=False)
 class ExpectedVariation:
-    """`κ_d` as a function of the hyperparameters; `μ` and the parts of `v` are known."""
+    """`κ_d` as a function of the hyperparameters, from `μ` and the parts of `v`."""
 
     prior: BlockPrior
     μ: Tensor  # [blocks, edges]
@@ -245,10 +232,10 @@ class ExpectedVariation:
 
     @staticmethod
     def of(products: FixedJacobian, prior: BlockPrior, θ: Tensor) -> ExpectedVariation:
-        """Around weights `θ̃`, by a backward pass for each pair of neighbours and a forward one for each block."""
+        """Around weights `θ̃`: one backward pass for each pair of neighbours, and one forward pass for each block."""
         if len(products.shape) < 4:
             raise PosteriorError(
-                f"the total variation is that of images [1, C, H, W], but the network returns {list(products.shape)}: "
+                f"the total variation needs images [1, C, H, W], but the network returns {list(products.shape)}: "
                 "reshape its output, or use prior='filters'"
             )
         alone = torch.zeros(len(prior.blocks), len(θ)).to(θ)
@@ -258,10 +245,10 @@ class ExpectedVariation:
         μ = torch.stack([differences(image) for image in rest])
         pairs = _pairs(products.shape).to(products.f.device)  # [edges, 2]
         parts = []
-        for some in pairs.split(max(1, _ROWS // (prior.size + products.f.numel()))):
-            U = products.f.new_zeros(len(some), products.f.numel())
-            U.scatter_(1, some[:, :1], -1.0).scatter_(1, some[:, 1:], 1.0)
-            rows = products.pull(U.reshape(len(some), *products.shape))
+        for chunk in pairs.split(max(1, _ROWS // (prior.size + products.f.numel()))):
+            U = products.f.new_zeros(len(chunk), products.f.numel())
+            U.scatter_(1, chunk[:, :1], -1.0).scatter_(1, chunk[:, 1:], 1.0)
+            rows = products.pull(U.reshape(len(chunk), *products.shape))
             parts.append(torch.stack([prior.squares(term, rows).cpu().double() for term in range(len(prior.terms))]))
         return ExpectedVariation(prior, μ.cpu().double(), torch.cat(parts, 1))
 
@@ -275,7 +262,7 @@ class ExpectedVariation:
         return (folded + self.μ * (self.μ / (2 * v).sqrt()).erf()).sum(1)
 
     def log_density(self, φ: Tensor, rate: float) -> Tensor:
-        """`Σ_d log λ − λκ_d + log |∂κ_d/∂ℓ_d|` over the blocks with a length, differentiable."""
+        """`Σ_d log λ − λκ_d + log |∂κ_d/∂ℓ_d|` over the blocks with a length; differentiable."""
         blocks = self.prior.with_length
         if not blocks:
             return φ.new_zeros(())
@@ -283,24 +270,24 @@ class ExpectedVariation:
             return self.log_density(φ.detach().requires_grad_(), rate).detach()
         with torch.enable_grad():
             κ = self(φ)
-            (slope,) = torch.autograd.grad(κ.sum(), φ, create_graph=True)  # κ_d depends on no other block's length
+            (slope,) = torch.autograd.grad(κ.sum(), φ, create_graph=True)  # κ_d depends only on the length of block d
         slope = slope[len(self.prior.blocks) :] / self.prior.lengths(φ)  # ∂κ_d/∂ℓ_d
         κ = κ[list(blocks)]
         return (math.log(rate) - rate * κ + slope.abs().clamp_min(1e-300).log()).sum()
 
 
 def differences(image: Tensor) -> Tensor:
-    """Of neighbours in each direction, in the order of `_pairs`.  # [B, C, H, W] or with more dimensions -> [edges]"""
+    """Differences of neighbours in each direction, in the order of `_pairs`.  # [B, C, H, W, ...] -> [edges]"""
     return torch.cat([image.diff(dim=dim).reshape(-1) for dim in range(2, image.ndim)])
 
 
 def total_variation(image: Tensor) -> Tensor:
-    """`Σₑ |Δₑ|`, differentiable."""
+    """`Σₑ |Δₑ|`; differentiable."""
     return differences(image).abs().sum()
 
 
 def _pairs(shape: torch.Size) -> Tensor:
-    """Places of neighbours in the flat image.  # [edges, 2]"""
+    """Positions of neighbours in the flat image.  # [edges, 2]"""
     place = torch.arange(shape.numel(), device="cpu").reshape(shape)
     pairs = []
     for dim in range(2, len(shape)):

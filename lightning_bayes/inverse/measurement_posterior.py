@@ -1,17 +1,17 @@
-"""A linearised network as the prior of an inverse problem: its posterior in the space of the measurements.
+"""The posterior of an image given linear measurements, with a linearised network as the prior.
 
-One image `x = f(θ̃) + J(θ − θ̃)` of the linearised network, weights `θ ~ N(0, Σ)`, and few measurements of it,
-`y = Ax + η` with noise `η ~ N(0, σ²I)` (tutorial, section 7). There are far fewer measurements than weights, so that
-everything is done with the `d_y × d_y` matrix of the measurements' covariance,
+The model is one image `x = f(θ̃) + J(θ − θ̃)` of the linearised network with weights `θ ~ N(0, Σ)`, and measurements
+`y = Ax + η` with noise `η ~ N(0, σ²I)` (tutorial, section 7). There are far fewer measurements than weights, so all
+computations use the `d_y × d_y` covariance of the measurements,
 
     S = AJΣJᵀAᵀ + σ²I,        r = y − A(f(θ̃) − Jθ̃),
 
     log p(y) = log N(r; 0, S),
     Cov[x | y] = JΣJᵀ − JΣJᵀAᵀ S⁻¹ AJΣJᵀ,        E[x | y] = f(θ̃) − Jθ̃ + JΣJᵀAᵀ S⁻¹ r.
 
-The mean is that of the linear model (`mean="linear"`), or the trained network's own image f(θ̃) (`mean="network"`). `J`
-is never built: `S` is a sum over the prior's terms, each from backward passes for the rows of `AJ`, a few at a time;
-images are drawn by pushing weights through `J` and conditioning them on measurements of their own (Matheron's rule).
+The mean is that of the linear model (`mean="linear"`), or the trained network's image `f(θ̃)` (`mean="network"`). `J` is
+never built: `S` is a sum over the prior's terms, computed from a few rows of `AJ` at a time by backward passes. Images
+are drawn by Matheron's rule: push prior weights through `J`, and correct them by simulated measurements.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, instance, positive, word
-from lightning_bayes.inverse import lanczos_quadrature as probes
+from lightning_bayes.inverse import lanczos_quadrature
 from lightning_bayes.inverse.block_prior import BlockPrior, ExpectedVariation
 from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.subset import resolve_subset
+from lightning_bayes.posterior.conjugate_gradients import Product
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 PRIORS = ("gaussian", "ard", "filters", "tv")
 MEANS = ("network", "linear")
-_ROWS = 2**26  # numbers of rows of AJ that are held at a time
+_ROWS = 2**26  # numbers in a chunk of rows of AJ
 _MOST = 2**33  # bytes of kernels
-_PROBES, _LANCZOS = 16, 60
+_PROBES, _LANCZOS_STEPS = 16, 60
 
 
 @torch.inference_mode(False)
@@ -58,22 +59,23 @@ def fit_measurements(
     exact_up_to: int = 4000,
     progress: bool = False,
 ) -> MeasurementPosterior:
-    """The posterior of the image that a trained network makes of `x`, given its measurements `y`.
+    """The posterior of the image that a trained network computes from `x`, given measurements `y`.
 
     Args:
-        network: Trained, from an input to an image; the linearised network around its weights is the model.
-        x: One input, as the network takes it, with a batch dimension of one.
+        network: A trained network from an input to an image, which is linearised around its weights.
+        x: One input, with a batch dimension of one.
         y: Measurements `[1, d_y]` or `[d_y]`.
         likelihood: `LinearMeasurement(A, noise_std)`.
         prior: "gaussian" (one variance for all weights), "ard" (one per block), "filters" (and a length within the
             filters of each block), or "tv" (the same, with a prior that makes a small total variation likely).
-        blocks: Parameters or modules of each block, by name; by default each child of the network is a block.
-        mean: Of the image: the "network"'s own, or the "linear" model's.
-        variance: To start from; by default the mean square of the weights.
-        length: To start from; by default one pixel of a filter.
-        tv_rate: `λ` of the total variation's exponential distribution.
-        exact_up_to: Measurements up to which `S` is built; with more of them there are only products with it.
-        progress: Whether to show a bar.
+        blocks: The parameters or modules of each block, by name; by default each child of the network is a block.
+        mean: The mean image: that of the "network", or of the "linear" model.
+        variance: The initial variance; by default the mean square of the weights.
+        length: The initial length, in pixels of a filter.
+        tv_rate: `λ` of the exponential distribution of the total variation.
+        exact_up_to: The largest number of measurements for which `S` is built; for more, only products with `S` are
+            computed.
+        progress: Show a progress bar.
     """
     word("prior", prior, PRIORS)
     word("mean", mean, MEANS)
@@ -89,18 +91,18 @@ def fit_measurements(
     products = FixedJacobian(network, subset, x)
     if len(products.f) != 1:
         raise PosteriorError(
-            f"measurements are those of one image, but the network returns {len(products.f)} for this input: pass one "
+            f"measurements belong to one image, but the network returns {len(products.f)} for this input: pass one "
             "example, with a batch dimension of one"
         )
     y = y.detach().clone().reshape(1, -1)
     likelihood.check(products.f, y)
     y = y.to(products.f)
     if bool(y.isfinite().logical_not().any()):
-        raise PosteriorError("the measurements have NaN or infinite values: leave their rows of A out")
+        raise PosteriorError("the measurements have NaN or infinite values: remove them and their rows of A")
     θ = subset.flatten(network)
     kind = BlockPrior.of(network, subset, "filters" if prior == "tv" else prior, blocks)
     if variance is None and not θ.any():
-        raise PosteriorError("all weights are zero, and say nothing of their variance: pass variance=")
+        raise PosteriorError("all weights are zero, so their variance is unknown: pass variance=")
     start = kind.start(float(θ.square().mean()) if variance is None else positive("variance", variance), length)
     offset = products.f - products.push(θ.unsqueeze(0))[0]  # f(θ̃) − Jθ̃ [1, ...]
     kernel = _kernel(products, likelihood, kind, y.shape[1], progress) if y.shape[1] <= exact_up_to else None
@@ -110,7 +112,7 @@ def fit_measurements(
 
 @dataclass(frozen=True, eq=False)
 class MeasurementPosterior:
-    """Of one image; made by `fit_measurements`. Nothing is mutated: `tune` returns another one."""
+    """The posterior of one image, as `fit_measurements` returns it. `tune` returns a new one."""
 
     products: FixedJacobian
     likelihood: LinearMeasurement
@@ -118,9 +120,9 @@ class MeasurementPosterior:
     θ: Tensor  # θ̃ [P]
     offset: Tensor  # f(θ̃) − Jθ̃ [1, ...]
     prior: BlockPrior
-    φ: Tensor  # the prior's hyperparameters, as logarithms
+    φ: Tensor  # logarithms of the prior's hyperparameters
     mean: str
-    kernel: Tensor | None  # AJ B_dr JᵀAᵀ [terms, d_y, d_y], or None where there are too many measurements
+    kernel: Tensor | None  # AJ B_dr JᵀAᵀ [terms, d_y, d_y], or None if there are too many measurements
     variation: ExpectedVariation | None
     tv_rate: float
 
@@ -136,15 +138,15 @@ class MeasurementPosterior:
     def log_marginal_likelihood(
         self, φ: Tensor | None = None, noise_std: Tensor | float | None = None, at: str = "linear", seed: int = 0
     ) -> Tensor:
-        """`log p(y)` of the linear model; or, at the "network"'s weights, what `LaplacePosterior` calls so. It is
-        differentiable in `φ` and the noise. With more than `exact_up_to` measurements it is estimated by probes."""
+        """`log p(y)` of the linear model, or with `at="network"` the Laplace evidence at the network's weights. It is
+        differentiable in `φ` and the noise. With more than `exact_up_to` measurements it is a stochastic estimate."""
         word("at", at, MEANS)
         φ = self.φ if φ is None else φ
         σ = torch.as_tensor(self.noise_std if noise_std is None else noise_std, dtype=torch.float64, device="cpu")
         if self.kernel is None:
             if at == "network":
-                raise PosteriorError("the evidence by probes is that of the linear model: at='linear'")
-            return self._probed(φ, σ, seed)
+                raise PosteriorError("without S only the evidence of the linear model is available: use at='linear'")
+            return self._estimated_evidence(φ, σ, seed)
         root = self._root(φ, σ)
         logdet = 2 * root.diagonal().log().sum()
         d = len(self.y)
@@ -156,22 +158,19 @@ class MeasurementPosterior:
         return fit - 0.5 * (logdet - 2 * d * σ.log() + self.prior.penalty(self.θ, φ))
 
     def objective(self, φ: Tensor, noise_std: Tensor | float, seed: int = 0) -> Tensor:
-        """What `tune` maximises: the evidence, and with the prior "tv" its log density."""
+        """The function that `tune` maximises: the evidence, plus the log density of the prior "tv"."""
         evidence = self.log_marginal_likelihood(φ, noise_std, seed=seed)
         return evidence if self.variation is None else evidence + self.variation.log_density(φ, self.tv_rate)
 
     @torch.inference_mode(False)
     def tune(self, noise: bool = True, steps: int = 100, progress: bool = False) -> MeasurementPosterior:
-        """With the variances, lengths and, if `noise`, the noise that maximise the objective: by L-BFGS, or, where
-        it is estimated by probes, by Adam."""
+        """Maximise the objective in the variances, the lengths and, if `noise`, the noise: by L-BFGS, or by Adam if the
+        objective is a stochastic estimate."""
         flag("noise", noise)
         count("steps", steps)
         flag("progress", progress)
-        φ, log_σ = (
-            self.φ.clone().requires_grad_(),
-            torch.tensor(math.log(self.noise_std), dtype=torch.float64, device="cpu"),
-        )
-        log_σ.requires_grad_(noise)
+        φ = self.φ.clone().requires_grad_()
+        log_σ = torch.tensor(math.log(self.noise_std), dtype=torch.float64, device="cpu", requires_grad=noise)
         free = [φ, log_σ] if noise else [φ]
         bar = tqdm(total=steps, desc="evidence", disable=not progress)
 
@@ -186,12 +185,8 @@ class MeasurementPosterior:
 
         with torch.enable_grad(), bar:
             if self.kernel is not None:
-                options: dict[str, Any] = {
-                    "max_iter": steps,
-                    "line_search_fn": "strong_wolfe",
-                    "tolerance_change": 1e-9,
-                }
-                torch.optim.LBFGS(free, lr=1.0, **options).step(loss)
+                lbfgs = torch.optim.LBFGS(free, max_iter=steps, line_search_fn="strong_wolfe", tolerance_change=1e-9)
+                lbfgs.step(loss)
             else:
                 adam = torch.optim.Adam(free, lr=0.1)
                 for step in range(steps):
@@ -199,22 +194,23 @@ class MeasurementPosterior:
                     adam.step()
         tuned, σ = self._within(φ.detach()), float(log_σ.detach().exp())
         if not (tuned.isfinite().all() and math.isfinite(σ)):
-            raise PosteriorError("the evidence has no maximum that the search could find: start from another variance=")
+            raise PosteriorError("the search found no maximum of the evidence: start from another variance=")
         return replace(self, φ=tuned, likelihood=self.likelihood.with_noise(σ))
 
     def functional(self, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """The image's mean `[*image]`, and its variances `[*image]`, or if `joint` the covariance `[d_x, d_x]` of all
-        pixels, without noise."""
+        """The mean of the image `[*image]`, and the variances of its pixels without noise `[*image]`, or with `joint`
+        their covariance `[d_x, d_x]`."""
         flag("joint", joint)
         if self.kernel is None:
             raise PosteriorError(
-                f"exact variances of {len(self.y)} measurements need S itself: use sample(n), or fit with exact_up_to="
-                f"{len(self.y)}"
+                f"exact variances need the matrix S of the {len(self.y)} measurements: use sample(n), or fit with "
+                f"exact_up_to={len(self.y)}"
             )
         whitened = torch.linalg.solve_triangular(self._S, self._cross, upper=False)  # S^{-½}AJΣJᵀ [d_y, d_x]
         parts = []
-        for ids in torch.arange(self.products.f.numel(), device="cpu").split(self._few):
-            rows = self.products.pull(self._units(ids))  # of J [k, P]
+        for ids in torch.arange(self.products.f.numel(), device="cpu").split(self._chunk):
+            units = _unit_rows(ids, self.products.f.numel()).to(self.products.f)
+            rows = self.products.pull(units.reshape(len(ids), *self.products.shape))  # of J [k, P]
             if joint:
                 pushed = self._pushed(rows)  # [k, d_x]
                 parts.append(pushed - whitened[:, ids].mT @ whitened)
@@ -227,53 +223,46 @@ class MeasurementPosterior:
         return self.image(), covariance.clamp_min(0).reshape(self.products.shape[1:])
 
     def image(self) -> Tensor:
-        """The posterior's mean.  # [*image]"""
+        """The mean of the posterior.  # [*image]"""
         if self.mean == "network":
             return self.products.f[0].cpu().double()
-        move = self._explained(self._solve(self.residual.unsqueeze(0)))  # [1, d_x]
-        return (self.offset.cpu().double() + move.reshape(self.offset.shape))[0]
+        correction = self._back_projected(self._solve(self.residual.unsqueeze(0)))  # [1, d_x]
+        return (self.offset.cpu().double() + correction.reshape(self.offset.shape))[0]
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Images: weights of the prior, pushed through `J` and conditioned on the measurements.  # [n, *image]"""
+        """Draw images by Matheron's rule.  # [n, *image]"""
         count("n", n)
-        return self.image() + self._moves(n, generator)
+        prior = self._prior_images(n, generator)  # [n, *image]
+        noise = _normal(n, len(self.y), generator, self.θ.dtype) * self.noise_std
+        simulated = self.likelihood.map(prior.to(self.products.f)).cpu().double() + noise  # [n, d_y]
+        return self.image() + prior - self._back_projected(self._solve(simulated)).reshape(prior.shape)
 
     def sample_prior(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Images of the linear model before any measurement, around zero: `Jθ`.  # [n, *image]"""
+        """Draw images `Jθ` of the linear model before any measurement, around zero.  # [n, *image]"""
         count("n", n)
-        return self._prior_moves(n, generator)[:, 0]
+        return self._prior_images(n, generator)
 
-    def _moves(self, n: int, generator: torch.Generator | None) -> Tensor:
-        drawn = self._prior_moves(n, generator)  # [n, 1, *image]
-        noise = _normal(n, len(self.y), generator, self.θ.dtype) * self.noise_std
-        seen = self.likelihood.map(drawn[:, 0].flatten(1).reshape(n, *self.products.shape[1:]).to(self.products.f))
-        correction = self._explained(self._solve(seen.cpu().double() + noise))  # [n, d_x]
-        return (drawn.flatten(1) - correction).reshape(n, *self.products.shape[1:])
-
-    def _prior_moves(self, n: int, generator: torch.Generator | None) -> Tensor:
+    def _prior_images(self, n: int, generator: torch.Generator | None) -> Tensor:
         E = _normal(n, self.prior.size, generator, self.θ.dtype).to(self.θ)
-        return self.products.push(self.prior.root_times(E, self.φ)).cpu().double()
+        return self.products.push(self.prior.root_times(E, self.φ))[:, 0].cpu().double()
 
     @cached_property
     def _cross(self) -> Tensor:
-        """`AJΣJᵀ`, a forward and a backward pass for each measurement.  # [d_y, d_x]"""
-        rows = []
-        for ids in torch.arange(len(self.y), device="cpu").split(self._few):
-            rows.append(self._pushed(self.products.pull(_rows_of_map(self.likelihood, self.products, ids))))
-        return torch.cat(rows)
+        """`AJΣJᵀ`, by a forward and a backward pass for each measurement.  # [d_y, d_x]"""
+        ids = torch.arange(len(self.y), device="cpu")
+        return torch.cat([self._back_projected(_unit_rows(part, len(ids))) for part in ids.split(self._chunk)])
 
-    def _explained(self, B: Tensor) -> Tensor:
-        """`JΣJᵀAᵀb` of rows.  # [k, d_y] -> [k, d_x]"""
-        adjoint = self.likelihood.map.adjoint(B.to(self.products.f), self.products.shape[1:])
-        return self._pushed(self.products.pull(adjoint.unsqueeze(1)))
+    def _back_projected(self, B: Tensor) -> Tensor:
+        """`JΣJᵀAᵀb` for rows.  # [k, d_y] -> [k, d_x]"""
+        return self._pushed(_pull_measurements(self.products, self.likelihood, B))
 
     def _pushed(self, V: Tensor) -> Tensor:
-        """`JΣv` of rows.  # [k, P] -> [k, d_x]"""
+        """`JΣv` for rows.  # [k, P] -> [k, d_x]"""
         return self.products.push(self.prior.covariance_times(V, self.φ)).flatten(1).cpu().double()
 
     @property
-    def _few(self) -> int:
-        return _rows_at_a_time(self.prior, self.products)
+    def _chunk(self) -> int:
+        return _chunk_size(self.prior, self.products)
 
     @cached_property
     def _S(self) -> Tensor:
@@ -293,69 +282,67 @@ class MeasurementPosterior:
         return root
 
     def _solve(self, B: Tensor) -> Tensor:
-        """`S⁻¹b` of rows.  # [k, d_y]"""
+        """`S⁻¹b` for rows.  # [k, d_y]"""
         if self.kernel is not None:
             return torch.cholesky_solve(B.mT, self._S).mT
-        return probes.solve(self._product(self.φ, self.noise_std), B)
+        return lanczos_quadrature.solve(self._product(self.φ, self.noise_std), B)
 
-    def _product(self, φ: Tensor, σ: float) -> probes.Product:
-        A, shape = self.likelihood.map, self.products.shape[1:]
+    def _product(self, φ: Tensor, σ: float) -> Product:
+        """`Sv` for rows."""
 
         def product(V: Tensor) -> Tensor:
-            pulled = self.products.pull(A.adjoint(V.to(self.products.f), shape).unsqueeze(1))
+            pulled = _pull_measurements(self.products, self.likelihood, V)
             pushed = self.products.push(self.prior.covariance_times(pulled, φ))
-            return A(pushed[:, 0]).cpu().double() + σ**2 * V
+            return self.likelihood.map(pushed[:, 0]).cpu().double() + σ**2 * V
 
         return product
 
-    def _probed(self, φ: Tensor, σ: Tensor, seed: int) -> Tensor:
-        """The value without a graph, plus a surrogate of value zero with the gradient of `probes`."""
-        A, shape, r = self.likelihood.map, self.products.shape[1:], self.residual
-        Z = probes.random_signs(_PROBES, len(r), seed, r)
+    def _estimated_evidence(self, φ: Tensor, σ: Tensor, seed: int) -> Tensor:
+        """The value by `lanczos_quadrature`, plus a surrogate of value zero that has its gradient."""
+        r = self.residual
+        Z = lanczos_quadrature.random_signs(_PROBES, len(r), seed, r)
         with torch.no_grad():
             product = self._product(φ.detach(), float(σ.detach()))
-            solved = probes.solve(product, torch.cat([r.unsqueeze(0), Z]))
+            solved = lanczos_quadrature.solve(product, torch.cat([r.unsqueeze(0), Z]))
             a, U = solved[0], solved[1:]
-            value = probes.log_density(product, r, Z, a, _LANCZOS)
+            value = lanczos_quadrature.log_density(product, r, Z, a, _LANCZOS_STEPS)
             rows = torch.cat([a.unsqueeze(0), U, Z])
-            pulled = self.products.pull(A.adjoint(rows.to(self.products.f), shape).unsqueeze(1)).cpu()
-        va, vu, vz = pulled[:1], pulled[1 : 1 + _PROBES], pulled[1 + _PROBES :]
+            va, vu, vz = _pull_measurements(self.products, self.likelihood, rows).cpu().split([1, _PROBES, _PROBES])
         fit = (va * self.prior.covariance_times(va, φ)).sum() + σ.square() * a.square().sum()
         trace = (vu * self.prior.covariance_times(vz, φ)).sum() + σ.square() * (U * Z).sum()
         surrogate = 0.5 * (fit - trace / _PROBES)
         return value + surrogate - surrogate.detach()
 
     def _within(self, φ: Tensor) -> Tensor:
-        """Variances at most a factor of three million from where they start, with which `S` can be decomposed; lengths
-        beyond which a filter's weights are independent, or one, to rounding."""
+        """`φ` within bounds: variances by a factor of three million from the start, so that `S` can be decomposed; and
+        lengths between those at which a filter's weights are independent, or equal, to rounding."""
         blocks = len(self.prior.blocks)
         variances = torch.minimum(torch.maximum(φ[:blocks], self.φ[:blocks] - 15), self.φ[:blocks] + 15)
         lengths = torch.minimum(torch.maximum(φ[blocks:], self.φ[blocks:].clamp_max(-3)), self.φ[blocks:].clamp_min(4))
         return torch.cat([variances, lengths])
 
-    def _units(self, ids: Tensor) -> Tensor:
-        U = self.products.f.new_zeros(len(ids), self.products.f.numel())
-        U[torch.arange(len(ids), device="cpu"), ids] = 1
-        return U.reshape(len(ids), *self.products.shape)
-
 
 def _kernel(
     products: FixedJacobian, likelihood: LinearMeasurement, prior: BlockPrior, d_y: int, progress: bool
 ) -> Tensor:
-    """`AJ B_dr JᵀAᵀ` of each term; rows of `AJ` are made again for each pair of parts that do not fit together.
-    # [terms, d_y, d_y]"""
+    """`AJ B_dr JᵀAᵀ` for each term, from chunks of rows of `AJ`. If there are several chunks, all but one of each pair
+    are recomputed.  # [terms, d_y, d_y]"""
     size = 8 * len(prior.terms) * d_y**2
     if size > _MOST:
         raise PosteriorError(
             f"the kernels of {d_y} measurements and {len(prior.terms)} terms of the prior take {size / 1e9:.0f} GB: "
-            f"use exact_up_to={d_y - 1}, for products alone, or a prior with fewer terms, as 'ard'"
+            f"use exact_up_to={d_y - 1}, for products alone, or a prior with fewer terms, such as 'ard'"
         )
+
+    def rows(ids: Tensor) -> Tensor:
+        return in_float64(_pull_measurements(products, likelihood, _unit_rows(ids, d_y)))
+
     kernel = torch.zeros(len(prior.terms), d_y, d_y, dtype=torch.float64, device="cpu")
-    parts = torch.arange(d_y, device="cpu").split(_rows_at_a_time(prior, products))
-    for n, ids in enumerate(tqdm(parts, desc="measurements", disable=not progress)):
-        V = in_float64(products.pull(_rows_of_map(likelihood, products, ids)))
-        for other in parts[: n + 1]:
-            W = V if other is ids else in_float64(products.pull(_rows_of_map(likelihood, products, other)))
+    chunks = torch.arange(d_y, device="cpu").split(_chunk_size(prior, products))
+    for n, ids in enumerate(tqdm(chunks, desc="measurements", disable=not progress)):
+        V = rows(ids)
+        for other in chunks[: n + 1]:
+            W = V if other is ids else rows(other)
             for term in range(len(prior.terms)):
                 inner = prior.inner(term, V, W).cpu()
                 kernel[term, ids[:, None], other] = inner
@@ -364,18 +351,22 @@ def _kernel(
 
 
 def _normal(n: int, size: int, generator: torch.Generator | None, dtype: torch.dtype) -> Tensor:
-    """Drawn on the generator's device, by default on the CPU.  # float64 [n, size]"""
+    """Normal numbers, drawn on the generator's device.  # float64 [n, size]"""
     device = "cpu" if generator is None else generator.device
     return torch.randn(n, size, generator=generator, device=device, dtype=dtype).cpu().double()
 
 
-def _rows_at_a_time(prior: BlockPrior, products: FixedJacobian) -> int:
+def _chunk_size(prior: BlockPrior, products: FixedJacobian) -> int:
     return max(1, _ROWS // (prior.size + products.f.numel()))
 
 
-def _rows_of_map(likelihood: LinearMeasurement, products: FixedJacobian, ids: Tensor) -> Tensor:
-    """# [k, 1, *image]"""
-    d_y = likelihood.noise_shape(products.f).numel()
-    picks = products.f.new_zeros(len(ids), d_y)
-    picks[torch.arange(len(ids), device="cpu"), ids] = 1
-    return likelihood.map.adjoint(picks, products.shape[1:]).unsqueeze(1)
+def _unit_rows(ids: Tensor, n: int) -> Tensor:
+    """Rows of the identity.  # [k, n]"""
+    rows = torch.zeros(len(ids), n, device="cpu")
+    rows[torch.arange(len(ids), device="cpu"), ids] = 1
+    return rows
+
+
+def _pull_measurements(products: FixedJacobian, likelihood: LinearMeasurement, V: Tensor) -> Tensor:
+    """`JᵀAᵀv` for rows.  # [k, d_y] -> [k, P]"""
+    return products.pull(likelihood.map.adjoint(V.to(products.f), products.shape[1:]).unsqueeze(1))

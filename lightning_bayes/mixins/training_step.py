@@ -6,8 +6,8 @@ gradient or a KL divergence can be added at the right scale.
 
 The checks of a step stay on the device, because reading a value forces a device sync. They are read in the first step,
 every `CHECK_INTERVAL` steps, and at the end of an epoch. Until then a bad step has a gradient of zero and leaves the
-weights alone. Checks that need the graph of the loss run only in the steps that read: the loss must depend on parameters
-through the outputs alone, and on the outputs as the likelihood does.
+weights alone. Checks that need the graph of the loss run only in the steps that read: the loss must depend on
+parameters through the outputs alone, and on the outputs as the likelihood does.
 """
 
 from __future__ import annotations

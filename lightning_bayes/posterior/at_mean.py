@@ -1,7 +1,7 @@
-"""The network at a posterior's mean, and the linearised network there.
+"""Outputs of a posterior's network at the mean, and of the network linearised there.
 
-For a move `v` of the weights the linearised network (GLM paper, eq. (10)) is `f(x) + J(x) v`, computed without the
-Jacobian (see `linearised`).
+For a shift `v` of the weights the linearised network is `f(x) + J(x) v` (GLM paper, eq. (10)). It is computed without
+forming the Jacobian (see `jacobian.linearised`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def outputs(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
         return inputs.call(posterior.network, x)
 
 
-def linearised_outputs(posterior: GaussianPosterior, x: Any, move: Tensor, differentiable: bool = False) -> Tensor:
-    """`f(x) + J(x) v` for a move `v` of the weights.  # [P] -> [B, ...]"""
+def linearised_outputs(posterior: GaussianPosterior, x: Any, shift: Tensor, differentiable: bool = False) -> Tensor:
+    """`f(x) + J(x) v` for a shift `v` of the weights.  # [P] -> [B, ...]"""
     with at_mean(posterior, x, differentiable) as x:
         jacobian = Jacobian(posterior.network, posterior.subset, x, differentiable=differentiable)
-        return jacobian.linearised(move).to(posterior.mean)
+        return jacobian.linearised(shift).to(posterior.mean)
 
 
 @contextmanager
 def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) -> Iterator[Any]:
-    """The network, borrowed, and `x` on its device; a graph, if it is to be `differentiable`, leads to `x` alone."""
+    """Borrow the network and yield `x` on its device. With `differentiable` the graph leads to `x` only."""
     posterior.check_weights()
     x = inputs.contained(posterior.network, x)
-    inputs.batch_size(x)  # an error where x holds no tensor
+    inputs.batch_size(x)  # raises if x holds no tensor
     with (
         torch.inference_mode(False),
         borrowed(posterior.network, ()),
@@ -52,7 +52,7 @@ def at_mean(posterior: GaussianPosterior, x: Any, differentiable: bool = False) 
 
 
 def unflatten(posterior: GaussianPosterior, flat: Tensor) -> dict[str, Tensor]:
-    """Vectors over the subset as one tensor per parameter (or this process's shard of it), zero outside a subnetwork.
-    # [..., P] -> {name: [..., the parameter's shape]}"""
+    """Split vectors over the subset into one tensor per parameter (or this process's shard of it), with zeros outside a
+    subnetwork.  # [..., P] -> {name: [..., the parameter's shape]}"""
     reshard(posterior.network)
     return posterior.subset.unflatten(flat, posterior.subset.parameters(posterior.network))

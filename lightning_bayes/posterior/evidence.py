@@ -1,23 +1,23 @@
 """The evidence of a Laplace posterior as a function of its prior `Λ` and noise `σ`, in float64.
 
-*At the weights* `θ*`, as if these were a mode (tutorial, section 3), with the prior `N(m, Λ⁻¹)` and `d = θ* − m`,
+*At the weights* `θ*`, treated as a mode (tutorial, section 3), with the prior `N(m, Λ⁻¹)` and `d = θ* − m`,
 
     log p(D) ≈ log p(D | θ*) − ½ (log det(H + Λ) − log det Λ + dᵀΛd).
 
 *At the optimum of the linearised model* (Antorán et al. 2022; tutorial, section 6, recommendation 1). A trained
-network is seldom at a mode of its loss: it was stopped early, or has no mode at all behind a normalisation. Its weights
-`θ̃` stay the point of linearisation, but the evidence belongs to the linear model, at whose optimum it must be taken.
-With the gradient `g` and the curvature `H` of the summed negative log-likelihood `L`,
+network is rarely at a mode of its loss: training stopped early, or a normalisation leaves no mode. The model is
+linearised at the weights `θ̃`, and the evidence is taken at the optimum of the linear model. With the gradient `g` and
+the curvature `H` of the summed negative log-likelihood `L`,
 
     L(θ) ≈ L(θ̃) + gᵀ(θ − θ̃) + ½ (θ − θ̃)ᵀH(θ − θ̃),       θ⋆ = (H + Λ)⁻¹ (Hθ̃ − g),
     log p(D) ≈ −L(θ⋆) − ½ θ⋆ᵀΛθ⋆ − ½ (log det(H + Λ) − log det Λ).
 
-This is exact for a Gaussian likelihood and the full GGN, from any weights `θ̃`. For a softmax `θ⋆` is one Newton step.
-The blocks of a Kronecker or diagonal `H` do not belong to `g`: along their step `θ⋆ − θ̃` the quadratic model may
-promise a loss that no network has. The step then ends where the model's loss reaches its lower bound.
+This is exact for a Gaussian likelihood and the full GGN, from any weights `θ̃`. For a softmax, `θ⋆` is one Newton step.
+A Kronecker or diagonal `H` is not the Hessian that belongs to `g`: along the step `θ⋆ − θ̃` the quadratic model may
+promise a loss that no network can reach. The step then ends where the model's loss reaches its lower bound.
 
-In the eigenbasis of `H` all of this is a sum over eigenvalues. They are taken once; then each prior and noise costs a
-few elementwise operations, in float64, so that an optimiser finds the same maximum on any number of processes.
+In the eigenbasis of `H` these are sums over eigenvalues, computed once. Each prior and noise then costs a few
+elementwise operations. Float64 makes an optimiser find the same maximum on any number of processes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Product = Callable[[Tensor], Tensor]
 
 
 class Evidence:
-    """`log p(D)` of one curvature. Calling it is pure, and differentiable in the prior and in the noise.
+    """`log p(D)` for one curvature: a pure function, differentiable in the prior and in the noise.
 
     Args:
-        posterior: whose curvature and data it is.
+        posterior: holds the curvature and the sums over the data.
         at: "weights" or "optimum".
-        prior_shape: of the prior precisions it will be called with: `[]`, `[layers]` or `[P]`.
+        prior_shape: the shape of the prior precisions to call it with: `[]`, `[layers]` or `[P]`.
     """
 
     def __init__(self, posterior: LaplacePosterior, at: str = "weights", prior_shape: torch.Size | None = None) -> None:
@@ -59,7 +59,7 @@ class Evidence:
             self._vectors = self._basis.vectors
 
     def __call__(self, δ: Tensor, ρ: Tensor | None = None) -> Tensor:
-        """For the prior precision `δ` and the noise `ρσ`."""
+        """The evidence for the prior precision `δ` and the noise `ρσ`."""
         posterior, T = self._posterior, self._posterior.temperature
         δ, ρ = δ.to(self._vectors.device), torch.ones_like(self._vectors[0, 0]) if ρ is None else ρ
         loss = -posterior.log_likelihood_at(ρ).to(ρ.device) / T
@@ -84,7 +84,7 @@ class Evidence:
 
 
 def _at_optimum(solve: Product, H: Product, Λ: Product, θ: Tensor, g: Tensor, loss: Tensor, least: Tensor) -> Tensor:
-    """`−L(θ⋆) − ½ θ⋆ᵀΛθ⋆`, with `θ` counted from the prior's mean."""
+    """`−L(θ⋆) − ½ θ⋆ᵀΛθ⋆`, where `θ` is the distance from the prior's mean."""
     d = solve(-g - Λ(θ))
     slope, bend = (g * d).sum(), (d * H(d)).sum()  # gᵀd, dᵀHd
     t = step_length(slope, bend, loss - least)
@@ -97,6 +97,6 @@ def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
     """The largest `t` of at most 1 up to which `t·slope + ½t²·bend` stays above `−room`."""
     bend = bend.clamp(min=torch.finfo(bend.dtype).tiny)
     discriminant = slope.square() - 2 * bend * room
-    if slope >= 0 or discriminant <= 0:  # uphill, or the parabola's lowest point is within the room
+    if slope >= 0 or discriminant <= 0:  # uphill, or the parabola's minimum is above −room
         return torch.ones_like(slope)
     return (2 * room / (-slope + discriminant.sqrt())).clamp(max=1)

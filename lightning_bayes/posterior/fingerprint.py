@@ -1,4 +1,4 @@
-"""The fingerprint of a network's weights and buffers, by which a posterior knows the ones that it was fitted to."""
+"""The fingerprint of a network's weights and buffers, by which a posterior recognises the weights it was fitted to."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CACHED = 2**16  # numbers in float64, half a megabyte
 
 
 def fingerprint(network: nn.Module) -> Tensor:
-    """Two sums over every floating-point weight and buffer `T`, in float64: `rᵀTc` with scattered numbers `r` and `c`,
-    because hidden units, inputs or single weights may have changed places, and the sum of squares.  # [n, 2]"""
+    """Two sums over every floating-point weight and buffer `T`, in float64: the sum of squares, and `rᵀTc` with
+    irregular `r` and `c`, which detects hidden units, inputs or single weights that changed places.  # [n, 2]"""
     return _sums(_state(network))
 
 
 def has_weights(network: nn.Module, then: Tensor, own: Sequence[Tensor], mean: Tensor) -> bool:
-    """Whether the network has the weights with the fingerprint `then`. Where its `own` ones are the `mean` itself,
-    number by number, which costs less than their sums, the others alone are summed. All are looked at each time:
-    PyTorch's version counters do not see what is written through `.data` or through memory shared with numpy."""
+    """Whether the network has the weights with the fingerprint `then`. The posterior's `own` weights are compared with
+    the `mean` directly, which costs less than their sums. Every call reads all weights: PyTorch's version counters
+    miss writes through `.data` or through memory shared with numpy."""
     state = _state(network)
     if len(state) != len(then):
         return False
@@ -51,7 +51,7 @@ def _state(network: nn.Module) -> list[Tensor]:
 
 
 def _is_flat(tensors: Sequence[Tensor], flat: Tensor) -> bool:
-    """Whether these tensors, one after the other, are a vector."""
+    """Whether the tensors, concatenated, equal a vector."""
     sizes = [t.numel() for t in tensors]
     if sum(sizes) != len(flat) or any(t.device != flat.device for t in tensors):
         return False
@@ -66,12 +66,12 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     state = [t.detach() for t in tensors]
     shapes = [(len(t) if t.ndim else 1, t.shape[1:].numel()) for t in state]
     device = float64_device(state[0].device)
-    r = _scattered(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
-    c = _scattered(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
+    r = _irregular(max(rows for rows, _ in shapes), 5**0.5, device)  # [rows]
+    c = _irregular(max(columns for _, columns in shapes), 2**0.5, device)  # [columns]
     sums = []
     for t, (n_rows, n_columns) in zip(state, shapes, strict=True):
         if distributed(t) is not None:
-            sums.append(_of_shard(t, r, c))
+            sums.append(_shard_sums(t, r, c))
             continue
         rows, square = _row_sums(t.reshape(n_rows, -1), c[:n_columns])
         sums.append(torch.stack((r[:n_rows].to(rows.device) @ rows, square)))
@@ -83,8 +83,8 @@ def _sums(tensors: Sequence[Tensor]) -> Tensor:
     return pairs.cpu()
 
 
-def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
-    """This process's part of the two sums over a tensor that is sharded over processes.  # [2]"""
+def _shard_sums(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
+    """This process's part of the two sums over a sharded tensor.  # [2]"""
     shard, own = ParameterShard.of(t, 0), local(t)
     columns = torch.zeros(1, dtype=torch.long, device="cpu")
     for dim, indices in enumerate(shard.indices[1:], start=1):
@@ -96,14 +96,14 @@ def _of_shard(t: Tensor, r: Tensor, c: Tensor) -> Tensor:
     return torch.stack((r[rows.to(r.device)].to(sums) @ sums, square)) / shard.copies
 
 
-def _scattered(n: int, step: float, device: torch.device) -> Tensor:
-    """Numbers in ±[½, 1], no two of which are alike: from the fractions of the multiples of an irrational.  # [n]"""
+def _irregular(n: int, step: float, device: torch.device) -> Tensor:
+    """Distinct numbers in ±[½, 1], from the fractional parts of multiples of an irrational number.  # [n]"""
     fraction = torch.arange(1, n + 1, dtype=torch.float64, device=device).mul_(step).remainder_(1).sub_(0.5)
     return fraction + 0.5 * fraction.sign()
 
 
 def _row_sums(t: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """`Tc` and the sum of all squares, a few rows at a time, so that their float64 copies stay in the cache.
+    """`Tc` and the sum of all squares, a few rows at a time to keep their float64 copies in the processor's cache.
     # [rows, columns], [columns] -> [rows], []"""
     if t.numel() > _CACHED and len(t) > 1:
         parts = [_row_sums(part, c) for part in t.split(max(1, _CACHED // t.shape[1]))]

@@ -1,15 +1,15 @@
 """The posterior in function space: a Gaussian process conditioned on training points (GLM paper, section 3.5).
 
-With the kernel `k` of the linearised network and a root `S` of the output Fisher, `Λ_M = SSᵀ`, at `M` of the `N`
-training points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
+With the kernel `k` of the linearised network and a root `S` of the output Fisher `Λ_M = SSᵀ` at `M` of the `N` training
+points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
 
     Σ* = K** − K*M S (I + SᵀK_MM S)⁻¹ SᵀK_M*,
 
-which is eq. (15), also where `Λ` is singular, as that of a softmax is. With all training points and the full GGN this
-is the covariance of the GLM predictive. `M < N` points know less: the prior's precision counts `N/M` times
-(`weighting="prior"`, the paper's, which tunes a factor on it), or their `Λ` does (`weighting="data"`).
+This is eq. (15) in a form that allows a singular `Λ`, such as a softmax has. With all training points and the full GGN
+it is the covariance of the GLM predictive. To make up for `M < N` points, the prior's precision is multiplied by `N/M`
+(`weighting="prior"`, as in the paper, which tunes a factor on it), or `Λ` is (`weighting="data"`).
 
-Outputs are joint, or independent of each other, with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
+Outputs are treated jointly, or independently with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_bayes.posterior.prior import per_parameter
 if TYPE_CHECKING:
     from lightning_bayes.posterior.laplace import LaplacePosterior
 
-_HELD = 2**30  # bytes of the points' factors that are kept between predictions; more are computed again
-_CROSS = 2**22  # numbers of the kernel between points and inputs that are worked on at a time
+_HELD = 2**30  # bytes: larger factors of the points are recomputed for each prediction
+_CROSS = 2**22  # entries of the kernel between points and inputs, per chunk
 
 
 def process_gaussian(posteriors: Sequence[GaussianPosterior], x: Any) -> tuple[Tensor, list[Tensor]]:
-    """The mean of the outputs `[B, ...]`, and the covariance of each example's `[B, C, C]`, for several posteriors that
-    differ by their priors; where these differ by one factor, in one backward pass."""
+    """The mean of the outputs `[B, ...]`, and the covariance of each example `[B, C, C]` for posteriors that differ in
+    their priors; in one backward pass if the priors differ by a factor."""
     conditioned = [_with_points(posterior) for posterior in posteriors]
     first = conditioned[0]
     ratios = [(posterior.prior_precision / first.prior_precision).flatten() for posterior in conditioned]
@@ -52,20 +52,20 @@ def _with_points(posterior: GaussianPosterior) -> LaplacePosterior:
 
     if not isinstance(posterior, LaplacePosterior) or posterior.points is None:
         raise PosteriorError(
-            "predictive='gp' needs training points, which this posterior was made without: fit it with "
+            "predictive='gp' needs training points, which this posterior does not have: fit it with "
             "fit_laplace(..., gp_points=M), or LaplaceCallback(gp_points=M)"
         )
     if posterior.prior.precision is not None:
         raise PosteriorError(
-            "predictive='gp' is for a prior with independent weights, and this posterior's is another posterior: use "
-            "predictive='glm'"
+            "predictive='gp' is for a prior with independent weights, and this posterior's prior is another posterior: "
+            "use predictive='glm'"
         )
     return posterior
 
 
 class GaussianProcess:
-    """The process of a posterior and its training points. It belongs to the weights and the prior of that posterior,
-    which is passed again with every call, so that the two do not keep each other alive."""
+    """The process of a posterior, conditioned on its training points. Every call passes that posterior again: a stored
+    one would be a reference cycle."""
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -80,13 +80,13 @@ class GaussianProcess:
         S = in_float64(points.root.to(posterior.device)) * scale**0.5  # [M, C, R]
         self._S = S.square().sum(-1).sqrt().mT.unsqueeze(-1) if self._independent else S  # [C, M, 1] or [M, C, R]
         self._held = self._factors(posterior)
-        self._inner = self._conditioned(posterior)  # SᵀK_MM S [C, M, M] or [M·R, M·R]
+        self._inner = self._inner_matrix(posterior)
 
     def gaussian(
         self, posterior: LaplacePosterior, x: Any, scales: Sequence[float] = (1.0,)
     ) -> tuple[Tensor, list[Tensor]]:
-        """The network's outputs `[B, ...]`, and their covariances `[B, C, C]` for the prior precisions times each of
-        `scales`; where outputs are independent, these are diagonal."""
+        """The network's outputs `[B, ...]`, and their covariances `[B, C, C]` for the prior precision times each of
+        `scales`. Independent outputs have diagonal covariances."""
         per_input = self._S.shape[:2].numel() * (1 if self._independent else self._S.shape[1])
         few = max(1, _CROSS // per_input)
         outputs, parts = [], []
@@ -94,7 +94,7 @@ class GaussianProcess:
             outputs.append(part.f)
             parts.append(self._covariances(posterior, part, scales))
         like = posterior.mean
-        return torch.cat(outputs).to(like), [torch.cat(of_scale).to(like) for of_scale in zip(*parts, strict=True)]
+        return torch.cat(outputs).to(like), [torch.cat(per_scale).to(like) for per_scale in zip(*parts, strict=True)]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -106,11 +106,11 @@ class GaussianProcess:
             return [self._difference(own, V)]
         e, Q = self._spectrum
         V = Q.mT @ V
-        # δ times c: K/c, so that Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
+        # With c·δ the kernel is K/c: Σ* = (K** − Vᵀ(cI + E)⁻¹V)/c.
         return [self._difference(own, V * (c + e).rsqrt().unsqueeze(-1)) / c for c in scales]
 
     def _difference(self, own: Tensor, V: Tensor) -> Tensor:
-        """`K** − VᵀV` of each example; variances stay positive where rounding would not let them."""
+        """`K** − VᵀV` of each example, with negative variances (rounding) clamped to zero."""
         if self._independent:
             return torch.diag_embed((own - V.square().sum(-2).mT).clamp_min(0))
         V = V.unflatten(-1, own.shape[:2]).movedim(0, -1)  # [B, C, M·R]
@@ -119,29 +119,30 @@ class GaussianProcess:
         return Σ
 
     def _weighted(self, S: Tensor, K: Tensor) -> Tensor:
-        """`SᵀK`, of some points.  # [C, m, n] -> the same, or [m, C, n, C] -> [m·R, n·C]"""
+        """`SᵀK` for some points.  # [C, m, n] -> the same, or [m, C, n, C] -> [m·R, n·C]"""
         if self._independent:
             return S * K
         return (S.mT @ K.flatten(2)).flatten(0, 1)
 
     def _factors(self, posterior: LaplacePosterior) -> list[Factors] | None:
-        """The points', unless they are too large to keep."""
+        """The factors of the points, or None if they are too large to keep."""
         held: list[Factors] = []
         for part in factors(posterior, self._δ, self._x):
             held.append(part)
             if sum(part.bytes for part in held) > _HELD:
                 return None
-        return Factors.joined(held)
+        return Factors.concatenated(held)
 
     def _points(self, posterior: LaplacePosterior) -> Iterable[tuple[Tensor, Factors]]:
-        """Some points at a time, with their root."""
+        """Chunks of points, with their roots."""
         parts = factors(posterior, self._δ, self._x) if self._held is None else self._held
         start = 0
         for part in parts:
             rows = slice(start, start := start + len(part.f))
             yield (self._S[:, rows] if self._independent else self._S[rows]), part
 
-    def _conditioned(self, posterior: LaplacePosterior) -> Tensor:
+    def _inner_matrix(self, posterior: LaplacePosterior) -> Tensor:
+        """`SᵀK_MM S`.  # [C, M, M] or [M·R, M·R]"""
         n = self._S.shape[1] if self._independent else self._S.shape[0] * self._S.shape[2]
         inner = self._S.new_zeros((len(self._S), n, n) if self._independent else (n, n))
         row = 0
@@ -149,7 +150,7 @@ class GaussianProcess:
             rows, column = slice(row, row := row + len(one.f) * (1 if self._independent else S.shape[-1])), 0
             for T, other in self._points(posterior):
                 columns = slice(column, column := column + len(other.f) * (1 if self._independent else T.shape[-1]))
-                if columns.start > rows.start:  # the other half is the same
+                if columns.start > rows.start:  # by symmetry
                     break
                 K = self._weighted(S, kernel(one, other, self._independent))
                 block = K * T.mT if self._independent else (T.mT @ K.mT.unflatten(0, T.shape[:2])).flatten(0, 1).mT
@@ -159,7 +160,7 @@ class GaussianProcess:
 
     @cached_property
     def _cholesky(self) -> Tensor:
-        """Of `I + SᵀK_MM S`."""
+        """The Cholesky factor of `I + SᵀK_MM S`."""
         identity = torch.eye(self._inner.shape[-1], dtype=self._inner.dtype, device=self._inner.device)
         return torch.linalg.cholesky(self._inner + identity)
 

@@ -1,12 +1,13 @@
 """The kernel of the linearised network, `k(x, x′) = J(x) S₀ J(x′)ᵀ` with `S₀ = diag(1/δ)` (GLM paper, eq. (14)).
 
-The Jacobians `[B, C, P]` are never built. What the scaled Jacobian `J S₀^½` of a layer is made of is kept in the
-smallest of three forms, of which any two give their part of the kernel:
+The Jacobians `[B, C, P]` are never built. The scaled Jacobian `J S₀^½` of a layer is stored in the smallest of three
+forms; any two of them give the layer's part of the kernel:
 
-- `Gram`, a layer with one position and one prior precision `δ_l`: its inputs `a`, with a one for the bias, and output
-  gradients `g`, because `k_l(x, x′)_kl = (a·a′)(g_k·g′_l) / δ_l`;
-- `Rows`, its own gradient `J_l = Σ_t g aᵀ`, where that is small: few weights, or many shared positions;
-- `Shared`, inputs and gradients at all positions, from which `J_l` is made for a few of the layer's outputs at a time.
+- `Gram`, for one position and one prior precision `δ_l`: the layer's inputs `a`, with a one for the bias, and the
+  output gradients `g`, because `k_l(x, x′)_kl = (a·a′)(g_k·g′_l) / δ_l`;
+- `Rows`, the gradient `J_l = Σ_t g aᵀ` itself, if it is small: few weights, or many shared positions;
+- `Shared`, inputs and gradients at all positions, from which `J_l` is computed for a few of the layer's outputs at a
+  time.
 
 Sums are in float64: a posterior variance is a small difference of kernels.
 """
@@ -34,9 +35,9 @@ ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """What the scaled Jacobians of some examples are made of."""
+    """The factors of the scaled Jacobians of some examples."""
 
-    f: Tensor  # their outputs [B, ...]
+    f: Tensor  # the outputs [B, ...]
     layers: dict[Layout, LayerFactors]
 
     @property
@@ -48,32 +49,32 @@ class Factors:
         return sum(t.numel() * t.element_size() for layer in self.layers.values() for t in layer.tensors)
 
     @staticmethod
-    def joined(parts: Sequence[Factors]) -> list[Factors]:
-        """As one, if all parts have the same layers in the same form."""
+    def concatenated(parts: Sequence[Factors]) -> list[Factors]:
+        """All parts as one, if they have the same layers in the same form."""
         first = parts[0].layers
         forms = [{layout: layer.form for layout, layer in part.layers.items()} for part in parts]
-        if any(other != forms[0] for other in forms):
+        if any(form != forms[0] for form in forms):
             return list(parts)
-        layers = {layout: first[layout].join([part.layers[layout] for part in parts]) for layout in first}
+        layers = {layout: first[layout].concatenate([part.layers[layout] for part in parts]) for layout in first}
         return [Factors(torch.cat([part.f for part in parts]), layers)]
 
 
 @torch.no_grad()
 def kernel(one: Factors, other: Factors, independent: bool) -> Tensor:
-    """Between all outputs of two sets of examples `[B, C, B′, C]`, or, `independent`, of each output alone
+    """The kernel between all outputs of two sets of examples `[B, C, B′, C]`, or with `independent` that of each output
     `[C, B, B′]`."""
     _check_forms(one, other)
     B, M, K = len(one.f), len(other.f), one.n_outputs
     total = in_float64(one.f).new_zeros((K, B, M) if independent else (B, K, M, K))
     for layout, layer in one.layers.items():
-        if layout in other.layers:  # a layer that one of them does not use adds nothing
+        if layout in other.layers:  # a layer that only one of them uses adds nothing
             layer.add_kernel(total, other.layers[layout], independent)
     return total
 
 
 @torch.no_grad()
 def own_kernel(one: Factors, independent: bool) -> Tensor:
-    """Of each example with itself `[B, C, C]`, or, `independent`, of each output with itself `[B, C]`."""
+    """The kernel of each example with itself `[B, C, C]`, or with `independent` of each output with itself `[B, C]`."""
     B, K = len(one.f), one.n_outputs
     total = in_float64(one.f).new_zeros((B, K) if independent else (B, K, K))
     for layer in one.layers.values():
@@ -82,19 +83,19 @@ def own_kernel(one: Factors, independent: bool) -> Tensor:
 
 
 def factors(posterior: GaussianPosterior, δ: Tensor, x: Any, most: int | None = None) -> Iterator[Factors]:
-    """Of a few examples at a time, `most` or fewer, with the prior precision of each weight.  # δ [P]"""
+    """The factors of `x` in chunks of at most `most` examples, with the prior precision of each weight.  # δ [P]"""
     size = inputs.batch_size(x)
     with posterior.linearised(x) as (plan, _):
-        few = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
-    few = few if most is None else min(few, most)
+        chunk = max(1, 4 * MEMORY // (8 * plan.n_outputs * max(plan.n_activations, 1)))
+    chunk = chunk if most is None else min(chunk, most)
     scale = _over_all_parameters(posterior.subset, δ.rsqrt())
-    for start in range(0, size, few):
-        part = inputs.take(posterior.network, x, slice(start, start + few)) if size > few else x
-        yield from _of_few(posterior, scale, part)
+    for start in range(0, size, chunk):
+        part = inputs.take(posterior.network, x, slice(start, start + chunk)) if size > chunk else x
+        yield from _chunk_factors(posterior, scale, part)
 
 
 def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
-    """`S₀^½`; weights outside a subnetwork are known exactly."""
+    """`S₀^½` of all parameters; zero for weights outside a subnetwork, which have no variance."""
     if subset.mask is None:
         return scale
     full = scale.new_zeros(subset.full_size)
@@ -102,7 +103,7 @@ def _over_all_parameters(subset: Subset, scale: Tensor) -> Tensor:
     return full
 
 
-def _of_few(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[Factors]:
+def _chunk_factors(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[Factors]:
     with posterior.linearised(x) as (plan, x):
         forward = LayerJacobian(posterior.network, plan, x)
         f, masked = forward.f.detach(), plan.subset.mask is not None
@@ -116,14 +117,15 @@ def _of_few(posterior: GaussianPosterior, scale: Tensor, x: Any) -> list[Factors
                     block = layout.gather(scale)
                     layers[layout] = Rows((J * block.to(J))[..., block > 0])
             return [Factors(f, layers)]
-    # Where examples share rows of a layer, a single example owns all of them.
-    alone = [_of_few(posterior, scale, inputs.take(posterior.network, x, slice(n, n + 1)))[0] for n in range(len(f))]
-    check_examples_apart(posterior.network, torch.cat([one.f for one in alone]), f)
-    return alone
+    # If examples share rows of a layer, run them one by one: a single example owns all rows.
+    singles = [inputs.take(posterior.network, x, slice(n, n + 1)) for n in range(len(f))]
+    parts = [_chunk_factors(posterior, scale, single)[0] for single in singles]
+    check_examples_apart(posterior.network, torch.cat([part.f for part in parts]), f)
+    return parts
 
 
 class LayerFactors(ABC):
-    """Of some examples, in one of the forms above."""
+    """The factors of one layer for some examples."""
 
     @property
     @abstractmethod
@@ -131,19 +133,19 @@ class LayerFactors(ABC):
 
     @property
     def form(self) -> Any:
-        """What parts must have in common to be joined."""
+        """Parts can be concatenated if their forms are equal."""
         return type(self)
 
     @abstractmethod
-    def join(self, parts: Sequence[Any]) -> LayerFactors:
-        """Those of all parts' examples."""
+    def concatenate(self, parts: Sequence[Any]) -> LayerFactors:
+        """The factors of all parts' examples."""
 
     @abstractmethod
     def rows(self, units: slice = ALL) -> Tensor:
-        """The scaled gradient, of some of the layer's outputs.  # [K, B, p]"""
+        """The scaled gradient for some of the layer's outputs.  # [K, B, p]"""
 
     def pieces(self, n_other: int = 0) -> list[slice]:
-        """The layer's outputs, so many at a time that gradients of these and `n_other` examples stay small."""
+        """Slices of the layer's outputs, small enough for the gradients of these and of `n_other` examples."""
         return [ALL]
 
     def add_kernel(self, total: Tensor, other: LayerFactors, independent: bool) -> None:
@@ -173,7 +175,7 @@ class Gram(LayerFactors):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.a, self.g
 
-    def join(self, parts: Sequence[Gram]) -> Gram:
+    def concatenate(self, parts: Sequence[Gram]) -> Gram:
         return Gram(torch.cat([part.a for part in parts]), torch.cat([part.g for part in parts], 1))
 
     def rows(self, units: slice = ALL) -> Tensor:
@@ -198,7 +200,7 @@ class Gram(LayerFactors):
 
 @dataclass(frozen=True, eq=False)
 class Rows(LayerFactors):
-    """The layer's own gradient."""
+    """The gradient of the layer."""
 
     J: Tensor  # scaled [K, B, p]
 
@@ -206,7 +208,7 @@ class Rows(LayerFactors):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.J,)
 
-    def join(self, parts: Sequence[Rows]) -> Rows:
+    def concatenate(self, parts: Sequence[Rows]) -> Rows:
         return Rows(torch.cat([part.J for part in parts], 1))
 
     def rows(self, units: slice = ALL) -> Tensor:
@@ -215,7 +217,7 @@ class Rows(LayerFactors):
 
 @dataclass(frozen=True, eq=False)
 class Shared(LayerFactors):
-    """Shared positions, or prior precisions that differ within the layer."""
+    """Several positions, or several prior precisions within the layer."""
 
     a: Tensor  # [G, B, T, I]
     g: Tensor  # [K, G, B, T, O]
@@ -229,7 +231,7 @@ class Shared(LayerFactors):
     def form(self) -> Any:
         return type(self), self.a.shape[2]
 
-    def join(self, parts: Sequence[Shared]) -> Shared:
+    def concatenate(self, parts: Sequence[Shared]) -> Shared:
         return Shared(torch.cat([part.a for part in parts], 1), torch.cat([part.g for part in parts], 2), self.scale)
 
     def rows(self, units: slice = ALL) -> Tensor:
@@ -238,8 +240,8 @@ class Shared(LayerFactors):
 
     def pieces(self, n_other: int = 0) -> list[slice]:
         (G, B, _, I), (K, *_, O) = self.a.shape, self.g.shape
-        few = max(1, MEMORY // (8 * G * K * max(B, n_other) * I))
-        return [slice(low, low + few) for low in range(0, O, few)]
+        size = max(1, MEMORY // (8 * G * K * max(B, n_other) * I))
+        return [slice(low, low + size) for low in range(0, O, size)]
 
 
 def _smallest(a: Tensor, g: Tensor, scale: Tensor, masked: bool) -> LayerFactors:
@@ -257,7 +259,7 @@ def _smallest(a: Tensor, g: Tensor, scale: Tensor, masked: bool) -> LayerFactors
 
 
 def _check_forms(one: Factors, other: Factors) -> None:
-    """Layers are told apart by where their weights lie; inputs of another shape may have them cut otherwise."""
+    """Layers are identified by the position of their weights. Inputs of another shape may split them differently."""
     for layout in one.layers.keys() ^ other.layers.keys():
         unlike = other if layout in one.layers else one
         starts = {piece.start for piece in layout.pieces}

@@ -1,24 +1,13 @@
-"""L2M: a diagonal Laplace posterior from the second moment `v̂` that the optimizer has kept (Perone et al., eq. (6)).
+"""L2M: a diagonal Laplace posterior from the second moment `v̂` that an optimizer keeps (Perone et al., eq. (6)).
 
     θ ~ N(θ*, P⁻¹),    P = v̂ + δ + ε                                               (`scaling="paper"`)
                        P = H + δ,    H = N·B·v̂ · (N − 1)/(N − B) / c²              (`scaling="dataset"`)
 
 `v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without replacement
 from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the diagonal of
-the dataset's centred empirical Fisher. For a loss of `c` times the mean negative log-likelihood, this is the `H` of the
-second line. The paper writes the prior's *variance* `1/λ` where a precision is meant; so does
-`scaling="paper_literal"`.
-
-Where no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside
-the gradient as in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's
-form, `δ = wd`.
-
-A weight without a gradient (of a ReLU unit that no example switches on) has `v̂ᵢ = 0`, and that formula would leave it
-with no prior but `ε`. AdamW's step is then `−lr·wd·θ`, that of plain gradient descent with the penalty `wd/2·θ²`, and
-stands still at `θ = 0` for any `δᵢ`: it gets the prior of that penalty, `N·wd/c`. Dead in this sense is a weight whose
-`√v̂ᵢ + ε` is below a thousandth of what it is for the mean of its parameter's `v̂`.
-
-The second moment of the gradient that an optimizer keeps, unbiased, and the weight decay beside it.
+the dataset's centred empirical Fisher. For a loss of `c` times the mean negative log-likelihood, this gives the `H` of
+the second line. The paper writes the prior's *variance* `1/λ` where it means a precision; `scaling="paper_literal"`
+does the same.
 
 | optimizer                       | buffer       | v̂                                                       |
 |---------------------------------|--------------|----------------------------------------------------------|
@@ -27,8 +16,17 @@ The second moment of the gradient that an optimizer keeps, unbiased, and the wei
 | Adadelta                        | `square_avg` | `v / (1 − ρᵗ)`                                           |
 | Adagrad                         | `sum`        | `(v − v₀) / t`, with `v₀` its `initial_accumulator_value` |
 
-All are averages of the squared gradients that the optimizer was given, over steps `1 … t`. Their fused, foreach and
-capturable variants keep the same buffers.
+All are averages of the squared gradients over steps `1 … t`. Fused, foreach and capturable variants keep the same
+buffers.
+
+Without `prior_precision`, the prior is the one that weight decay `wd` corresponds to: `δ = N·wd/c` if the decay is part
+of the gradient. AdamW applies it beside the gradient. Its stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, which gives
+`δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's form, `δ = wd`.
+
+A weight without a gradient (of a ReLU unit that is never active) has `v̂ᵢ = 0`, and this formula would leave it with a
+prior of only `ε`. AdamW's step is then `−lr·wd·θ`, a step of plain gradient descent on the penalty `wd/2·θ²`, so the
+weight gets the prior of that penalty, `N·wd/c`. A weight counts as dead if its `√v̂ᵢ + ε` is below a thousandth of the
+value at the mean of its parameter's `v̂`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +57,13 @@ from lightning_bayes.posterior.prior import Prior, Weights, check_precision, che
 from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
+Scaling = Literal["dataset", "paper", "paper_literal"]
 SCALINGS = ("dataset", "paper", "paper_literal")
-DEAD = 1e-3  # the share of a parameter's typical √v̂ + ε below which a weight counts as one without a gradient
+DEAD = 1e-3  # a weight is dead if its √v̂ + ε is below this share of its parameter's typical value
+
+
+class OptimizerError(RuntimeError):
+    """An optimizer that keeps no second moment, or has made no step; the message says which optimizers work."""
 
 
 def fit_l2m(
@@ -70,27 +73,27 @@ def fit_l2m(
     *,
     n_data: int,
     batch_size: float,
-    scaling: str = "dataset",
+    scaling: Scaling = "dataset",
     prior_precision: float | Tensor | Sequence[float] | None = None,
     prior_mean: Weights | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
 ) -> LaplacePosterior:
-    """The posterior around the network's present weights; no pass over data, and nothing of the optimizer changes.
+    """The posterior around the network's current weights, without a pass over data. The optimizer is not changed.
 
     Args:
-        network: maps x to f(x). Parameters that no optimizer holds stay out of the posterior.
+        network: maps x to f(x). Parameters that no optimizer holds are not part of the posterior.
         optimizers: the optimizer that trained it, or several.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        n_data: examples in the training data.
-        batch_size: examples whose mean gradient one step has used, over all processes and accumulated batches; of
-            uneven batches the harmonic mean.
+        n_data: the number of training examples.
+        batch_size: the number of examples in one step, over all processes and accumulated batches; the harmonic mean
+            for uneven batches.
         scaling: "dataset", "paper" or "paper_literal".
-        prior_precision: a number, one per layer, or one per parameter; None takes the optimizer's weight decay for it.
-        prior_mean: the weights that the prior is around in the evidence, by default zero; see `fit_laplace`.
+        prior_precision: a number, one per layer, or one per parameter; by default from the optimizer's weight decay.
+        prior_mean: the mean of the prior in the evidence, by default zero; see `fit_laplace`.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
-            own losses: `1/n_outputs`, but for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
-        n_outputs: targets of one example, over which the loss averages too; for that default alone.
+            losses: `1/n_outputs`, and for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
+        n_outputs: the number of targets per example, for that default; torch's losses average over them.
     """
     likelihood, network = resolve(likelihood), check_network(unwrap(network))
     word("scaling", scaling, SCALINGS)
@@ -100,8 +103,9 @@ def fit_l2m(
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
     check_prior(None, prior_mean)
-    if prior_mean is not None and is_sharded(network):
-        raise PosteriorError("prior_mean= belongs to the evidence, which a posterior that is sharded does not have")
+    sharded = is_sharded(network)
+    if prior_mean is not None and sharded:
+        raise PosteriorError("prior_mean= belongs to the evidence, which a sharded posterior does not have")
     reshard(network)
     parameters = trainable(network)
     moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
@@ -115,10 +119,10 @@ def fit_l2m(
         if δ is None:
             _warn_of_no_decay(moments)
             decay = DecayPrior(moments, scaling, n_data / c)
-            if is_sharded(network):
-                δ = decay.formed(Processes.current())
+            if decay.follows_curvature and not sharded:
+                δ = decay.at_curvature(H, factor).precision  # computed on first use
             else:
-                δ = decay.after(H, factor) if decay.follows_curvature else decay.formed()
+                δ = decay.precision(Processes.current() if sharded else None)
     curvature = Curvature(
         structure=Diagonal(H),
         subset=Subset(tuple(moments), tuple(parameters[name].shape for name in moments)),
@@ -127,7 +131,7 @@ def fit_l2m(
         n_data=n_data,
         n_outputs=0,
     )
-    if is_sharded(network):
+    if sharded:
         return ShardedPosterior.from_curvature(network, curvature, δ)
     return from_curvature(network, curvature, δ, prior=Prior.of(None, prior_mean, curvature.subset))
 
@@ -137,14 +141,14 @@ def fisher_factor(n_data: int, batch_size: float) -> float:
     N, B = n_data, batch_size
     if B >= N:
         raise PosteriorError(
-            f"a batch of all {N} examples has always the same gradient, zero at the optimum, so that its second moment "
+            f"a batch of all {N} examples always has the same gradient, zero at the optimum, so its second moment "
             "says nothing of the curvature: train with smaller batches, or use scaling='paper'"
         )
     return N * B * (N - 1) / (N - B)
 
 
 def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
-    """`c` of torch's losses, which are means over all targets: `1/C`, or, of the mean squared error, `2σ²/C`."""
+    """`c` of torch's losses, which are means over all targets: `1/C`, or `2σ²/C` for the mean squared error."""
     if likelihood.tunable_noise is None:
         return 1 / n_outputs
     σ = vector("noise_std", likelihood.tunable_noise, PosteriorError)
@@ -156,22 +160,8 @@ def default_loss_scale(likelihood: Likelihood, n_outputs: int) -> float:
     return 2 * float(σ) ** 2 / n_outputs
 
 
-def decay_precision(weight_decay: float, scaling: str, n_over_c: float) -> float:
-    """The prior precision that weight decay stands for, `N·wd/c`; 1 without weight decay."""
-    if weight_decay == 0:
-        return 1.0
-    return {"dataset": n_over_c * weight_decay, "paper": weight_decay, "paper_literal": 1 / weight_decay}[scaling]
-
-
-def adamw_precision(m: SecondMoment, δ: float, mean: float, out: Tensor) -> Tensor:
-    """`δᵢ = δ·(√v̂ᵢ + ε)`, and `δ` for a dead weight; `mean` is that of the optimizer's buffer."""
-    typical = math.sqrt(mean * m.correction) + m.eps
-    denominator = m.denominator(out)
-    return denominator.masked_fill_(denominator <= DEAD * typical, 1.0).mul_(δ)
-
-
 def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
-    """Refuse what is known to be wrong without an optimizer."""
+    """Check the arguments that need no optimizer."""
     if prior_precision is not None:
         check_precision(prior_precision)
     if loss_scale is not None:
@@ -179,13 +169,21 @@ def check_l2m(prior_precision: Any, loss_scale: Any) -> None:
 
 
 def _curvature(moments: dict[str, SecondMoment], factor: float, with_eps: bool) -> Tensor:
-    """`factor · v̂`, in the paper's form with `ε`.  # [P]"""
+    """`factor · v̂`, plus `ε` in the paper's form.  # [P]"""
     H, parts = _vector(moments)
     for m, part in zip(moments.values(), parts, strict=True):
         m.scaled(factor, out=part)
         if with_eps:
             part.add_(m.eps)
     return H
+
+
+def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """An empty vector over all parameters, and its parts.  # [P]"""
+    buffers = [m.buffer for m in moments.values()]
+    dtype = torch.promote_types(buffers[0].dtype, torch.float32)
+    flat = torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
+    return flat, flat.split([b.numel() for b in buffers])
 
 
 def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
@@ -201,10 +199,10 @@ def _warn_of_no_decay(moments: dict[str, SecondMoment]) -> None:
 
 @dataclass(frozen=True)
 class DecayPrior:
-    """The prior precision that weight decay stands for."""
+    """The prior precision that weight decay corresponds to; 1 without weight decay."""
 
     moments: dict[str, SecondMoment]
-    scaling: str
+    scaling: Scaling
     n_over_c: float
 
     @property
@@ -213,38 +211,46 @@ class DecayPrior:
 
     @property
     def follows_curvature(self) -> bool:
-        """Whether it varies with `v̂`, of which the curvature is a multiple: not with AMSGrad's largest."""
+        """Whether it is a function of `v̂`, and so of the curvature. AMSGrad's depends on the maximum of `v̂`."""
         return any(self._decoupled) and all(m.largest is m.buffer and not m.offset for m in self.moments.values())
 
-    def after(self, H: Tensor, factor: float) -> Callable[[], Tensor | float]:
-        """Its function of the curvature `H = factor · v̂`, which nothing changes: the optimizer's buffers go on."""
+    def at_curvature(self, H: Tensor, factor: float) -> DecayPrior:
+        """The same prior as a function of the curvature `H = factor · v̂`: training changes the optimizer's buffers."""
         parts = H.split([m.buffer.numel() for m in self.moments.values()])
         moments = {
             name: replace(m, buffer=part, largest=part, correction=1 / factor)
             for (name, m), part in zip(self.moments.items(), parts, strict=True)
         }
-        return replace(self, moments=moments).formed
+        return replace(self, moments=moments)
 
-    def formed(self, processes: Processes | None = None) -> Tensor | float:
-        """# a number or [P]"""
-        moments, decoupled = self.moments, self._decoupled
-        precisions = [decay_precision(m.weight_decay, self.scaling, self.n_over_c) for m in moments.values()]
+    def precision(self, processes: Processes | None = None) -> Tensor | float:
+        """# [] or [P]"""
+        moments, decoupled = list(self.moments.values()), self._decoupled
+        precisions = [self._of_decay(m.weight_decay) for m in moments]
         if not any(decoupled) and len(set(precisions)) == 1:
             return precisions[0]
-        δ, parts = _vector(moments)
-        means = [0.0] * len(moments)
-        if any(decoupled):
-            means = _means([m.largest for m in moments.values()], processes or Processes())
-        for m, part, precision, varies, mean in zip(moments.values(), parts, precisions, decoupled, means, strict=True):
-            if varies:
-                adamw_precision(m, precision, mean, out=part)
-            else:
+        δ, parts = _vector(self.moments)
+        means = (
+            _means([m.largest for m in moments], processes or Processes()) if any(decoupled) else [0.0] * len(moments)
+        )
+        for m, part, precision, varies, mean in zip(moments, parts, precisions, decoupled, means, strict=True):
+            if not varies:
                 part.fill_(precision)
+                continue
+            denominator = m.denominator(out=part)  # √v̂ᵢ + ε
+            typical = math.sqrt(mean * m.correction) + m.eps
+            denominator.masked_fill_(denominator <= DEAD * typical, 1.0).mul_(precision)
         return δ
+
+    def _of_decay(self, weight_decay: float) -> float:
+        if weight_decay == 0:
+            return 1.0
+        precisions = {"dataset": self.n_over_c * weight_decay, "paper": weight_decay, "paper_literal": 1 / weight_decay}
+        return precisions[self.scaling]
 
 
 def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
-    """The mean of each buffer over the shards of all processes, or of all buffers for one that is zero."""
+    """The mean of each buffer over all processes' shards; for a buffer of zeros, the mean of all buffers."""
     dtype = torch.promote_types(buffers[0].dtype, torch.float32)
     sums = torch.stack([b.sum(dtype=dtype) for b in buffers])
     counts = torch.tensor([b.numel() for b in buffers], dtype=dtype, device=sums.device)
@@ -253,41 +259,35 @@ def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
     return [mean or overall for mean in (sums / counts).tolist()]
 
 
-def _vector(moments: dict[str, SecondMoment]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """An empty vector over all parameters, and its parts.  # [P]"""
-    buffers = [m.buffer for m in moments.values()]
-    dtype = torch.promote_types(buffers[0].dtype, torch.float32)
-    whole = torch.empty(sum(b.numel() for b in buffers), dtype=dtype, device=buffers[0].device)
-    return whole, whole.split([b.numel() for b in buffers])
+Decay = Callable[[dict[str, Any]], float]  # of the average, for a parameter group
 
 
-_KNOWN: dict[type[Optimizer], tuple[str, Any]] = {  # the buffer, and the decay of its average
-    torch.optim.Adam: ("exp_avg_sq", lambda group: group["betas"][1]),
-    torch.optim.AdamW: ("exp_avg_sq", lambda group: group["betas"][1]),
-    torch.optim.NAdam: ("exp_avg_sq", lambda group: group["betas"][1]),
-    torch.optim.RAdam: ("exp_avg_sq", lambda group: group["betas"][1]),
-    torch.optim.RMSprop: ("square_avg", lambda group: group["alpha"]),
-    torch.optim.Adadelta: ("square_avg", lambda group: group["rho"]),
+def _beta2(group: dict[str, Any]) -> float:
+    return float(group["betas"][1])
+
+
+_KNOWN: dict[type[Optimizer], tuple[str, Decay | None]] = {
+    torch.optim.Adam: ("exp_avg_sq", _beta2),
+    torch.optim.AdamW: ("exp_avg_sq", _beta2),
+    torch.optim.NAdam: ("exp_avg_sq", _beta2),
+    torch.optim.RAdam: ("exp_avg_sq", _beta2),
+    torch.optim.RMSprop: ("square_avg", lambda group: float(group["alpha"])),
+    torch.optim.Adadelta: ("square_avg", lambda group: float(group["rho"])),
     torch.optim.Adagrad: ("sum", None),
 }
-WORKING = "Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, Adagrad"
-
-
-class OptimizerError(RuntimeError):
-    """An optimizer that keeps no second moment, or has made no step; the message says which and what works."""
 
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """Of one parameter, or of this process's shard of it."""
+    """The second moment of one parameter, or of this process's shard of it."""
 
-    buffer: Tensor  # as the optimizer keeps it
+    buffer: Tensor  # the optimizer's
     offset: float  # v̂ = (buffer − offset) · correction
     correction: float
-    largest: Tensor  # AMSGrad divides its step by the root of this one; everywhere else it is the buffer
+    largest: Tensor  # AMSGrad divides its step by the root of this; for all others it is the buffer
     eps: float
     weight_decay: float
-    decoupled: bool  # weight decay beside the gradient (AdamW) and not within it
+    decoupled: bool  # whether weight decay is applied beside the gradient (AdamW)
 
     def scaled(self, factor: float = 1.0, out: Tensor | None = None) -> Tensor:
         """`factor · v̂` in at least float32, in one pass; `out` is flat."""
@@ -296,51 +296,65 @@ class SecondMoment:
         return torch.mul(v if out is None else v.reshape(-1), self.correction * factor, out=out)
 
     def denominator(self, out: Tensor | None = None) -> Tensor:
-        """`√v̂ + ε`, by which Adam and its relatives divide a step; `out` is flat."""
+        """`√v̂ + ε`, which Adam and its relatives divide a step by; `out` is flat."""
         v = widen(self.largest)
         return torch.mul(v if out is None else v.reshape(-1), self.correction, out=out).sqrt_().add_(self.eps)
 
 
 def second_moments(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, SecondMoment]:
-    """The second moment of each of `parameters` that an optimizer holds. A parameter that never had a gradient has
-    none."""
+    """The second moment of each parameter that an optimizer holds and that has had a gradient."""
     names = {id(p): name for name, p in parameters.items()}
-    moments, holding = {}, _holding(optimizers, parameters)
-    for optimizer in holding:
+    moments, owners = {}, _owners(optimizers, parameters)
+    for optimizer in owners:
         key, decay = _rule(optimizer)
         for group in optimizer.param_groups:
             decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
             for p in group["params"]:
                 state = optimizer.state.get(p, {})
                 if id(p) in names and key in state:
-                    moments[names[id(p)]] = _of_parameter(key, decay, group, state, bool(decoupled))
-    if not holding:
+                    moments[names[id(p)]] = _second_moment(key, decay, group, state, bool(decoupled))
+    if not owners:
         raise OptimizerError("no optimizer holds a parameter of the network: pass the one that trained it")
     if not moments:
         raise OptimizerError("the optimizer has made no step and holds no second moment yet: train first")
     return {name: moments[name] for name in parameters if name in moments}
 
 
+def _second_moment(
+    key: str, decay: Decay | None, group: dict[str, Any], state: dict[str, Any], decoupled: bool
+) -> SecondMoment:
+    t, buffer = float(state["step"]), local(state[key])
+    return SecondMoment(
+        buffer=buffer,
+        offset=0.0 if decay is not None else float(group.get("initial_accumulator_value", 0.0)),
+        correction=1 / t if decay is None else 1 / (1 - decay(group) ** t),
+        largest=local(state["max_exp_avg_sq"]) if "max_exp_avg_sq" in state else buffer,
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=decoupled,
+    )
+
+
 def check_optimizers(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise for an optimizer that will not have a second moment of the parameters it holds."""
-    holding = _holding(optimizers, parameters)
-    if not holding:
+    """Raise for an optimizer that keeps no second moment of its parameters."""
+    owners = _owners(optimizers, parameters)
+    if not owners:
         raise OptimizerError("no optimizer holds a parameter of the network: configure one that does")
-    for optimizer in holding:
+    for optimizer in owners:
         _rule(optimizer)
 
 
 def longest_memory(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> float:
-    """The largest decay (`β₂`, `α`, `ρ`) of the averages; 1 for a sum, which forgets nothing."""
+    """The largest decay (`β₂`, `α`, `ρ`) of the averages; 1 for a sum."""
     decays = []
-    for optimizer in _holding(optimizers, parameters):
+    for optimizer in _owners(optimizers, parameters):
         _, decay = _rule(optimizer)
-        decays += [1.0 if decay is None else float(decay(group)) for group in optimizer.param_groups]
+        decays += [1.0 if decay is None else decay(group) for group in optimizer.param_groups]
     return max(decays)
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside a wrapper such as Lightning's own, or those of `torch.distributed.optim`."""
+    """The optimizer inside a wrapper such as Lightning's or those of `torch.distributed.optim`."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise OptimizerError(
             "ZeroRedundancyOptimizer keeps each second moment on one process only: use the optimizer that it wraps, or "
@@ -353,38 +367,25 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _holding(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-    """Those that hold one of the parameters."""
+def _owners(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+    """The optimizers that hold at least one of the parameters."""
     wanted = {id(p) for p in parameters.values()}
-    bare = [unwrap_optimizer(optimizer) for optimizer in optimizers]
-    for optimizer in bare:
+    unwrapped = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+    for optimizer in unwrapped:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"optimizers must be the optimizer that trained the network, or a list of them, got {shown(optimizer)}"
             )
-    return [o for o in bare if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    return [o for o in unwrapped if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 
 
-def _rule(optimizer: Optimizer) -> tuple[str, Any]:
+def _rule(optimizer: Optimizer) -> tuple[str, Decay | None]:
+    """The name of the optimizer's buffer, and the decay of its average."""
     for kind, rule in _KNOWN.items():
         if isinstance(optimizer, kind):
             return rule
     raise OptimizerError(
         f"{type(optimizer).__name__} keeps no second moment of the gradients that L2M could use: train with one of "
-        f"{WORKING}, or use LaplaceCallback(structure='diag'), which works after any training"
-    )
-
-
-def _of_parameter(key: str, decay: Any, group: dict[str, Any], state: dict[str, Any], decoupled: bool) -> SecondMoment:
-    t = float(state["step"])
-    offset = 0.0 if decay is not None else float(group.get("initial_accumulator_value", 0.0))
-    buffer = local(state[key])
-    return SecondMoment(
-        buffer=buffer,
-        offset=offset,
-        correction=1 / t if decay is None else 1 / (1 - float(decay(group)) ** t),
-        largest=local(state["max_exp_avg_sq"]) if "max_exp_avg_sq" in state else buffer,
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=decoupled,
+        f"{', '.join(kind.__name__ for kind in _KNOWN)}, or use LaplaceCallback(structure='diag'), which works after "
+        "any training"
     )

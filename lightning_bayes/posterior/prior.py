@@ -1,13 +1,13 @@
-"""The prior `N(m, Λ⁻¹)` of a Laplace posterior, whose strength `δ` is chosen apart from it:
+"""`Prior`: the prior `N(m, Λ⁻¹)` of a Laplace posterior, up to its strength `δ`, the prior precision:
 
-    Λ = diag(δ)      around `m`, zero or pretrained weights,
-    Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that come one set after the other.
+    Λ = diag(δ)      around `m`, which is zero or pretrained weights,
+    Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that arrive one set after the other.
 
-With `H` the curvature of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. A sum of two
-Kronecker products is not one: their factors are added, an approximation (Ritter et al. 2018, "Online structured Laplace
-approximations for overcoming catastrophic forgetting").
+With the curvature `H` of the new data, the sum `P = H + Λ` is exact for full and diagonal matrices. The sum of two
+Kronecker products is not a Kronecker product. There the factors are added, which is an approximation (Ritter et al.
+2018, "Online structured Laplace approximations for overcoming catastrophic forgetting").
 
-Prior precisions: one number, one per layer, or one per parameter.
+A prior precision is one number, one per layer, or one per parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import shown, some
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
 from lightning_bayes.network.accumulation import number_like
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
 Weights = Tensor | Mapping[str, Tensor]
+_ONE_FACTOR = "with prior=, prior_precision is one factor on its precision: pass one number"
+
+
+class PriorError(ValueError):
+    """A prior that does not fit the posterior: of the wrong size or sign, or over other weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,25 +53,21 @@ class Prior:
         """`Λ`."""
         if self.precision is None:
             return Diagonal(per_parameter(δ, subset).expand(subset.size))
-        return self.precision.scale(self.check(δ))
+        if δ.ndim:
+            raise PriorError(_ONE_FACTOR)
+        return self.precision.scale(δ)
 
     def added_to(self, H: Structure, δ: Tensor, subset: Subset) -> Structure:
         """`P = H + Λ`."""
         if self.precision is None:
             return H.add_prior(per_parameter(δ, subset))
         try:
-            return H.add_approximately(self.precision.scale(self.check(δ)))
+            return H.add_approximately(self.matrix(δ, subset))
         except StructureError as error:
             raise PriorError(f"prior= cannot be added to this curvature: {error}") from None
 
-    def check(self, δ: Tensor) -> Tensor:
-        """One number, where it is a factor on `P₀`."""
-        if δ.ndim and self.precision is not None:
-            raise PriorError("with prior=, prior_precision is one factor on its precision: pass one number")
-        return δ
-
     def to(self, like: Tensor) -> Prior:
-        """On the device and in the dtype of `like`."""
+        """The same prior on the device and in the dtype of `like`."""
         return Prior(
             None if self.mean is None else self.mean.to(like),
             None if self.precision is None else self.precision.to(like.device, like.dtype),
@@ -82,9 +83,9 @@ class Prior:
 
     @staticmethod
     def of(prior: GaussianPosterior | None, prior_mean: Weights | None, subset: Subset) -> Prior:
-        """Of the words of `fit_laplace`, for the weights of `subset`."""
+        """The prior that these arguments of `fit_laplace` describe, for the weights of `subset`."""
         if prior is not None:
-            _check_same_weights(prior, subset)
+            _check_same_subset(prior, subset)
             return Prior(prior.mean.detach(), prior.precision)
         return Prior() if prior_mean is None else Prior(_flat(prior_mean, subset))
 
@@ -97,32 +98,34 @@ def check_prior(
     damping: str | None = None,
     prior_precision: Any = 1.0,
 ) -> None:
-    """Refuse what is wrong for any network."""
+    """Check what does not depend on the network."""
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
-    if prior is not None and prior_mean is not None:
-        raise ValueError("prior= brings a mean of its own: leave prior_mean= out, or pass prior_mean= alone")
-    if prior is not None and not isinstance(prior, GaussianPosterior):
-        raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
-    if prior is not None and prior.is_sharded:
-        raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
-    if prior is not None and structure not in (None, "full") and structure not in _same_sum(prior):
-        raise PriorError(
-            f"prior= has structure={prior.precision.word!r}, which cannot be added to structure={structure!r}: fit "
-            "both with the same one of 'kron' and 'diag', or this one with 'full'"
-        )
-    if prior is not None and torch.as_tensor(prior_precision).numel() > 1:
-        raise PriorError("with prior=, prior_precision is one factor on its precision: pass one number")
-    if prior is not None and has_points:
-        raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
-    if prior is not None and damping is not None:
-        raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
-    if isinstance(prior_mean, Mapping):
+    if prior is not None:
+        if prior_mean is not None:
+            raise ValueError("prior= has a mean: leave prior_mean= out, or pass prior_mean= alone")
+        if not isinstance(prior, GaussianPosterior):
+            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
+        if prior.is_sharded:
+            raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
+        own = prior.precision.word
+        if structure not in (None, "full") and not (structure == own and own in ("kron", "diag")):
+            raise PriorError(
+                f"prior= has structure={own!r}, which cannot be added to structure={structure!r}: fit both with 'kron' "
+                "or both with 'diag', or this one with 'full'"
+            )
+        if torch.as_tensor(prior_precision).numel() > 1:
+            raise PriorError(_ONE_FACTOR)
+        if has_points:
+            raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
+        if damping is not None:
+            raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
+    elif isinstance(prior_mean, Mapping):
         if "fingerprint" in prior_mean:
             raise PriorError("prior_mean must hold weights, but this is a posterior's file: pass it as prior=")
-        bad = next((name for name, value in prior_mean.items() if not isinstance(value, Tensor)), None)
-        if bad is not None:
-            raise PriorError(f"prior_mean must hold tensors, got {shown(prior_mean[bad])} for {bad!r}")
+        for name, value in prior_mean.items():
+            if not isinstance(value, Tensor):
+                raise PriorError(f"prior_mean must hold tensors, got {shown(value)} for {name!r}")
     elif isinstance(prior_mean, Tensor):
         if prior_mean.ndim != 1 or not prior_mean.is_floating_point():
             raise PriorError(f"prior_mean must be a vector of weights [P], got {shown(prior_mean)}")
@@ -131,32 +134,27 @@ def check_prior(
         raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
 
 
-def _same_sum(prior: GaussianPosterior) -> set[str]:
-    """The structure of a posterior, where two of it have a sum of the same structure."""
-    return {"kron", "diag"} & {str(prior.precision.word)}
-
-
 def check_fits(
     prior: GaussianPosterior | None,
     prior_mean: Weights | None,
     network: nn.Module,
     subset: str | Sequence[str] | Tensor,
 ) -> None:
-    """Refuse, before a pass, a prior over other weights; which the last layer is, a pass has to see."""
+    """Check before a pass that the prior is over the same weights. Only a pass finds the last layer."""
     if (prior is None and prior_mean is None) or (isinstance(subset, str) and subset == "last_layer"):
         return
     Prior.of(prior, prior_mean, resolve_subset(network, subset, ()))
 
 
-def _check_same_weights(prior: GaussianPosterior, subset: Subset) -> None:
+def _check_same_subset(prior: GaussianPosterior, subset: Subset) -> None:
     own = prior.subset
     same_mask = own.mask is subset.mask or (
         own.mask is not None and subset.mask is not None and torch.equal(own.mask.cpu(), subset.mask.cpu())
     )
     if (own.names, own.shapes) != (subset.names, subset.shapes) or not same_mask:
         raise PriorError(
-            f"prior= is over {own.size} weights ({_some(own)}), but the fit is over {subset.size} ({_some(subset)}): "
-            "choose the same subset= of the same network"
+            f"prior= is over {own.size} weights ({some(own.names, 2)}), but the fit is over {subset.size} "
+            f"({some(subset.names, 2)}): choose the same subset= of the same network"
         )
 
 
@@ -165,15 +163,15 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
     if isinstance(weights, Tensor):
         if len(weights) != subset.size:
             raise PriorError(
-                f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights ({_some(subset)}): one "
-                "for each, in the order of posterior.mean"
+                f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights "
+                f"({some(subset.names, 2)}): pass one for each, in the order of posterior.mean"
             )
-        return weights.detach().clone()  # training may go on with the same tensor
+        return weights.detach().clone()  # training may change the tensor
     parts = []
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if name not in weights or weights[name].shape != shape:
-            what = "none" if name not in weights else f"shape {list(weights[name].shape)}"
-            raise PriorError(f"prior_mean needs {name} of shape {list(shape)}, but the state dict has {what}")
+            other = "none" if name not in weights else f"shape {list(weights[name].shape)}"
+            raise PriorError(f"prior_mean needs {name} of shape {list(shape)}, but the state dict has {other}")
         _check_values(name, weights[name])
         parts.append(weights[name].detach().reshape(-1))
     return subset.narrow(torch.cat(parts)).clone()
@@ -186,37 +184,28 @@ def _check_values(name: str, weights: Tensor) -> None:
         raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
 
 
-def _some(subset: Subset) -> str:
-    return ", ".join(subset.names[:2]) + (", …" if len(subset.names) > 2 else "")
+def check_precision(prior_precision: Any) -> None:
+    """Check what does not depend on the network."""
+    _check_positive(vector("prior_precision", prior_precision, PriorError))
 
 
-class PriorError(ValueError):
-    """A prior precision of the wrong size or sign."""
-
-
-def check_precision(prior: Any) -> None:
-    """Refuse a prior precision that fits no network."""
-    _check_precision_values(vector("prior_precision", prior, PriorError))
-
-
-def _check_precision_values(precision: Tensor) -> None:
+def _check_positive(precision: Tensor) -> None:
     least, most = precision.detach().aminmax()
-    if not (least > 0 and most < math.inf):  # nor NaN
-        bad = least if not least > 0 else most
-        raise PriorError(f"prior_precision must be positive and finite, got {bad.item():g}")
+    if not (least > 0 and most < math.inf):  # NaN fails both
+        wrong = least if not least > 0 else most
+        raise PriorError(f"prior_precision must be positive and finite, got {wrong.item():g}")
 
 
-def as_precision(prior: float | Tensor | Sequence[float], subset: Subset, like: Tensor) -> Tensor:
-    """A checked tensor: a scalar, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
-    vector("prior_precision", prior, PriorError)
-    precision = number_like(prior, like)
-    _check_precision_values(precision)
+def as_precision(prior_precision: float | Tensor | Sequence[float], subset: Subset, like: Tensor) -> Tensor:
+    """A checked tensor `[]`, `[layers]` or `[P]`, in the dtype and on the device of `like`."""
+    vector("prior_precision", prior_precision, PriorError)
+    precision = number_like(prior_precision, like)
+    _check_positive(precision)
     precision = precision.reshape(()) if precision.numel() == 1 else precision
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(
             f"a prior precision of shape {tuple(precision.shape)} is neither a number, one for each of the "
-            f"{len(subset.layers)} layers ({', '.join(subset.layers[:4])}{', …' if len(subset.layers) > 4 else ''}), "
-            f"nor one for each of the {subset.size} parameters"
+            f"{len(subset.layers)} layers ({some(subset.layers, 4)}), nor one for each of the {subset.size} parameters"
         )
     return precision
 

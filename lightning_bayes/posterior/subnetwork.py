@@ -1,12 +1,12 @@
-"""`Subnetwork`: which single weights get a full covariance, while all others stay at their trained values.
+"""`Subnetwork`: single weights that get a full covariance, while all others keep their trained values.
 
-Daxberger et al. (2021) look for the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is nearest
-to that of all weights in the Wasserstein distance. If the latter is taken as factorised, with marginal variances `σ²`,
+Daxberger et al. (2021) choose the subnetwork `S` whose posterior `N(θ_S; θ*_S, P_S⁻¹) Π_r δ(θ_r − θ*_r)` is closest to
+that of all weights in the Wasserstein distance. If the latter factorises, with marginal variances `σ²`, the distance is
 
     W₂² = Σ_{i ∉ S} σᵢ²,
 
-which the weights with the largest marginal variances make smallest. The assumption is for the choice alone: the
-subnetwork's own posterior has all its correlations.
+and the weights with the largest marginal variances minimise it. Only the choice assumes independence: the posterior of
+the subnetwork has all correlations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_bayes.posterior.prior import as_precision, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
-OF_TRAINER = ("swag", "l2m")  # the callback of a Trainer that has the variances
+OF_TRAINER = ("swag", "l2m")  # variances from another callback of the Trainer
 CRITERIA = ("laplace_diag", "magnitude", "random", *OF_TRAINER)
 
 
@@ -39,11 +39,11 @@ class Subnetwork:
     """`n` single weights, for `subset=` of `fit_laplace` and `LaplaceCallback`.
 
     Args:
-        n: how many weights.
-        by: what chooses them: the largest marginal variance of a diagonal Laplace posterior ("laplace_diag", one more
-            pass over the data), of the `SWAGCallback` ("swag") or `L2MCallback` ("l2m") on the same Trainer, or of a
-            fitted posterior; the largest "magnitude"; or chance ("random").
-        seed: of "random".
+        n: the number of weights.
+        by: the criterion: the largest marginal variance of a diagonal Laplace posterior ("laplace_diag", one more pass
+            over the data), of the `SWAGCallback` ("swag") or `L2MCallback` ("l2m") on the same Trainer, or of a fitted
+            posterior; the largest "magnitude"; or "random".
+        seed: the seed of "random".
     """
 
     n: int
@@ -57,7 +57,7 @@ class Subnetwork:
             known = ", ".join(map(repr, CRITERIA))
             raise ValueError(f"unknown by {shown(self.by)}: use one of {known}, or a fitted posterior")
         if isinstance(self.by, GaussianPosterior) and self.by.is_sharded:
-            raise ValueError("by is a posterior whose weights are spread over processes: use one that is whole")
+            raise ValueError("by is a posterior whose weights are sharded over processes: gather it first")
 
     def in_network(
         self,
@@ -67,8 +67,8 @@ class Subnetwork:
         diagonal: Callable[[], Tensor],
         processes: Processes | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The chosen weights' positions among all that train, the same on all processes, and their prior precision.
-        `diagonal` is that of the curvature, in a pass over `loader`, which "laplace_diag" needs.  # [n]"""
+        """The positions of the chosen weights among all trainable weights, the same on all processes, and their prior
+        precision. `diagonal` computes the diagonal of the curvature by a pass over `loader`.  # [n]"""
         check_processes(processes)
         whole = resolve_subset(check_network(network), "all", ())
         with torch.inference_mode(False), torch.no_grad():
@@ -96,7 +96,7 @@ class Subnetwork:
             raise SubsetError(f"Subnetwork(n={self.n}) asks for more weights than there are to choose from: {most}")
         positions = scores.argsort(descending=True, stable=True)[: self.n]
         if processes.rank > 0:
-            positions.zero_()  # rounding may differ between devices: all take those of the first
+            positions.zero_()  # rounding may differ between devices: all use those of rank 0
         processes.sum_([positions])
         return positions.sort().values
 
@@ -104,15 +104,15 @@ class Subnetwork:
         dead = int((H == 0).sum())
         if 2 * dead > self.n:
             logger.warning(
-                "%d of the %d chosen weights have no curvature, because the output for no training example depends on "
-                "them (dead units, or inputs that are always zero); their variance is the prior's and the largest: "
-                "choose by='swag' or by='magnitude'",
+                "%d of the %d chosen weights have no curvature, because no training output depends on them (dead "
+                "units, or inputs that are always zero). Their variance is the prior's and so the largest: choose "
+                "by='swag' or by='magnitude'",
                 dead,
                 self.n,
             )
 
     def _scores(self, network: nn.Module) -> Tensor:
-        """Of all trainable weights, −∞ for those that cannot be chosen.  # [P]"""
+        """The scores of all trainable weights; −∞ excludes a weight.  # [P]"""
         parameters = trainable(network)
         if isinstance(self.by, GaussianPosterior):
             return _marginal_variances(self.by, parameters)
@@ -123,13 +123,13 @@ class Subnetwork:
             generator = torch.Generator().manual_seed(self.seed)
             return torch.rand(len(weights), generator=generator, dtype=torch.float64, device="cpu").to(weights)
         raise SubsetError(
-            f"by={self.by!r} means the callback of a Trainer, for LaplaceCallback(subset=…): pass its posterior here, "
+            f"by={self.by!r} refers to a callback of a Trainer, for LaplaceCallback(subset=…): pass its posterior, "
             f"Subnetwork({self.n}, by=callback.posterior)"
         )
 
 
 def structure_for(subset: Any, structure: str) -> str:
-    """Single weights have no Kronecker form: for a `Subnetwork` the default structure is the full matrix."""
+    """The structure to fit: single weights have no Kronecker form, so a `Subnetwork` gets a full matrix instead."""
     if isinstance(subset, Subnetwork) and structure == "ekfac":
         raise SubsetError(
             "single weights of a layer have no EKFAC form: use structure='full' or 'diag' for a subnetwork"
@@ -138,7 +138,7 @@ def structure_for(subset: Any, structure: str) -> str:
 
 
 def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Of a posterior over some of the parameters; names differ where its network has this one as a part.  # [P]"""
+    """Variances of a posterior over some of the parameters. Names differ if its network contains this one.  # [P]"""
     subset, variances = posterior.subset, posterior.precision.inverse_diagonal()
     if subset.mask is not None:
         flat = variances.new_full((subset.full_size,), -torch.inf)
@@ -147,7 +147,7 @@ def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.P
     parts = variances.split([shape.numel() for shape in subset.shapes])
     of_object = {id(p): part for p, part in zip(subset.parameters(posterior.network).values(), parts, strict=True)}
     of_name = dict(zip(subset.names, parts, strict=True))
-    if not any(id(p) in of_object for p in parameters.values()):  # a copy of its network
+    if not any(id(p) in of_object for p in parameters.values()):  # the network is a copy
         of_object = {id(p): of_name[name] for name, p in parameters.items() if name in of_name}
     outside = [variances.new_full((p.numel(),), -torch.inf) for p in parameters.values()]
     scores = [of_object.get(id(p), other) for p, other in zip(parameters.values(), outside, strict=True)]

@@ -1,12 +1,12 @@
 """The training points that a posterior in function space is conditioned on (see `function_space`).
 
-`M` of the `N` training points are kept: at random, or those with the largest leverage
+`M` of the `N` training points are kept: random ones, or those with the largest leverage
 
     ℓₙ = tr(Λₙ Jₙ P⁻¹ Jₙᵀ),
 
-which is what an example adds to the number of weights that the data determine; it takes a second pass. Random ones are
-those with the smallest of `N` numbers that belong to the seed and to the example's place in the data, so that any
-number of processes, and any batches, choose the same.
+the contribution of an example to the number of weights that the data determine. The leverage takes a second pass.
+Random points are those with the smallest of `N` random numbers, each a function of the seed and of the example's index.
+So the choice does not depend on batches or on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 SELECTIONS = ("random", "leverage")
 WEIGHTINGS = ("prior", "data")
 OUTPUTS = ("auto", "joint", "independent")
-_JOINT = 4096  # outputs of all points up to which they are joint by default
-_LARGEST = 2**27  # numbers of the kernel between all points
-_PLACE = -1  # the draw of `uniforms` that belongs to the choice of points, beside those of labels
+_JOINT = 4096  # up to this many outputs of all points, "auto" treats them jointly
+_LARGEST = 2**27  # entries of the kernel between all points
+_DRAW = -1  # the draw of `uniforms` for the choice of points; labels use 0, 1, …
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class PointOptions:
 
 @dataclass(frozen=True, eq=False)
 class TrainingPoints:
-    """Inputs of `M` training points and the output Fisher there, `Λ = SSᵀ`."""
+    """The inputs of `M` training points, and the output Fisher there, `Λ = SSᵀ`."""
 
     x: Any
     root: Tensor  # S [M, C, R]
-    index: Tensor  # their places in the data [M]
+    index: Tensor  # positions in the data [M]
     has_target: Tensor  # [M]
     weighting: str
     outputs: str
@@ -75,16 +75,16 @@ class TrainingPoints:
         return _is_independent(self.outputs, *self.root.shape[:2])
 
     def times(self, factor: float | Tensor) -> TrainingPoints:
-        """With `Λ` multiplied by the factor's square."""
+        """The same points with `Λ` multiplied by the square of the factor."""
         return replace(self, root=self.root * torch.as_tensor(factor).to(self.root))
 
     def with_root(self, root: Tensor) -> TrainingPoints:
-        """With another `Λ`; without a target it stays zero."""
+        """The same points with another `Λ`, which stays zero for points without a target."""
         return replace(self, root=root.cpu() * self.has_target.reshape(-1, 1, 1))
 
 
 class PointSelection:
-    """The choice of points in the course of a fit."""
+    """Selects points during a fit."""
 
     def __init__(self, options: PointOptions, network: nn.Module, seed: int, processes: Processes | None) -> None:
         self._options, self._network, self._seed = options, network, seed
@@ -93,11 +93,11 @@ class PointSelection:
         self._seen, self._C = 0, 0  # examples, and outputs of each
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The loader, of whose batches random points are kept; what cannot work is an error at the first."""
+        """The loader, observed to keep random points. A choice that cannot work raises at the first batch."""
         if self._options.points == 0:
             return loader
-        look = self._keep_random if self._options.selection == "random" else self._check_outputs
-        return ObservedLoader(self._network, check_loader(loader), look)
+        observe = self._keep_random if self._options.selection == "random" else self._check_outputs
+        return ObservedLoader(self._network, check_loader(loader), observe)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
@@ -108,7 +108,9 @@ class PointSelection:
                 for batch in ProgressLoader(loader, "Laplace: leverage of training points", progress):
                     self._keep_by_leverage(posterior, *inputs.split_targets(self._network, batch))
             if not self._seen and self._processes.size == 1:
-                raise DataError("the loader was empty when it was read again: leverage needs a second pass")
+                raise DataError(
+                    "the loader was empty in the second pass, which leverage needs: pass a list or DataLoader"
+                )
         x, y, index = self._best.gathered(self._processes)
         roots = []
         for part in torch.arange(len(index), device="cpu").split(256):
@@ -117,23 +119,23 @@ class PointSelection:
             roots.append(_root(posterior.likelihood, f, y[rows].to(f.device)).cpu())
         ignored = posterior.likelihood.ignore_index
         has_target = torch.ones(len(y), device="cpu") if ignored is None else (y.reshape(len(y), -1) != ignored).any(1)
-        words = (self._options.weighting, self._options.outputs)
-        points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), *words)
+        options = self._options
+        points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), options.weighting, options.outputs)
         return replace(posterior, points=points)
 
     def _keep_random(self, x: Any, y: Tensor) -> None:
-        index = self._next(x, y)
-        self._best.add(uniforms(self._seed, _PLACE, index, torch.Size(()), torch.float64), index, x, y)
+        index = self._next_index(x, y)
+        self._best.add(uniforms(self._seed, _DRAW, index, torch.Size(()), torch.float64), index, x, y)
 
     def _keep_by_leverage(self, posterior: LaplacePosterior, x: Any, y: Tensor) -> None:
-        index = self._next(x, y)
+        index = self._next_index(x, y)
         f, covariance = posterior.functional(x)
         S = _root(posterior.likelihood, f, y.to(f.device)).to(covariance)  # [B, C, R]
         leverage = torch.einsum("bcr,bcd,bdr->b", S, covariance, S)
         self._best.add(-leverage.cpu().double(), index, x, y)
 
-    def _next(self, x: Any, y: Tensor) -> Tensor:
-        """The places of a batch's examples in the data."""
+    def _next_index(self, x: Any, y: Tensor) -> Tensor:
+        """The positions of a batch's examples in the data."""
         self._check_outputs(x, y)
         B = inputs.batch_size(x)
         index = self._processes.examples(self._seen, B, torch.device("cpu"))
@@ -169,7 +171,7 @@ class PointSelection:
 
 
 class _Smallest:
-    """The examples with the smallest keys; among equal ones the earlier."""
+    """The examples with the smallest keys; the earlier ones among equal keys."""
 
     def __init__(self, network: nn.Module, number: int | None) -> None:
         self._network, self._number = network, number
@@ -182,20 +184,20 @@ class _Smallest:
             return
         self._parts.append(part.take(self._network, part.smallest(self._number)))
         if sum(len(part.keys) for part in self._parts) > 2 * self._number:
-            self._parts = [self._joined(self._parts)]
+            self._parts = [self._smallest_of(self._parts)]
 
     def gathered(self, processes: Processes) -> tuple[Any, Tensor, Tensor]:
-        """Inputs, targets and places of the smallest of all processes, in the order of the data."""
+        """Inputs, targets and positions of the smallest over all processes, in the order of the data."""
         with processes.raising_together():  # examples of different shapes cannot be joined
-            own = [self._joined(self._parts)] if self._parts else []
+            own = [self._smallest_of(self._parts)] if self._parts else []
         parts = [part for parts in processes.gather(own) for part in parts]
-        best = self._joined(parts)
+        best = self._smallest_of(parts)
         best = best.take(self._network, best.index.argsort())
         return best.x, best.y, best.index
 
-    def _joined(self, parts: list[_Examples]) -> _Examples:
-        joined = _Examples.cat(self._network, parts)
-        return joined.take(self._network, joined.smallest(self._number)) if self._number is not None else joined
+    def _smallest_of(self, parts: list[_Examples]) -> _Examples:
+        examples = _Examples.cat(self._network, parts)
+        return examples if self._number is None else examples.take(self._network, examples.smallest(self._number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +212,7 @@ class _Examples:
         return order[self.keys[order].argsort(stable=True)[:number]]
 
     def take(self, network: nn.Module, rows: Tensor) -> _Examples:
-        """Copies, on the CPU: a batch as a whole is not kept."""
+        """Copies on the CPU, so the batch can be freed."""
         x = inputs.to_device(inputs.take(network, self.x, rows.tolist()), torch.device("cpu"))
         return _Examples(self.keys[rows], self.index[rows], x, self.y[rows.to(self.y.device)].cpu())
 
@@ -223,12 +225,12 @@ class _Examples:
 
 
 def _cat(network: nn.Module, xs: list[Any]) -> Any:
-    """Several batches as one."""
+    """Concatenate batches."""
     spec, leaves = pytree.tree_structure(xs[0]), [pytree.tree_leaves(x) for x in xs]
     try:
-        joined = [
-            torch.cat(column) if has_batch else column[0]
-            for has_batch, column in zip(inputs.batched(network, xs[0]), zip(*leaves, strict=True), strict=True)
+        columns = [
+            torch.cat(column) if is_batched else column[0]
+            for is_batched, column in zip(inputs.batched(network, xs[0]), zip(*leaves, strict=True), strict=True)
         ]
     except RuntimeError:
         shapes = sorted({str(list(leaf.shape[1:])) for x in xs for leaf in inputs.tensors(x)})
@@ -236,11 +238,11 @@ def _cat(network: nn.Module, xs: list[Any]) -> Any:
             f"training points of different shapes cannot be kept together ({', '.join(shapes)}): pad them to one "
             "shape, or leave gp_points= out"
         ) from None
-    return pytree.tree_unflatten(joined, spec)
+    return pytree.tree_unflatten(columns, spec)
 
 
 def _plain(x: Any) -> Any:
-    """Tensors in tuples, lists and dictionaries, which a file can hold."""
+    """`x` as tensors in tuples, lists and dictionaries, which a file can hold."""
     x = plain_values(x)
     for leaf in pytree.tree_leaves(x):
         if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):

@@ -1,16 +1,14 @@
-"""`WeightMoments`: running mean and variance of weights along the path of an optimizer, the diagonal of SWAG.
+"""`WeightMoments`: the running mean and variance of weights along an optimizer's path, the diagonal of SWAG.
 
 For `S` snapshots `θ_s` (Maddox et al. 2019, section 3.3)
 
     θ ~ N(θ_SWA, diag(Σ)),    θ_SWA = Σ_s θ_s / S,    Σ = Σ_s θ_s² / S − θ_SWA²,
 
-added up by Welford's rule, which loses no digits where weights hardly move. A weight that has not moved at all has no
-variance: it gets that of its rounding, `(ε·max(|θ|, rms θ))²`, so that every precision is finite.
+accumulated by Welford's rule, which loses no digits if weights move little. A weight that has not moved gets the
+variance of its rounding error, `(ε·max(|θ|, rms θ))²`, so every precision is finite.
 
-The statistics of batch norms anew, for weights that no training step has run with.
-
-A batch norm that keeps running statistics has those of the weights it was trained with. One pass over the data, in
-which these layers alone are in training mode, gives the averages of its batches, weighted by their sizes.
+The running statistics of batch norms belong to the weights of training steps, not to their mean. `update_statistics`
+recomputes them in one pass, as averages over batches weighted by their sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from lightning_bayes.structures import Diagonal
 
 @dataclass
 class WeightMoments:
-    """Of all real parameters of a network, by name."""
+    """The moments of all floating-point parameters of a network, by name."""
 
     snapshots: int = 0
     mean: dict[str, Tensor] = field(default_factory=dict)
@@ -41,7 +39,7 @@ class WeightMoments:
 
     @torch.no_grad()
     def add(self, network: nn.Module) -> None:
-        """Take the present weights in."""
+        """Add the current weights."""
         self.snapshots += 1
         for name, p in network.named_parameters():
             if not p.is_floating_point():
@@ -56,28 +54,28 @@ class WeightMoments:
 
     @torch.no_grad()
     def put_mean(self, network: nn.Module) -> None:
-        """Give the network the averaged weights."""
+        """Copy the averaged weights into the network."""
         for name, p in network.named_parameters():
             if name in self.mean:
                 p.copy_(self.mean[name])
 
     def posterior(self, network: nn.Module, likelihood: Likelihood, n_data: int) -> GaussianPosterior:
-        """Around the network's weights, which must be the mean."""
+        """The posterior around the network's weights, which must be the mean."""
         subset = resolve_subset(network, "all", ())
         with torch.inference_mode(False), torch.no_grad():
             mean = subset.flatten(network)
             mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
             squares = torch.cat([self.squares[name].reshape(-1) for name in subset.names]).to(mean)
             typical = mean.square().mean().sqrt()
-            least = torch.finfo(mean.dtype).eps * mean.abs().clamp(min=float(typical) or 1.0)
-            precision = 1 / (squares / self.snapshots).clamp(min=least.square())
+            rounding = torch.finfo(mean.dtype).eps * mean.abs().clamp(min=float(typical) or 1.0)
+            precision = 1 / (squares / self.snapshots).clamp(min=rounding.square())
             weights = fingerprint(network)
         return GaussianPosterior(network, subset, likelihood, mean, Diagonal(precision), n_data, weights)
 
     def state(self) -> dict[str, Any]:
-        """Copies: training goes on while a checkpoint is written."""
-        copies = ({name: t.clone() for name, t in part.items()} for part in (self.mean, self.squares))
-        return dict(zip(("snapshots", "mean", "squares"), (self.snapshots, *copies), strict=True))
+        """Copies, because training may continue while a checkpoint is written."""
+        mean, squares = ({name: t.clone() for name, t in part.items()} for part in (self.mean, self.squares))
+        return {"snapshots": self.snapshots, "mean": mean, "squares": squares}
 
 
 def with_statistics(network: nn.Module) -> list[Any]:
@@ -86,7 +84,7 @@ def with_statistics(network: nn.Module) -> list[Any]:
 
 
 def update_statistics(network: nn.Module, batches: Iterable[Any]) -> None:
-    """`batches` are inputs x. Weights, modes, gradients and random numbers are left as they were."""
+    """Recompute the running statistics from inputs x. Weights, modes, gradients and random states do not change."""
     layers = with_statistics(network)
     momenta = [layer.momentum for layer in layers]
     with borrowed(network, ()), torch.no_grad():
@@ -98,7 +96,7 @@ def update_statistics(network: nn.Module, batches: Iterable[Any]) -> None:
             for x in batches:
                 x = inputs.contained(network, x)
                 size = inputs.batch_size(x)
-                if size == 1 and largest > 1:  # the rest of the data: one value has no variance
+                if size == 1 and largest > 1:  # a last batch of one example has no variance
                     continue
                 seen, largest = seen + size, max(largest, size)
                 for layer in layers:

@@ -92,7 +92,7 @@ laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the 
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
 
 laplace("subset", Subnetwork(32), "Subnetwork(n=32) asks for more weights than there are", "31", **SUBSET)
-laplace("subset", Subnetwork(3, by="swag"), "by='swag' means the callback of a Trainer", **SUBSET)
+laplace("subset", Subnetwork(3, by="swag"), "by='swag' refers to a callback of a Trainer", **SUBSET)
 laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
 laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 

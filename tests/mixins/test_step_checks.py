@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from variational_cases import NOISE, Lit, gradients, images, options, spread, targets, trainer
 
+from lightning_bayes.jacobian.checks import CHECK_INTERVAL
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.mixins import StepError, VariationalInferenceMixin, VariationalLaplaceMixin
 

@@ -171,7 +171,7 @@ def test_what_makes_the_curvature_again_in_one_pass_is_refused() -> None:
     low, data = fitted("classification", "lowrank"), batches(TARGETS["classification"][1])
     for method in ("laplace", "variational"):
         with pytest.raises(
-            PosteriorError, match=r"refinement .* structure='lowrank' does not do: fit structure='kron', 'ekfac',"
+            PosteriorError, match=r"refinement .* structure='lowrank' does not support: fit structure='kron', 'ekfac',"
         ):
             low.refine(data, method)
 

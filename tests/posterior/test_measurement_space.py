@@ -255,7 +255,7 @@ def test_blocks_can_be_named(problem: dict[str, Any]) -> None:
 def test_mistakes_are_told_in_a_sentence(problem: dict[str, Any]) -> None:
     network, x, y, A = (problem[name] for name in ("network", "x", "y", "A"))
     likelihood = LinearMeasurement(A, SIGMA)
-    with pytest.raises(Exception, match="those of one image, but the network returns 2"):
+    with pytest.raises(Exception, match="one image, but the network returns 2"):
         fit_measurements(network, x.repeat(2, 1, 1, 1), y, likelihood)
     with pytest.raises(Exception, match=r"targets of shape \[1, 9\]"):
         fit_measurements(network, x, y[:, :4], likelihood)
@@ -272,7 +272,7 @@ def test_blocks_that_are_none_are_told(problem: dict[str, Any]) -> None:
     arguments = (problem["network"], problem["x"], problem["y"], LinearMeasurement(problem["A"], SIGMA))
     with pytest.raises(SubsetError, match="block 'b' names 'nothing'"):
         fit_measurements(*arguments, blocks={"a": ["down", "up", "head"], "b": ["nothing"]})
-    with pytest.raises(SubsetError, match="is a mapping from names to lists"):
+    with pytest.raises(SubsetError, match="maps names to lists"):
         fit_measurements(*arguments, blocks={"a": "down"})
     with pytest.raises(SubsetError, match="one variance for all weights"):
         fit_measurements(*arguments, "gaussian", blocks={"a": ["down"]})
@@ -302,7 +302,7 @@ def test_inference_mode_is_left(problem: dict[str, Any]) -> None:
 def test_total_variation_is_that_of_images(problem: dict[str, Any]) -> None:
     network, x = nn.Sequential(nn.Flatten(), nn.Linear(4, 6)).to(F64), torch.ones(1, 4, dtype=F64)
     likelihood = LinearMeasurement(torch.eye(6, dtype=F64), SIGMA)
-    with pytest.raises(PosteriorError, match=r"that of images \[1, C, H, W\], but the network returns \[1, 6\]"):
+    with pytest.raises(PosteriorError, match=r"needs images \[1, C, H, W\], but the network returns \[1, 6\]"):
         fit_measurements(network, x, torch.zeros(6, dtype=F64), likelihood, "tv")
     with torch.no_grad():
         for p in network.parameters():

@@ -150,7 +150,7 @@ def test_a_diagonal_subnetwork_and_a_saved_one() -> None:
 @pytest.mark.parametrize("word", ["swag", "l2m"])
 def test_words_of_a_trainer_are_refused_without_one(word: str) -> None:
     case = make("mlp")
-    with pytest.raises(SubsetError, match=r"pass its posterior here, Subnetwork\(3, by=callback.posterior\)"):
+    with pytest.raises(SubsetError, match=r"pass its posterior, Subnetwork\(3, by=callback.posterior\)"):
         fitted(case, Subnetwork(3, by=word))
 
 

@@ -114,7 +114,7 @@ def test_a_second_pass_needs_data_that_can_be_read_again() -> None:
     def once() -> Iterator[Any]:
         yield from batches()
 
-    with pytest.raises(DataError, match="the loader was empty when it was read again: leverage needs a second pass"):
+    with pytest.raises(DataError, match="empty in the second pass, which leverage needs"):
         fit_laplace(mlp(), once(), gp_points=4, gp_selection="leverage")
     assert len(points(fit_laplace(mlp(), once(), gp_points=4))) == 4
 
