@@ -1,1 +1,1 @@
-"""Time and memory against the peers and a plain epoch, side by side: `make bench`, or `python -m benchmarks`."""
+"""Time and memory compared with other packages and a plain epoch: `make bench`, or `python -m benchmarks`."""

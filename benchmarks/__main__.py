@@ -1,6 +1,6 @@
-"""`python -m benchmarks`: measure every case in a process of its own, and print one table per topic.
+"""`python -m benchmarks`: measure every case in a separate process, and print one table per topic.
 
-By default all cases of the README's table, within half an hour on two idle cores; `--cases` names others as well.
+The default runs all cases of the README's table, within half an hour on two idle cores; `--cases` selects others.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--cases", default="", metavar="PATTERN", help="with this in their name, e.g. 'MLP/*/ours'")
-    parser.add_argument("--list", action="store_true", help="name the cases and their limits, and run none")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats: a smoke test, not numbers")
-    parser.add_argument("--keep", action="store_true", help=f"put the results into {keep.RESULTS}, README.md and docs")
-    parser.add_argument("--seconds", type=float, help="for each case, instead of its own limit")
-    parser.add_argument("--threads", type=int, default=cores(), help="default all cores; 1 on a machine that is shared")
+    parser.add_argument("--cases", default="", metavar="PATTERN", help="pattern in their names, e.g. 'MLP/*/ours'")
+    parser.add_argument("--list", action="store_true", help="list the cases and their limits without running them")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats: only a smoke test")
+    parser.add_argument("--keep", action="store_true", help=f"write the results to {keep.RESULTS}, README.md and docs")
+    parser.add_argument("--seconds", type=float, help="time limit for each case, instead of its default")
+    parser.add_argument("--threads", type=int, default=cores(), help="default: all cores; use 1 on a shared machine")
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
     parser.add_argument("--memory-gb", type=float, default=0.75 * physical, help="for each case, default 3/4 of all")
     options = parser.parse_args(arguments)
     if options.keep and options.quick:
-        parser.error("numbers of a quick run mean little: they are not kept")
+        parser.error("the numbers of a quick run are not meaningful and cannot be kept")
     return options
 
 
 def chosen(jobs: Sequence[Job], pattern: str) -> list[Job]:
-    """Those whose name has the pattern in it; without one, the default ones."""
+    """The jobs whose name contains the pattern; without one, the default jobs."""
     if not pattern:
         return [job for job in jobs if job.default]
     return [job for job in jobs if fnmatch(job.name.lower(), f"*{pattern}*".lower())]
@@ -75,7 +75,7 @@ def is_peer(job: Job) -> bool:
 
 
 def _measure(jobs: Sequence[Job], limits: Limits) -> list[Row]:
-    """Every job in turn, with a line of progress for each."""
+    """Run every job in turn, with a line of progress for each."""
     rows: list[Row] = []
     start, left = time.perf_counter(), sum(job.seconds for job in jobs)
     for count, job in enumerate(jobs, start=1):

@@ -1,8 +1,8 @@
 """How long a curvature fit takes, in plain epochs of the same network over the same examples.
 
 A Kronecker fit is timed to the end: the pass over the data *and* the eigendecomposition of its factors (forced by a
-log-determinant), for us and for the peers alike. The eigendecomposition does not grow with the data, so the pass alone
-is printed beside it.
+log-determinant), for all packages. The eigendecomposition does not grow with the data, so the table also shows the
+pass alone.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_fit(network: str, examples: int, repeats: int, fit: str, contender: str) -> Result:
-    """One fit of a fresh network per run, beside plain epochs of another."""
+    """One fit of a fresh network per run, compared with plain epochs of another."""
     case, wanted = NETWORKS[network], FITS[fit]
     data = case.data(examples)
     work = _load_ours(wanted) if contender == OURS else _load_peer(wanted, contender)
-    # What a contender imports, at once or at its first use, is no part of its fit's memory.
+    # Imports, also those at first use, do not count towards the memory of a fit.
     small = NETWORKS["MLP"]
     work(small.fresh(), small.data(2))
     epoch = partial(plain_epoch, case.fresh(), data)

@@ -1,8 +1,8 @@
 """The memory of dense outputs: a U-Net on images of 256 × 256 pixels with 21 classes.
 
-What one piece of work adds to the process at most is also given in units of what a plain forward and backward pass of
-the same batch adds to a process of its own; time is in such passes. Function samples are 20, and 5 for several
-images: memory does not grow with them, time does. Images are noise, and the network is fresh.
+The peak memory that a step adds to its process is also given relative to what a plain forward and backward pass of
+the same batch adds to a separate process; time is in such passes. There are 20 function samples, and 5 for several
+images: memory does not grow with them, time does. Images are noise, and the network is untrained.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def measure(work: str, batch_size: int, side: int) -> Result:
     def fit(words: dict[str, Any]) -> Any:
         return fit_laplace(net, [(x, y)], **{"curvature": "fisher_mc", **words})
 
-    small = UNet().eval()  # what is set up at first use is no part of it
+    small = UNet().eval()  # setup at first use does not count
     warm = fit_laplace(small, [(x[:1, :, :16, :16], y[:1, :16, :16])], curvature="fisher_mc")
     warm.predict(x[:1, :, :16, :16], samples=2)
     if work == PASS:
         return side_by_side(lambda: plain_pass, plain_pass, 0)
     if work in FITS:
         return side_by_side(lambda: lambda: fit(FITS[work]), plain_pass, 0)
-    state = warm.state_dict()  # a posterior of this size, whatever it was fitted to
+    state = warm.state_dict()  # a posterior of this size, for any data
     posterior = type(warm).from_state_dict(small, state)
     options: dict[str, Any] = {"samples": SAMPLES if batch_size == 1 else SAMPLES // 4}
     uses: dict[str, Callable[[], Any]] = {

@@ -1,9 +1,9 @@
-"""What the diagonal of a batch's GGN costs as images grow, in plain forward and backward passes.
+"""The cost of the diagonal of a batch's GGN as images grow, in plain forward and backward passes.
 
 The network is that of figure 7 of Laplacian autoencoders: five convolutions that keep the number of channels and the
-size of the image, so that there are as many outputs as pixels. Its features are always more than the threshold of
-"mixed", which here is "approx" and a look at every tensor's size. Exponents are slopes of logarithms of time and of
-memory over the number of pixels, by least squares: 1 is linear. Memory is what the work adds to its process.
+size of the image, so there are as many outputs as pixels. Its features always exceed the threshold of "mixed", which is
+therefore "approx" plus a check of every tensor's size. Exponents are least-squares slopes of the logarithms of time and
+memory over the number of pixels: 1 is linear. Memory is what the computation adds to its process.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(side: int, contender: str, quick: bool) -> Result:
-    """The work on one batch, beside a forward and backward pass."""
+    """The computation for one batch, compared with a forward and backward pass."""
     work = _diagonal(contender)
     x = torch.randn(4 if quick else BATCH, CHANNELS, side, side, generator=torch.Generator().manual_seed(1))
     plain = network()
-    work(network(), x[:2, :, :8, :8].contiguous())  # what is imported and learned at first use is not of this size
+    work(network(), x[:2, :, :8, :8].contiguous())  # imports and caches at first use do not depend on the size
 
     def passes() -> None:
         plain.zero_grad(set_to_none=True)
@@ -81,7 +81,7 @@ def _diagonal(contender: str) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """Exponents of time, to be at most 1.1 or that of the passes, and of memory."""
+    """Exponents of time, with a target of at most 1.1 or that of the passes, and of memory."""
     values = []
     for contender in CONTENDERS:
         points = measured(rows, f"diagonal/*²/{contender}")

@@ -1,7 +1,7 @@
 """How much faster two processes fit a Kronecker curvature than one, with one thread each.
 
-Every process sees every second example; sums are reduced once and eigendecompositions shared out. Both are measured in
-turn in the same two processes: one fits alone while the other waits.
+Every process sees every second example; sums are reduced once, and eigendecompositions are divided among the processes.
+Both are measured alternately in the same two processes: one fits alone while the other waits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure_processes(network: str, examples: int, repeats: int) -> Result:
     """The best fit on two processes, with the best on one as the reference."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (network, examples, repeats, folder)
-        # A fork is safe, and quick: nothing has run in this process yet.
+        # A fork is safe and fast: nothing has run in this process yet.
         workers = [mp.get_context("fork").Process(target=_worker, args=(rank, *arguments)) for rank in range(2)]
         for worker in workers:
             worker.start()

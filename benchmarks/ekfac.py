@@ -5,8 +5,8 @@
 UCI regression (tanh, standard splits) and scikit-learn's digits (an MLP and a CNN, 1,000 of the 1,797 to train on),
 trained by Adam without weight decay. Prior and noise are tuned by the evidence at the trained weights; `γ` is the
 number of weights that the data determine, also for the prior and noise of the exact GGN. The error is the Frobenius
-norm of the difference to the exact blocks, relative to theirs. Seconds are the processor's, of the fit alone. Medians
-over seeds.
+norm of the difference to the exact blocks, relative to theirs. Seconds are the processor time of the fit. Medians over
+seeds.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def train(network: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def posteriors(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[tuple[str, LaplacePosterior, float]]:
-    """Not yet tuned, with the seconds of the fit."""
+    """The untuned posterior and the seconds of the fit."""
     loader = DataLoader(TensorDataset(x, y), 256)
     likelihood = Gaussian(0.1) if y.is_floating_point() else "classification"
     fitted = {}

@@ -1,4 +1,4 @@
-"""What ten steps on the evidence cost, in fits of the curvature that they belong to.
+"""The cost of ten steps on the evidence, relative to the fit of the curvature.
 
 A refit of `MarginalLikelihoodCallback` is the pass of a Kronecker Laplace fit and then these steps, which need no data:
 the prior of a layer only shifts the eigenvalues of its block. The fit is over 4,096 examples; it grows with the data,
@@ -30,7 +30,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(network: str, way: str, quick: bool) -> Result:
-    """The steps, beside the fit."""
+    """The steps, compared with the fit."""
     from lightning_bayes import fit_laplace
     from lightning_bayes.evidence.prior_groups import PriorGroups
     from lightning_bayes.evidence.tuning import ascend, fixed_point

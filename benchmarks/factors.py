@@ -1,12 +1,12 @@
-"""What a rank of Kronecker factors leaves out, against the time that it saves, on trained networks with wide layers.
+"""What a low rank of Kronecker factors omits, and the time it saves, on trained networks with wide layers.
 
     LIGHTNING_BAYES_DATA=… python -m benchmarks.factors    # a quarter of an hour; the tables of docs/structures.md
 
 An MLP and a CNN on FashionMNIST, a residual network on CIFAR-10, trained by Adam; their posteriors are fitted to 2,048
 of the training images, once, and the factors decomposed again for each rank. Factors of at most 1,000 columns stay
 whole. `k/d` is the mean share of eigenpairs that wide factors keep, "log det" and "γ" are the changes of `log det P` in
-nats and of `γ` in per cent, for the prior that the exact factors' evidence chooses; "variance" the relative error of
-the outputs' variances at 200 test images, in the mean and at most. Seconds are the processor's, of all decompositions.
+nats and of `γ` in per cent, for the prior that the exact factors' evidence chooses; "variance" is the mean and maximum
+relative error of the outputs' variances at 200 test images. Seconds are the processor time of all decompositions.
 Medians over seeds. Lines "without remainder" have zeros instead of the flat remainder; "channels ⊗ positions" is a
 product of two factors for `A` of a 3×3 convolution, instead of its eigenpairs.
 """
@@ -31,7 +31,7 @@ from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structu
 from lightning_bayes.structures.factor import Rank
 
 SEEDS = 2
-RANKS: dict[str, tuple[Rank, float, str]] = {  # the rank, the share of the trace, and what becomes of the rest
+RANKS: dict[str, tuple[Rank, float, str]] = {  # the rank, the share of the trace, and the treatment of the rest
     "exact": (None, 1.0, ""),
     **{f"{share:.0%} of the trace": ("auto", share, "") for share in (0.8, 0.9, 0.95, 0.99)},
     "90% without remainder": ("auto", 0.9, "dropped"),
@@ -111,7 +111,7 @@ def split(matrix: Tensor, positions: int = 9) -> Factor:
 
 
 def decomposed(structure: Structure, rank: Rank, share: float, rest: str) -> Structure:
-    """With factors of another rank, where they are wide."""
+    """The posterior with another rank for its wide factors."""
     assert isinstance(structure, BlockDiagonal)
 
     def of(whole: Factor) -> Factor:

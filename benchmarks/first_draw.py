@@ -1,6 +1,6 @@
 """How long the first draw from a full posterior takes: the root of its precision, and a solve with it.
 
-Beside it the Cholesky factor of the same matrix, which is the least that a root can cost.
+The reference is the Cholesky factor of the same matrix, the minimum cost of a root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(weights: int, repeats: int) -> Result:
-    """A draw of a posterior that has drawn nothing before, beside `torch.linalg.cholesky` of its precision."""
+    """The first draw of a posterior, compared with `torch.linalg.cholesky` of its precision."""
     from lightning_bayes import GaussianPosterior, fit_laplace
 
     torch.manual_seed(0)

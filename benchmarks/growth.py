@@ -1,9 +1,9 @@
-"""How a fit grows with the data, the batches, the network's width and the classes, beside a plain epoch of the same.
+"""How a fit grows with the data, the batches, the network's width and the classes, compared with a plain epoch.
 
-A network of three linear layers, fitted to its end with all decompositions. Exponents are slopes of logarithms by least
-squares, from the smallest to the largest size: 1 is linear, 0 flat. In the number of examples the batch has 128 of
-them; in the number of batches there are 4,096 examples in all; in width and classes there are 512, and the Fisher for
-classes is a Monte-Carlo estimate.
+A network of three linear layers is fitted completely, with all decompositions. Exponents are least-squares slopes of
+logarithms, from the smallest to the largest size: 1 is linear, 0 flat. For the number of examples, batches have 128 of
+them; for the number of batches, there are 4,096 examples in total; for width and classes there are 512, and the Fisher
+for classes is a Monte-Carlo estimate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows. The exponent to reach is a number, or that of the plain epoch."""
+    """A quantity that grows. The target exponent is a number, or that of the plain epoch."""
 
     sizes: tuple[int, ...]
     fits: tuple[str, ...]
@@ -71,7 +71,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure(axis: str, size: int, fit: str, repeats: int) -> Result:
-    """One fit per run, beside a plain epoch."""
+    """One fit per run, compared with a plain epoch."""
     from lightning_bayes.curvature import fit_curvature
 
     shape = {"examples": 512, "batches": 4, "width": 256, "classes": 10, axis: size}
@@ -84,7 +84,7 @@ def measure(axis: str, size: int, fit: str, repeats: int) -> Result:
         words = {"structure": "kron", **FITS[fit]}
         return fit_curvature(net, batches, "classification", **words).structure.add_prior(1.0).logdet()
 
-    work(_network(4, 3), _data(2, 1, 4, 3))  # what is set up at first use is no part of it
+    work(_network(4, 3), _data(2, 1, 4, 3))  # setup at first use does not count
     net = _network(shape["width"], shape["classes"])
     return side_by_side(lambda: partial(work, net, data), partial(plain_epoch, net, data), repeats)
 
@@ -102,7 +102,7 @@ def _data(examples: int, batch: int, width: int, classes: int) -> Batches:
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """Exponents of time; of memory where it should be flat."""
+    """Exponents of time, and of memory if it should be flat."""
     values = []
     for name, axis in AXES.items():
         for fit in axis.fits:

@@ -1,5 +1,5 @@
-"""What the gradient in x costs: `functional(x, differentiable=True)` with its backward pass, and a function draw with
-its own, as ratios to a plain `functional(x)` of the same batch.
+"""The cost of the gradient in x: `functional(x, differentiable=True)` with its backward pass, and a function draw with
+its backward pass, as ratios to a plain `functional(x)` of the same batch.
 """
 
 from __future__ import annotations

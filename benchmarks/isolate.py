@@ -1,7 +1,7 @@
-"""Run a measurement in a process of its own, with a limit of time and of memory.
+"""Run a measurement in a separate process, with a time limit and a memory limit.
 
-Processes are forks of one server, which has imported what every case needs and run nothing: no thread of torch's has
-started there, and a case starts in no time.
+Processes are forks of one server, which has imported the modules that every case needs but run nothing: no torch thread
+has started there, and a case starts immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.measure import Result, finish_within
 
 GB = 1e9
 IMPORTED = ["torch", "lightning_bayes", "benchmarks.measure"]
-MEASURED = 0.7  # of a case's time; the rest is for what it builds, and for a machine that is slower
+MEASURED = 0.7  # share of a case's time; the rest is for setup, and for slower machines
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Job:
     name: str
     work: Callable[..., Result]
     arguments: dict[str, Any] = field(default_factory=dict)
-    verb: str = "failed"  # what it is called when the work raises
+    verb: str = "failed"  # the word for a case whose work raises
     unit: str = ""
     value: str = "ratio"
     most: float | None = None  # to reach
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Failure:
-    """No measurement: `kind` fits in a cell of a table, `reason` says more."""
+    """A failed measurement: `kind` fits into a table cell, `reason` has the details."""
 
     kind: str
     reason: str
@@ -82,7 +82,7 @@ def run(job: Job, limits: Limits) -> Outcome:
     try:
         if receiver.poll(seconds):
             outcome = receiver.recv()
-            process.join(10)  # in peace, so that it cleans up after itself
+            process.join(10)  # gracefully, so that it cleans up
             return outcome
         return Failure(f"gave up after {seconds:.3g} s", f"no result after {seconds:.3g} s")
     except EOFError:
@@ -90,18 +90,18 @@ def run(job: Job, limits: Limits) -> Outcome:
         return Failure("died", f"the process ended with exit code {process.exitcode}")
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(cast(int, process.pid), signal.SIGKILL)  # and what it has started
+            os.killpg(cast(int, process.pid), signal.SIGKILL)  # and its child processes
         process.kill()
         process.join()
 
 
 def _child(sender: Connection, job: Job, limits: Limits, seconds: float) -> None:
-    os.setpgrp()  # so that what it starts ends with it
+    os.setpgrp()  # so that its child processes end with it
     finish_within(MEASURED * seconds)
-    # Private memory only: an allocation beyond it raises here, and the rest of the machine is safe.
+    # Limits private memory: a larger allocation raises here and does not affect the machine.
     resource.setrlimit(resource.RLIMIT_DATA, (int(limits.memory), resource.getrlimit(resource.RLIMIT_DATA)[1]))
     warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # a Trainer greets at every start
+    logging.disable(logging.WARNING)  # a Trainer prints a notice at every start
     torch.set_num_threads(limits.threads)
     try:
         outcome: Outcome = job.work(**job.arguments)

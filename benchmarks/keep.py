@@ -1,7 +1,7 @@
-"""`python -m benchmarks.keep`: the kept results as Markdown, as the tables of README and pages, and as pictures.
+"""`python -m benchmarks.keep`: the kept results as Markdown, as tables in the README and the pages, and as figures.
 
-A run with `--keep` writes `benchmarks/results/results.csv`; all else follows from that file. A run of a few cases
-replaces their rows, if it was made under the same conditions.
+A run with `--keep` writes `benchmarks/results/results.csv`; everything else is generated from that file. A run of a few
+cases replaces their rows, if the conditions are the same.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DISTRIBUTIONS = (
 
 
 def conditions(threads: int, quick: bool) -> str:
-    """What all numbers of a run depend on."""
+    """The conditions that all numbers of a run depend on."""
     versions = [f"python {platform.python_version()}"]
     for distribution in DISTRIBUTIONS:
         try:
             versions.append(f"{distribution} {version(distribution)}")
         except PackageNotFoundError:
             continue
-    small = "a quick run, whose numbers mean little; " if quick else ""
+    small = "a quick run without meaningful numbers; " if quick else ""
     return f"{small}{threads} of {cores()} cores, {platform.machine()}; {', '.join(versions)}"
 
 
@@ -43,11 +43,11 @@ def check(conditions: str) -> None:
     """A run of a few cases joins kept results only if they were measured under the same conditions."""
     kept = _kept()[0]
     if kept != conditions:
-        raise SystemExit(f"the kept results are of another kind ({kept}); run all cases, or do not keep these")
+        raise SystemExit(f"the kept results have other conditions ({kept}); run all cases, or do not keep these")
 
 
 def keep(conditions: str, rows: Sequence[Row], whole: bool) -> None:
-    """A whole run replaces all rows, any other one those of the same name."""
+    """A whole run replaces all rows; any other run replaces rows of the same name."""
     kept = [] if whole else _kept()[1]
     joined = {row.name: row for row in (*kept, *rows)}
     (ROOT / RESULTS).mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def _kept() -> tuple[str, list[Row]]:
 
 
 def publish() -> None:
-    """Everything that follows from the kept results."""
+    """Write everything that is generated from the kept results."""
     given, rows = _kept()
     (ROOT / MARKDOWN).write_text(markdown(given, rows, TITLES), encoding="utf-8")
     (ROOT / COSTS).write_text(costs(given, rows), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What L2M adds to training, and what a snapshot of the optimizer costs.
+"""What L2M adds to training, and the cost of a snapshot of the optimizer.
 
-Training: the time from one batch to the next in a Trainer with the callback, in such times without it. Snapshot:
-reading the optimizer's second moment into a posterior, in units of one step of that optimizer plus one copy of the
-weights. Memory is in vectors of the weights' size: what the posterior keeps for itself of mean, curvature and prior,
-and what the process held at most while it was made.
+Training: the time from one batch to the next in a Trainer with the callback, relative to the time without it. Snapshot:
+reading the optimizer's second moment into a posterior, relative to one step of that optimizer plus one copy of the
+weights. Memory is in vectors of the weights' size: what the posterior stores of mean, curvature and prior, and the peak
+of the process while it was created.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.rows import Row
 TITLE = "L2M"
 TRAINING = ("MLP", "CNN")
 OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-VISIBLE = 16e6  # bytes of weights below which the process's own memory tells nothing
+VISIBLE = 16e6  # bytes of weights below which the memory of the process is not informative
 
 
 def jobs(quick: bool) -> list[Job]:
@@ -49,7 +49,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_training(network: str, epochs: int, repeats: int) -> Result:
-    """The best of several fits, each beside one without the callback."""
+    """The best of several fits, each compared with one without the callback."""
     case = NETWORKS[network]
     data = case.data(case.quick_examples if epochs == 1 else case.examples)
     train = partial(_train, data=data, epochs=epochs)
@@ -61,7 +61,7 @@ def measure_training(network: str, epochs: int, repeats: int) -> Result:
 
 
 def _train(net: nn.Module, ours: bool, data: Batches, epochs: int) -> float:
-    """Seconds from one batch to the next, at the lower quartile: what another program has disturbed is above it."""
+    """Seconds from one batch to the next, at the lower quartile: steps disturbed by other programs are above it."""
     import lightning as L
 
     from lightning_bayes import L2MCallback
@@ -90,7 +90,7 @@ def _train(net: nn.Module, ours: bool, data: Batches, epochs: int) -> float:
     clock = Clock()
     callbacks = [clock, L2MCallback(n_data=len(data.dataset))] if ours else [clock]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with TemporaryDirectory() as folder:  # where the callback leaves the posterior
+    with TemporaryDirectory() as folder:  # where the callback stores the posterior
         trainer = L.Trainer(
             max_epochs=epochs,
             accelerator="cpu",
@@ -120,7 +120,7 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Result:
         optimizer.step()
         return [p.detach().clone() for p in net.parameters()]
 
-    snapshot(*trained(nn.Linear(2, 2)))  # what is set up at first use is no part of it
+    snapshot(*trained(nn.Linear(2, 2)))  # setup at first use does not count
     both = trained(NETWORKS[network].fresh())
     result = side_by_side(lambda: partial(snapshot, *both), partial(step_and_copy, *both), repeats)
     weights = sum(p.numel() * p.element_size() for p in both[0].parameters())
@@ -131,12 +131,12 @@ def measure_snapshot(network: str, optimizer: str, repeats: int) -> Result:
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """One vector is to be kept."""
+    """The target is one stored vector."""
     return [replace(row, most=1.05) for row in rows if row.name.endswith("/vectors kept")]
 
 
 def _kept(posterior: Any, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the posterior alone has: in no weight, and in no state of the optimizer."""
+    """Bytes that belong only to the posterior: not to a weight or the optimizer's state."""
     of_training = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     seen = {t.untyped_storage().data_ptr() for t in of_training if isinstance(t, Tensor)}
     queue, kept = [posterior], 0

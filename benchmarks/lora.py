@@ -1,9 +1,9 @@
 """The memory of a fit over a LoRA adapter, against width, rank and depth.
 
 A Llama made from a config, with adapters of `peft` on queries and values, fitted with Kronecker blocks on two batches
-of 4 × 64 tokens. "Factors" is what the formula of `docs/lora.md` says: for a layer from I to O, the adapter's A has
+of 4 × 64 tokens. "Factors" is the value of the formula in `docs/lora.md`: for a layer from I to O, the adapter's A has
 factors of I² and r² entries, its B of r² and O². The unit of time is a plain forward and backward pass over the same
-data. Where `transformers` or `peft` is not installed there is nothing to measure.
+data. Without `transformers` and `peft`, nothing is measured.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def passes(network: nn.Module, data: list[tuple[Any, Tensor]]) -> None:
 
 
 def factor_bytes(width: int, rank: int, layers: int) -> int:
-    """Of all Kronecker factors in float32, the classifier's among them."""
+    """Bytes of all Kronecker factors in float32, including the classifier's."""
     queries, values = (width, width), (width, width // 4)
     pairs = sum(I**2 + O**2 + 2 * rank**2 for I, O in (queries, values))
     return 4 * (layers * pairs + width**2 + CLASSES**2)

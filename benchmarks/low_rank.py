@@ -1,9 +1,9 @@
-"""What a low rank leaves out: the largest eigenpairs of the GGN beside KFAC and the exact GGN, on small networks.
+"""What a low rank omits: the largest eigenpairs of the GGN beside KFAC and the exact GGN, on small networks.
 
     LIGHTNING_BAYES_DATA=… python -m benchmarks.low_rank    # some minutes; the table of docs/structures.md
 
 The networks and data are those of `benchmarks.ekfac`. Prior and noise are tuned by the evidence at the trained weights;
-`γ` is the number of weights that the data determine. Seconds are the processor's, of the fit alone. For a
+`γ` is the number of weights that the data determine. Seconds are the processor time of the fit. For a
 regression's NLL by "auto", every other test example tunes and the rest are scored. Medians over seeds.
 """
 

@@ -1,7 +1,7 @@
-"""A thousand classes: a Monte-Carlo Kronecker fit of 64 images in fits with ten classes, and their GLM predictive.
+"""A thousand classes: a Monte-Carlo Kronecker fit of 64 images relative to ten classes, and their GLM predictive.
 
 With so many outputs the predictive is sampled. It is measured in forward passes of the same images, one per sample.
-Networks are timm's, for images of 3×64×64 pixels; where it is not installed there is nothing to measure.
+Networks are timm's, for images of 3×64×64 pixels; without timm, nothing is measured.
 """
 
 from __future__ import annotations

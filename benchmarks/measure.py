@@ -1,8 +1,8 @@
-"""One measurement, inside its own process: the work and a plain reference in turn, the best of each, and peak memory.
+"""One measurement in its process: the work and a plain reference in turn, the best time of each, and peak memory.
 
-Memory is the process's resident set: before the work, and at its highest during the work's first run, when nothing else
-has run in the process yet. Every second run of the reference belongs to a half of its own: the two halves' ratio is the
-reference against itself, which on an idle machine is 1.
+Memory is the process's resident set: before the work, and the peak during the work's first run, when nothing else has
+run in the process yet. The runs of the reference alternate between two halves: their ratio is the reference against
+itself, which on an idle machine is 1.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Result:
 def side_by_side(
     prepare: Callable[[], Callable[[], Any]], reference: Callable[[], Any], repeats: int, scale: float = 1.0
 ) -> Result:
-    """Time what `prepare` returns (each time anew, untimed) and `reference` in turn.
+    """Time the function that `prepare` returns (called before each run, untimed) and `reference` in turn.
 
     The first run of each is a warm-up, unless the work is so slow that it is the only one. The reference's seconds
-    count `scale` times, where only a part of it is run.
+    count `scale` times, if only a part of it is run.
     """
     work = prepare()
     forget_peak()
@@ -78,18 +78,18 @@ def side_by_side(
 
 
 def noise(references: Sequence[float]) -> float:
-    """Runs of the same thing against themselves: the best of every second one, over the best of the others."""
+    """The noise of repeated runs: the best of every second run, over the best of the others."""
     return min(references[1::2]) / min(references[::2]) if len(references) > 1 else math.nan
 
 
 def finish_within(seconds: float) -> None:
-    """Measurements of this process are repeated only as long as they end within these seconds."""
+    """Repeat measurements of this process only while they end within these seconds."""
     global _ends_at
     _ends_at = time.perf_counter() + seconds
 
 
 def rounds(most: int, expected: float = 0.0) -> Iterator[int]:
-    """Count to `most`, but start no round that would end too late if it took `expected` seconds, or as the last did."""
+    """Count to `most`, but start no round that would end too late at `expected` seconds or the last round's time."""
     for count in range(most):
         start = time.perf_counter()
         if start + expected > _ends_at:
@@ -116,13 +116,13 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Bytes of this process in memory at most, since it started or since `forget_peak`."""
+    """Peak memory of this process in bytes, since it started or since `forget_peak`."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> None:
-    """Give freed memory back and start the peak anew (Linux; elsewhere the peak is that of the whole process)."""
+    """Release freed memory and reset the peak (Linux; elsewhere the peak is that of the whole process)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -131,7 +131,7 @@ def forget_peak() -> None:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds, and how many of them in eigendecompositions."""
+    """Seconds, and the part spent in eigendecompositions."""
     gc.collect()
     with _watched_eigh() as decompositions:
         start = time.perf_counter()
@@ -142,7 +142,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
 
 @contextmanager
 def _watched_eigh() -> Iterator[list[float]]:
-    """Note how long each call of `torch.linalg.eigh` takes, from any caller, and when."""
+    """Record the start and duration of each call of `torch.linalg.eigh`, from any caller."""
     original, spent = torch.linalg.eigh, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The networks and data that are measured, and the plain epoch that everything is measured in.
+"""The measured networks and data, and the plain epoch that is the unit of time.
 
-Data is random: no cost here depends on its values.
+The data are random: no cost depends on their values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and how many examples of which shape a full or a quick run gives it."""
+    """A network, and the number and shape of its examples in a full or a quick run."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -27,7 +27,7 @@ class Network:
     quick_examples: int
 
     def fresh(self) -> nn.Module:
-        """A new network with the same weights every time: what is measured may leave hooks on the one it was given."""
+        """A new network with the same weights every time, because a measured package may leave hooks on it."""
         torch.manual_seed(0)
         return self.build()
 
@@ -39,8 +39,8 @@ class Network:
 
 
 class Batches:
-    """A loader that costs nothing: a DataLoader's collation would take as long as a small network's step, and make
-    every ratio look better than it is."""
+    """A loader without overhead: a DataLoader's collation would take as long as a small network's step, and make
+    every ratio look too good."""
 
     def __init__(self, x: Tensor, y: Tensor, batch: int) -> None:
         self._batches = list(zip(x.split(batch), y.split(batch), strict=True))

@@ -1,5 +1,5 @@
-"""What is made of posteriors: an ensemble's prediction, in predictions of one member, and conformal sets for held-out
-examples, in predictions of these examples. The MLP, Kronecker posteriors; the fits before it are not measured.
+"""Methods on top of posteriors: an ensemble's prediction, in predictions of one member, and conformal sets for held-out
+examples, in predictions of these examples. The MLP with Kronecker posteriors; the fits are not measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How long a step of online Laplace takes, in plain steps of the same convolutional autoencoder.
 
 A step is everything from a batch to the next one in a Trainer: forward and backward pass, Adam, and for online Laplace
-also the batch's diagonal, the curvature memory, drawing the sample and putting the mean back. The network is that of
+also the batch's diagonal, the curvature memory, drawing the sample and restoring the mean. The network is that of
 Laplacian autoencoders, appendix A.2, for one-channel images of either size. Memory is what training adds to a process;
-the plain step's is measured in a process of its own.
+the plain step's memory is measured in a separate process.
 """
 
 from __future__ import annotations

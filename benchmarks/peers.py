@@ -33,7 +33,7 @@ def fit(network: nn.Module, data: Batches, structure: str, backend: str, stochas
     approximation = laplace(network, structure, backend, stochastic)
     approximation.fit(data)
     if structure == "kron":
-        # A backend may leave out layers it does not know, with no more than a warning: that is not the same work.
+        # A backend may skip unknown layers with only a warning, which would not be the same work.
         covered, wanted = len(approximation.H.eigenvalues), len(list(network.parameters()))
         if covered != wanted:
             raise NotImplementedError(f"the fit covers {covered} of {wanted} parameters")
@@ -41,7 +41,7 @@ def fit(network: nn.Module, data: Batches, structure: str, backend: str, stochas
 
 
 def backpack_diagonal(network: nn.Module, x: Tensor) -> Tensor:
-    """`Σₙ diag(JₙᵀJₙ)` by BackPACK, which extends the modules of the network it is given."""
+    """`Σₙ diag(JₙᵀJₙ)` by BackPACK, which extends the modules of the given network."""
     from backpack import backpack, extend
     from backpack.extensions import DiagGGNExact
 
@@ -54,7 +54,7 @@ def backpack_diagonal(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def curvlinops_diagonal(network: nn.Module, x: Tensor) -> Tensor:
-    """The same by products of curvlinops' GGN with unit vectors: it has no exact diagonal of its own."""
+    """The same by products of curvlinops' GGN with unit vectors, because it has no exact diagonal."""
     from curvlinops import GGNLinearOperator
 
     parameters = list(network.parameters())

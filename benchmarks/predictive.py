@@ -1,10 +1,10 @@
 """How long the linearised (GLM) predictive of one batch takes, against laplace-torch's default backend.
 
 Ours is `posterior.predict(x)`, with the split into epistemic and aleatoric, and without it (`split=False`); the peer's
-is `la(x)`, which has no such split. Both have a probit link. `posterior.functional(x)` is the Gaussian over outputs
-alone, without a link. The ratio to the peer is that of `predict` with the split. The fit before it is not measured.
-That of the MLP and the CNN sees as many examples as make all Kronecker factors full: with fewer, ours would be of low
-rank, and cheaper. The peer's sees a few, because the cost of its predictive does not depend on them.
+is `la(x)`, which has no such split. Both use a probit link. `posterior.functional(x)` is only the Gaussian over
+outputs, without a link. The ratio to the peer is that of `predict` with the split. The fit is not measured. Our fit of
+the MLP and the CNN sees enough examples for full Kronecker factors: with fewer, they would have a low rank and be
+cheaper. The peer's fit sees a few examples, because the cost of its predictive does not depend on them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.rows import OURS, Row
 TITLE = "GLM predictive of one batch"
 NO_SPLIT, FUNCTIONAL = "split=False", "functional"
 BATCH = 64
-FIT_EXAMPLES, FIT_BATCH = 16, 8  # small batches, so that the peer's fit does not need more than its predictive
+FIT_EXAMPLES, FIT_BATCH = 16, 8  # small batches, so that the peer's fit needs no more memory than its predictive
 OWN_EXAMPLES = {"MLP": 2048, "CNN": 2048}  # more than any factor's columns
 
 
@@ -48,7 +48,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_predictive(network: str, structure: str, contender: str, repeats: int) -> Result:
-    """Predictives of one batch, beside a plain forward and backward pass of that batch."""
+    """Predictives of one batch, compared with a plain forward and backward pass of that batch."""
     case = NETWORKS[network]
     data = case.data(BATCH, BATCH)
     x, _ = next(iter(data))
@@ -73,7 +73,7 @@ def _fit_peer(case: Network, structure: str, backend: str) -> Callable[[Tensor],
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """How many times faster than the peer, and its share of the memory."""
+    """The speed-up over the peer, and the share of its memory."""
     by_name, values = {row.name: row for row in rows}, []
     for (network, structure), least in LEAST.items():
         name = f"predictive/{network}/{structure}"

@@ -1,7 +1,7 @@
-"""The tables of speed in the README and on the pages of methods, from the kept results; none of them is typed.
+"""The tables of speed in the README and on the pages of methods, generated from the kept results.
 
-The README has a few rows between two marks. `costs.md` has one section for each page, which the page includes by
-`--8<-- "benchmarks/results/costs.md:l2m"`, and `overview`, which is all of them.
+The README has a few rows between two marks. `costs.md` has one section for each page, which the page includes with
+`--8<-- "benchmarks/results/costs.md:l2m"`, and the section `overview` with all rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.rows import OURS, Row
 
 WIDTH = 140
 BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
-NAMES = {  # rows, and what they are called, by the page that they belong to
+NAMES = {  # rows and their labels, by page
     "laplace": {
         "predictive/MLP/kron": "linearised (GLM) predictive of 64 examples, MLP 784-256-256-10",
         "predictive/MLP/kron/faster": "– speed-up over laplace-torch",
@@ -86,7 +86,7 @@ def with_table(readme: str, conditions: str, rows: Sequence[Row]) -> str:
 
 
 def with_text(readme: str, begin: str, end: str, text: str) -> str:
-    """The README with what is between two marks replaced."""
+    """The README with the text between two marks replaced."""
     before, found_begin, rest = readme.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
@@ -95,7 +95,7 @@ def with_text(readme: str, begin: str, end: str, text: str) -> str:
 
 
 def costs(conditions: str, rows: Sequence[Row]) -> str:
-    """One section for each page, with what all of its numbers depend on."""
+    """One section for each page, with the conditions of its numbers."""
     said = fill(f"Measured on {_dates(rows)}, {conditions}. {noise(rows)}".strip(), WIDTH, break_long_words=False)
     tables = {page: _table(names, rows) for page, names in {"overview": SHOWN, **NAMES}.items()}
     sections = [section(page, f"{lines}\n\n{said}") for page, lines in tables.items() if lines]
@@ -103,7 +103,7 @@ def costs(conditions: str, rows: Sequence[Row]) -> str:
 
 
 def section(name: str, text: str) -> str:
-    """That a page may include."""
+    """A section that a page can include."""
     return f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->"
 
 

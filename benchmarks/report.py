@@ -1,4 +1,4 @@
-"""Rows as Markdown: one table per topic, and what did not run."""
+"""Rows as Markdown: one table per topic, and a list of failures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.rows import Row
 
 HEADERS = ("case", "", "in", "to reach", "reached", "plain against itself", "seconds", "memory")
 NOTE = (
-    "Each case is a process of its own, in which the work and its unit, such as a plain epoch, are timed in turn; the "
-    "best of each counts. *Plain against itself* is the unit's time over its own in the same process: 1, but for "
-    "noise. Memory is what the work added to its process, and that process's peak."
+    "Each case runs in a separate process, in which the work and its unit, such as a plain epoch, are timed in turn; "
+    "the best time of each counts. *Plain against itself* compares the unit's time with itself in the same process: 1, "
+    "except for noise. Memory is what the work added to its process, and the peak of that process."
 )
 
 
 def markdown(conditions: str, rows: Sequence[Row], titles: Mapping[str, tuple[str, str]]) -> str:
-    """All of it; `titles` has the title and the description of each topic."""
+    """The whole report; `titles` has the title and the description of each topic."""
     dates = sorted({row.date[:10] for row in rows if row.date})
     measured = f"Measured on {' and '.join(dates)}: " if dates else ""
     parts = [f"{measured}{conditions}.", f"{NOTE} {noise(rows)}"]
@@ -36,7 +36,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def noise(rows: Sequence[Row]) -> str:
-    """How far from 1 the plain steps and epochs were against themselves, in nine of ten rows."""
+    """The deviation from 1 of plain steps and epochs against themselves, in nine of ten rows."""
     off = sorted(abs(math.log(row.noise)) for row in rows if not math.isnan(row.noise))
     if not off:
         return ""
@@ -54,7 +54,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Two or three digits that mean something: 0.0071, 0.36, 1.04, 4.35, 14.2, 512."""
+    """Two or three significant digits: 0.0071, 0.36, 1.04, 4.35, 14.2, 512."""
     if math.isnan(value):
         return ""
     if abs(value) >= 100:
@@ -63,5 +63,5 @@ def number(value: float) -> str:
 
 
 def memory(row: Row) -> str:
-    """What the work added to the process, and the peak; nothing where it was not watched."""
+    """What the work added to the process, and the peak; empty if not measured."""
     return f"+ {row.added / 1e6:,.0f} MB, {row.peak / 1e9:.2f} GB" if row.peak > 0 else ""

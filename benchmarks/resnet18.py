@@ -1,7 +1,7 @@
 """How long a Kronecker fit of timm's ResNet-18 takes: 11 million weights, images of 3×64×64 pixels.
 
 The fit sees 64 images, and its factors of up to 4,608 columns are decomposed; it is measured in plain epochs over 1,024
-images, of which an eighth is run. Where `timm` is not installed there is nothing to measure.
+images; an eighth of such an epoch is run. Without `timm`, nothing is measured.
 """
 
 from __future__ import annotations

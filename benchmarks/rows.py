@@ -1,6 +1,6 @@
-"""Rows: the one form that every result has, and the CSV file that keeps them.
+"""Rows: the common format of all results, and the CSV file that stores them.
 
-A row's name is that of its job, `topic/case/…/contender`, or that of a value which a topic derives from other rows. The
+A row is named after its job, `topic/case/…/contender`, or after a value that a topic derives from other rows. The
 file's first line holds what all rows have in common: versions, cores and threads.
 """
 
@@ -26,9 +26,9 @@ class Row:
     unit: str = ""
     most: float = math.nan  # to reach
     least: float = math.nan
-    noise: float = math.nan  # the reference against itself: how far from 1 the machine takes a ratio
+    noise: float = math.nan  # the reference against itself: its distance from 1 is the machine's noise
     seconds: float = math.nan  # of the work
-    reference: float = math.nan  # seconds of what it is measured in
+    reference: float = math.nan  # seconds of the unit
     added: float = math.nan  # bytes that the work added to its process
     peak: float = math.nan  # bytes of the process
     load: float = math.nan  # of the machine, before the case
@@ -58,7 +58,7 @@ class Row:
 
 
 def rows_of(job: Job, outcome: Outcome, load: float) -> list[Row]:
-    """The job's own, and one for each number that it has measured besides."""
+    """The job's row, and one for each additional number."""
     blank = Row(job.name, unit=job.unit, load=load, date=time.strftime("%Y-%m-%d %H:%M"))
     blank = replace(blank, most=_number(job.most), least=_number(job.least))
     if isinstance(outcome, Failure):
@@ -74,18 +74,18 @@ def _number(value: float | None) -> float:
 
 
 def measured(rows: Iterable[Row], pattern: str) -> list[tuple[float, Row]]:
-    """Rows `pattern`, in which `*` is a number, with that number; failures are left out."""
+    """Rows that match `pattern`, in which `*` is a number, with that number; failures are skipped."""
     start, _, end = pattern.partition("*")
     names = [(row.name.removeprefix(start).removesuffix(end), row) for row in rows if not row.failure]
     return [(float(n), row) for n, row in names if n.isdecimal() and row.name == f"{start}{n}{end}"]
 
 
 def memory_beside(rows: Iterable[Row], plain: Row | None, most: float = math.nan) -> list[Row]:
-    """What each of the rows' work adds to its process, in units of what the plain one adds."""
+    """The memory that each row's work adds to its process, relative to the plain one's."""
     if plain is None or plain.failure:
         return []
     unit = f"× the memory of {plain.name.rsplit('/', 1)[-1]}"
-    if not plain.added > 0:  # where the system does not tell
+    if not plain.added > 0:  # the system does not report it
         return []
     return [Row(f"{row.name}/memory", row.added / plain.added, unit, most) for row in rows if not row.failure]
 
@@ -103,7 +103,7 @@ def to_csv(conditions: str, rows: Sequence[Row]) -> str:
 
 
 def from_csv(text: str) -> tuple[str, list[Row]]:
-    """Conditions and rows; `to_csv` of them is the text again."""
+    """Conditions and rows; `to_csv` is the inverse."""
     first, _, table = text.partition("\n")
     numbers = {field.name for field in fields(Row) if field.type == "float"}
     rows = []

@@ -1,9 +1,9 @@
-"""What one process holds of a posterior, and what a fit takes beside it, on one process and on two that share the
-weights: `python -m benchmarks.shard_memory`.
+"""The memory of a posterior and of its fit, on one process and on two that share the weights:
+`python -m benchmarks.shard_memory`.
 
-*Held* are the bytes of the posterior's own tensors, each storage once. *Peak* is the largest sum of tensors that a fit
-had allocated and not given back (L2M: with two steps of Adam), beside the weights that were there before. Both are of
-the first process.
+*Held* is the size of the posterior's tensors in bytes, each storage once. *Peak* is the largest sum of tensors that a
+fit had allocated and not freed (L2M: with two steps of Adam), without the existing weights. Both are measured in the
+first process.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def network(depth: int) -> nn.Sequential:
 
 
 def formula(way: str, weights: int, world: int) -> int:
-    """Bytes of the posterior's tensors: mean, curvature and precision, and, if it is whole, the loss's gradient."""
+    """Bytes of the posterior's tensors: mean, curvature and precision, and, if not sharded, the loss's gradient."""
     d, C = 64 + 1, CLASSES
     last = d * C
     if way == "l2m":
         return BYTES * 3 * weights // world
     if way == "diag":
         return BYTES * (3 * weights // world + (weights if world == 1 else 0))
-    # A full precision is kept as curvature and prior; eigenvectors of a Kronecker block serve both.
+    # A full precision is stored as curvature and prior; both share the eigenvectors of a Kronecker block.
     own = {"full": last**2, "kron": d * d + d + C * C + C, "diag": 2 * last}[way.split()[1]]
     return BYTES * (2 * last + own)
 
@@ -129,7 +129,7 @@ def _fit(net: nn.Module, batches: list[Any], way: str, rank: int, world: int) ->
 
 
 def _held(thing: Any) -> int:
-    """Bytes of all tensors that a posterior reaches, but those of its network; each storage once."""
+    """Bytes of all tensors that a posterior references, except those of its network; each storage once."""
     storages: dict[int, int] = {}
 
     def visit(value: Any) -> None:
@@ -151,7 +151,7 @@ def _held(thing: Any) -> int:
 
 
 def _peak(profile: Any) -> int:
-    """The largest sum of what tensors have taken and not given back."""
+    """The largest total size of live tensors."""
     memory = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())))
 

@@ -1,4 +1,4 @@
-"""A training step in a Trainer, from one batch to the next, beside a plain step of the same network."""
+"""A training step in a Trainer, from one batch to the next, compared with a plain step of the same network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Train = Callable[[nn.Module, Batches], float]  # the seconds of its fastest step
 
 @dataclass(frozen=True)
 class Contender:
-    """What is to be reached, if anything; only then it is part of a default run."""
+    """The target, if any; only cases with a target are part of a default run."""
 
     steps: float | None = None  # plain ones
     memory: float | None = None  # times that of plain training
@@ -31,13 +31,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The steps of several contenders, all beside those of the plain one."""
+    """The steps of several contenders, all compared with the plain one."""
 
     topic: str
     plain: str
     contenders: Mapping[str, Contender]  # without the plain one
     networks: Mapping[str, Network]
-    seconds: Mapping[str, float]  # of each case of these networks, which alone are part of a default run
+    seconds: Mapping[str, float]  # per case of these networks; only these are part of a default run
 
     def jobs(self, work: Callable[..., Result], quick: bool) -> list[Job]:
         """Of `work(network, contender, quick)`."""
@@ -56,7 +56,7 @@ class Comparison:
         ]
 
     def derived(self, rows: Sequence[Row]) -> list[Row]:
-        """The memory of those that have a target for it."""
+        """The memory of the contenders that have a target for it."""
         by_name = {row.name: row for row in rows}
         values = []
         for network in self.networks:
@@ -68,15 +68,15 @@ class Comparison:
         return values
 
     def _watched(self) -> set[str]:
-        """The plain one, if a memory is to be compared with its own."""
+        """The plain contender, if a memory is compared with it."""
         return {self.plain} if any(contender.memory for contender in self.contenders.values()) else set()
 
 
 def measure(case: Network, train: Train, plain: Train, quick: bool) -> Result:
-    """The best step of several fits, each fit beside a plain one."""
+    """The best step of several fits, each compared with a plain one."""
     batch = case.quick_examples // STEPS if quick else case.batch
     data = case.data(batch * STEPS, batch)
-    train(case.fresh(), case.data(STEPS, 1))  # what is imported at first use is no part of the memory of training
+    train(case.fresh(), case.data(STEPS, 1))  # imports at first use do not count towards the memory of training
     forget_peak()
     before, start = resident(), time.perf_counter()
     seconds = [train(case.fresh(), data)]
@@ -89,7 +89,7 @@ def measure(case: Network, train: Train, plain: Train, quick: bool) -> Result:
 
 
 def fastest_step(module: Any, data: Batches, *callbacks: Any) -> float:
-    """Seconds, of a LightningModule's training for one epoch."""
+    """Seconds of the fastest step when a LightningModule trains for one epoch."""
     import lightning as L
 
     class Clock(L.Callback):
@@ -104,7 +104,7 @@ def fastest_step(module: Any, data: Batches, *callbacks: Any) -> float:
 
     clock = Clock()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "fast_dev_run": STEPS}
-    # The clock comes last, so that its step holds the end of the others'.
+    # The clock comes last, so that its step includes the other callbacks.
     trainer = L.Trainer(accelerator="cpu", callbacks=[*callbacks, clock], enable_model_summary=False, **quiet)
     trainer.fit(module, data)
     return min(clock.seconds[1:])

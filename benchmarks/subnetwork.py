@@ -1,8 +1,8 @@
-"""What a subnetwork of fixed size costs in a growing network.
+"""The cost of a subnetwork of fixed size in a growing network.
 
 The exact GGN takes one forward pass and a backward pass for each of the ten outputs, and one for the gradient. These
-passes alone are the unit of time, and their memory stands beside the fit's: what is beyond them should depend on the
-size of the subnetwork, not on that of the network. The weights are chosen by chance, so that all layers have some.
+passes are the unit of time, and the table compares their memory with the fit's: any cost beyond them should depend on
+the size of the subnetwork, not on that of the network. The weights are chosen at random, so that all layers have some.
 A last layer is measured in plain epochs of the network.
 """
 
@@ -53,7 +53,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_last_layer(examples: int, repeats: int) -> Result:
-    """A full covariance over the last layer of the CNN, beside plain epochs of all of it."""
+    """A full covariance over the last layer of the CNN, compared with plain epochs of the whole CNN."""
     from lightning_bayes import fit_laplace
 
     cnn, small = NETWORKS["CNN"], NETWORKS["MLP"]

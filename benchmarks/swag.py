@@ -1,4 +1,4 @@
-"""What a snapshot of SWAG costs: the running mean and variance take in the weights, in steps of Adam alone."""
+"""The cost of a snapshot of SWAG, which updates the running mean and variance of the weights, in steps of Adam."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The topics of `python -m benchmarks`, in the order of their tables.
 
-A topic is a module with `TITLE`, a docstring that says what is measured, `jobs(quick)`, and, where values follow from
+A topic is a module with `TITLE`, a docstring that describes the measurement, `jobs(quick)`, and, if values follow from
 several rows, `derived(rows)`.
 """
 
@@ -44,7 +44,7 @@ TITLES = {name: (topic.TITLE, topic.__doc__ or "") for name, topic in TOPICS.ite
 
 
 def derived(rows: Sequence[Row]) -> list[Row]:
-    """The rows, and after those of each topic what follows from them, which alone have no date."""
+    """The rows, and after those of each topic its derived rows, which have no date."""
     complete: dict[str, Row] = {}
     for name, topic in TOPICS.items():
         of_topic = [row for row in rows if row.topic == name and row.date]

@@ -1,14 +1,14 @@
 """Is a step of Variational Laplace in two passes as good as one in three? `python -m benchmarks.two_passes`
 
-The pass at `μ + εv` that the true labels share with the sampled ones takes their gradient `ε‖v‖` away from the mean.
-Of networks with any σ, untrained and trained, the first table compares the gradient of the weights in float32 with the
-one of the whole objective in float64 by double backward, over the batches of the training data:
+The pass at `μ + εv`, which the true and the sampled labels share, takes their gradient `ε‖v‖` away from the mean. For
+networks with any σ, untrained and trained, the first table compares the gradient of the weights in float32 with that
+of the whole objective in float64 by double backward, over the batches of the training data:
 
 - bias: the length of the mean error over the batches and both signs of ε, relative to that of the mean gradient;
 - one sign: the same without the random sign;
-- noise: the root of the mean square of the error, relative to that of a batch's gradient around the mean gradient.
+- noise: the root mean square of the error, relative to that of a batch's gradient around the mean gradient.
 
-ε is the one that a step takes, times the factors of the columns. The second table has the test NLL of trainings.
+ε is the value that a step uses, times the factors of the columns. The second table has the test NLL after training.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def trained(network: str, method: str | None, seed: int, epochs: int) -> Bayes:
-    """By Variational Laplace, or without a method by maximum likelihood, until it is sure of its labels."""
+    """Train by Variational Laplace, or without a method by maximum likelihood, until it is confident of its labels."""
     torch.manual_seed(seed)
     net = NETWORKS[network]()
     given = {"method": method or "auto", "seed": seed, "beta": 0.1, "prior_std": "he", "n_data": TRAIN}
@@ -110,8 +110,8 @@ def test_nll(module: Bayes) -> float:
 
 
 def errors(module: Bayes, σ: float | None, factors: tuple[float, ...]) -> list[tuple[str, float, float, float]]:
-    """`(method, bias, bias with one sign, noise)` of three backward passes, of two with each factor, and of two with
-    the ε of three; σ is the module's own if none is given."""
+    """`(method, bias, bias with one sign, noise)` for three backward passes, for two with each factor, and for two with
+    the ε of three; σ defaults to the module's."""
     if σ is not None:
         with torch.no_grad():
             for log_σ in module.log_sigma.values():

@@ -1,8 +1,8 @@
 """How long a step of Variational Laplace and of variational inference takes, in steps of MAP of the same network.
 
 A step is everything from a batch to the next one in a Trainer: forward and backward passes, Adam for the weights and,
-but for MAP, for log σ. The network is a pre-activation ResNet with softplus and batch-norm. Memory is what training
-adds to a process: weights, log σ, gradients, Adam's moments, activations; MAP's is measured in a process of its own.
+except for MAP, for log σ. The network is a pre-activation ResNet with softplus and batch norm. Memory is what training
+adds to a process: weights, log σ, gradients, Adam's moments, activations; MAP's is measured in a separate process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Notebooks made from recipes, so that they cannot say anything else: `make notebooks` writes `notebooks/*.ipynb`.
+"""Build notebooks from recipes, so that the two always agree: `make notebooks` writes `notebooks/*.ipynb`.
 
-The recipe's docstring, and that of each class and function, become text, their code a cell below it. The body of
-`main` becomes cells that end where something is shown: a table, a sentence, a picture.
+The docstrings of the recipe and of its classes and functions become text, and their code becomes the cells below. The
+body of `main` becomes cells that end at each output: a table, a sentence, a figure.
 
-    python notebooks/make.py    # writes them; tests see that they are those of the recipes
+    python notebooks/make.py    # writes the notebooks; tests check that they match the recipes
 """
 
 import ast
@@ -33,8 +33,8 @@ warnings.filterwarnings("ignore", message="IProgress not found")  # bars need ip
 RUN = """\
 ## Run it
 
-Results go to `outputs/` beside this notebook. A second run reads them instead of computing them again; delete the
-folder to start anew. `arguments=["--fast"]` takes seconds and shows the way only.
+Results go to `outputs/` next to this notebook. A second run reads them instead of computing them again; delete the
+folder to start again. `arguments=["--fast"]` takes seconds and only shows how it works.
 """
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -55,12 +55,12 @@ def notebook(name: str) -> str:
 
 
 def cells_of(source: str, name: str) -> list[tuple[str, str]]:
-    """Each as its kind, "markdown" or "code", and its text."""
+    """The cells: the kind of each, "markdown" or "code", and its text."""
     tree, lines = ast.parse(source), source.splitlines()
     title, _, text = (ast.get_docstring(tree) or "").partition("\n")
-    text = re.sub(r"\n\n    python .*", "", text)  # the command; a notebook is run otherwise
+    text = re.sub(r"\n\n    python .*", "", text)  # without the command, which a notebook does not use
     link = (
-        f"Made from [`recipes/{name}.py`](../recipes/{name}.py) by `make notebooks`; needs `pip install .[notebooks]`."
+        f"`make notebooks` built it from [`recipes/{name}.py`](../recipes/{name}.py); needs `pip install .[notebooks]`."
     )
     cells = [("markdown", f"# {title.rstrip('.')}\n{text}\n\n{link}"), ("code", SETUP)]
     done = tree.body[0].end_lineno or 0
@@ -75,7 +75,7 @@ def cells_of(source: str, name: str) -> list[tuple[str, str]]:
 
 
 def definition_cells(node: Any, first: int, lines: list[str]) -> list[tuple[str, str]]:
-    """The docstring as text, and the code without it, if there is more."""
+    """The docstring as text, and the remaining code, if any."""
     said = ast.get_docstring(node)
     if said is None or len(node.body) == 1:
         return [("code", "\n".join(lines[first - 1 : node.end_lineno]))]
@@ -87,7 +87,7 @@ def definition_cells(node: Any, first: int, lines: list[str]) -> list[tuple[str,
 
 
 def main_cells(node: Any, lines: list[str]) -> list[tuple[str, str]]:
-    """A cell up to each statement that shows something; `start` reads no command line."""
+    """A cell up to each statement with an output; `start` reads no command line."""
     groups: list[list[str]] = [[]]
     for statement in node.body:
         text = dedent("\n".join(lines[statement.lineno - 1 : statement.end_lineno]))

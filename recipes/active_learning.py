@@ -1,9 +1,9 @@
 """Active learning: which images should someone label next?
 
-A small network learns digits from 20 labels, asks for ten more, learns anew, and so on. BALD (Houlsby et al. 2011) asks
-for the images whose labels would tell most about the weights: those with much mutual information of label and weights.
-An image that is merely hard to read has much entropy and little of that. Beside it: images with much entropy, and
-images by chance. Means over eight runs, each with other images to label and to test on.
+A small network learns digits from 20 labels, asks for ten more, trains again, and so on. BALD (Houlsby et al. 2011)
+asks for the images with the highest mutual information of label and weights: their labels tell most about the weights.
+An image that is merely hard to read has high entropy but little mutual information. The baselines are images with high
+entropy and random images. Results are means over eight runs, each with different images to label and to test on.
 
     python recipes/active_learning.py    # two minutes; table and picture go to outputs/active_learning/
 """
@@ -24,8 +24,8 @@ TEST, PRIOR = 600, 1.0
 
 
 def varied(score: Tensor, power: float = 8.0) -> Tensor:
-    """Numbers whose largest are drawn with probabilities proportional to a power of the score: images with the very
-    largest scores are much alike, and ten of them tell little more than one (Kirsch et al. 2023, "Stochastic batch
+    """Random keys; the largest are drawn with probabilities proportional to a power of the score. Images with the
+    largest scores are similar, and ten of them tell little more than one (Kirsch et al. 2023, "Stochastic batch
     acquisition: a simple baseline for deep active learning")."""
     return power * score.log() - torch.empty_like(score).exponential_().log()
 
@@ -42,7 +42,7 @@ class Settings:
     runs: int = 8
     steps: int = 150
     samples: int = 200
-    labels: tuple[int, ...] = tuple(range(20, 201, 10))  # how many there are in each round
+    labels: tuple[int, ...] = tuple(range(20, 201, 10))  # number of labels in each round
 
 
 def train(x: Tensor, y: Tensor, steps: int) -> nn.Module:

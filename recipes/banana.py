@@ -1,9 +1,9 @@
-"""The same posterior, three predictives: why to linearise (figure 4 of Immer et al. 2021, "Improving predictions of
-Bayesian neural nets via local linearization").
+"""One posterior, three predictives: why linearise? (Figure 4 of Immer et al. 2021, "Improving predictions of
+Bayesian neural nets via local linearization".)
 
-Two classes in the plane, a network of two hidden layers, and a full Laplace posterior around its weights. Weight
-samples sent through the network (BNN) wash the classes out; the linearised network (GLM) keeps them and grows unsure
-away from the data. Its variance has two parts: aleatoric at the boundary, epistemic far from any point.
+The data are two classes in the plane. A network with two hidden layers gets a full Laplace posterior. Weight samples
+run through the network (BNN) blur the classes; the linearised network (GLM) separates them and is less certain away
+from the data. Its variance has two parts: aleatoric at the boundary, epistemic far from any point.
 
     python recipes/banana.py            # two crescents; half a minute; table and picture go to outputs/banana/
     python recipes/banana.py --paper    # the paper's points, uci_classification/banana.npz in the folder --data
@@ -47,7 +47,7 @@ def read_data(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def train(x: Tensor, y: Tensor, steps: int, width: int) -> nn.Module:
-    """Plain PyTorch, on the joint −log p(y, θ)."""
+    """Train with plain PyTorch on the joint −log p(y, θ)."""
     network = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -71,14 +71,14 @@ def judge(prediction: Prediction, y: Tensor) -> dict[str, float]:
 
 
 def believe(run: Run, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Scores on other points, and on a grid the probability of class 1 and the two parts of the GLM's variance."""
+    """Scores on test points; on a grid, the probability of class 1 and the two parts of the GLM's variance."""
     torch.manual_seed(run.seed)
     settings, data, test = run.settings, (x[:N_TRAIN], y[:N_TRAIN]), slice(N_TRAIN, N_TRAIN + 1000)
     network = train(*data, settings.steps, settings.width)
     posterior = fit_laplace(network, [data], "binary", "full", prior_precision=PRIOR_PRECISION)
     table = {name: judge(posterior.predict(x[test], word), y[test]) for name, word in PREDICTIVES.items()}
     axis = torch.linspace(-4, 4, settings.side)
-    grid = torch.cartesian_prod(axis, axis).flip(1)  # the second coordinate is the slower one
+    grid = torch.cartesian_prod(axis, axis).flip(1)  # the second coordinate varies slowest
     panels = {name: posterior.predict(grid, predictive).probs for name, predictive in PREDICTIVES.items()}
     glm = posterior.predict(grid, samples=1000)
     return {"table": table, "panels": {**panels, "GLM: aleatoric": glm.aleatoric, "GLM: epistemic": glm.epistemic}}

@@ -1,4 +1,4 @@
-"""What some methods ask of a module, for `plug_in.py`: a subclass of two lines."""
+"""Two-line subclasses that some methods need, for `plug_in.py`."""
 
 from lit_digits import LitAutoencoder, LitDigits
 from torch import Tensor
@@ -11,7 +11,7 @@ class VariationalLaplaceDigits(LogSigmaMultiplierMixin, VariationalLaplaceMixin,
 
 
 class VariationalInferenceDigits(LogSigmaMultiplierMixin, VariationalInferenceMixin, LitDigits):
-    """The same by a sample of the weights in each step."""
+    """The same, with a weight sample in each step."""
 
 
 class Autoencoder(LitAutoencoder):

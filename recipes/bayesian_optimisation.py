@@ -1,9 +1,9 @@
-"""Bayesian optimisation: find the minimum of a function of two variables with as few looks at it as possible.
+"""Bayesian optimisation: find the minimum of a function of two variables with as few evaluations as possible.
 
-After each look a small network trains on all values so far, and its Laplace posterior says where to look next: at the
-minimum of one function drawn from it (Thompson sampling, `sample_function`), or where the expected improvement is
-largest (`predict(..., differentiable=True)`). Both are optimised by their gradient in x, from the best of many points.
-Beside them: random search. The regret is the best value so far minus the minimum.
+After each evaluation a small network trains on all values so far, and its Laplace posterior chooses the next point: the
+minimum of one function drawn from it (Thompson sampling, `sample_function`), or the point with the largest expected
+improvement (`predict(..., differentiable=True)`). Both are optimised by their gradient in x, from the best of many
+points. The baseline is random search. The regret is the best value so far minus the minimum.
 
     python recipes/bayesian_optimisation.py    # five minutes; results go to outputs/bayesian_optimisation/
 """
@@ -84,7 +84,7 @@ METHODS = {"random": random, "Thompson": thompson, "expected improvement": expec
 
 
 def search(name: str, seed: int, settings: Settings) -> Tensor:
-    """The points in their order.  # [n, 2]"""
+    """The evaluated points, in order.  # [n, 2]"""
     L.seed_everything(seed, verbose=False)
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(FIRST, 2, generator=generator)

@@ -1,5 +1,5 @@
-"""A function with three minima for `bayesian_optimisation.py`, how to climb to the best point, and the picture of a
-search."""
+"""A function with three minima for `bayesian_optimisation.py`, a search for the best point by its gradient, and the
+figure."""
 
 from collections.abc import Callable
 from math import pi
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def branin(x: Tensor) -> Tensor:
-    """On the unit square; the smallest value, 0.397887, is subtracted.  # [n, 2] -> [n]"""
+    """Branin's function on the unit square, minus its smallest value, 0.397887.  # [n, 2] -> [n]"""
     a, b = 15 * x[:, 0] - 5, 15 * x[:, 1]
     return (b - 5.1 / (4 * pi**2) * a**2 + 5 / pi * a - 6) ** 2 + 10 * (1 - 1 / (8 * pi)) * a.cos() + 10 - 0.397887
 
 
 def maximise(score: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
-    """The best point of the unit square: from the best 8 of 500 along the gradient.  # [1, 2]"""
+    """The best point of the unit square, by gradient steps from the best 8 of 500 points.  # [1, 2]"""
     points = torch.rand(500, 2, generator=generator)
     x = points[score(points).topk(8).indices].requires_grad_()
     optimizer = torch.optim.Adam([x], lr=0.02, maximize=True)
@@ -29,14 +29,14 @@ def maximise(score: Callable[[Tensor], Tensor], generator: torch.Generator) -> T
 
 
 def summarise(regret: Tensor) -> dict[str, float]:
-    """Means over seeds, half way and at the end, where also the standard error and the worst are.  # [S, n]"""
+    """Means over seeds, halfway and at the end; at the end also the standard error and the worst seed.  # [S, n]"""
     half, last = regret[:, regret.shape[1] // 2], regret[:, -1]
     numbers = {"half way": half.mean(), "regret": last.mean(), "standard error": last.std() / len(last) ** 0.5}
     return {name: float(value) for name, value in numbers.items()} | {"worst": float(last.max())}
 
 
 def draw_searches(points: dict[str, Tensor], regrets: dict[str, Tensor]) -> Figure:
-    """Where each method looked, the last looks in yellow, and its mean regret with the standard error.
+    """The points of each method, the last ones in yellow, and its mean regret with the standard error.
     # points [n, 2], regrets [S, n] of S seeds"""
     figure, line = Figure(figsize=(14, 3.4), layout="constrained"), torch.linspace(0, 1, 80)
     surface = (branin(torch.cartesian_prod(line, line)).reshape(80, 80).T + 1).log()

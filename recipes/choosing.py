@@ -1,9 +1,9 @@
-"""Choosing a method: nine of them on the same few digits, by what they are worth and by what they cost.
+"""Choosing a method: the scores and the costs of nine methods on the same few digits.
 
-A network that has seen 200 images of the digits 0–7 is overconfident. Which posterior, or none? Known digits judge its
-probabilities (NLL, ECE), and unknown things, 8 and 9 or letters, whether entropy gives them away (AUROC). "fit" and
-"predict" are seconds on top of the training, with the choice of prior and temperature on validation images; the
-ensemble pays in trainings instead. Means over three networks.
+A network that has seen 200 images of the digits 0–7 is overconfident. Which posterior helps, if any? Known digits test
+its probabilities (NLL, ECE); 8 and 9 and letters test whether entropy detects unknown inputs (AUROC). "fit" and
+"predict" are seconds in addition to training, including the choice of prior and temperature on validation images; the
+ensemble needs more training runs instead. Results are means over three networks.
 
     python recipes/choosing.py    # a minute; table and picture go to outputs/choosing/
 """
@@ -35,7 +35,7 @@ class Settings:
 
 
 def train(digits: Digits, seed: int, epochs: int) -> GaussianPosterior:
-    """L2M comes with the training: it reads Adam's second moments. The other methods start from the trained weights."""
+    """Train with L2M, which reads Adam's second moments. The other methods start from the trained weights."""
     L.seed_everything(seed, verbose=False)
     trainer = L.Trainer(max_epochs=epochs, callbacks=[l2m := L2MCallback()], accelerator="cpu", **QUIET)
     trainer.fit(
@@ -45,7 +45,7 @@ def train(digits: Digits, seed: int, epochs: int) -> GaussianPosterior:
 
 
 def compare(l2m: GaussianPosterior, digits: Digits) -> list[dict[str, Any]]:
-    """A row for each method; `fit` chooses prior and temperature on the validation images, unless `tune` says else."""
+    """A row for each method; `fit` chooses prior and temperature on the validation images, unless `tune` is set."""
     loaders = DataLoader(digits.train, 100), DataLoader(digits.validation, 100)
     laplace = partial(fit, l2m.network, *loaders, progress=False)
     methods = {

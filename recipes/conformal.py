@@ -1,10 +1,10 @@
-"""Guarantees: which digits to hand to a person, and sets of digits that hold the true one.
+"""Guarantees: which digits to pass to a person, and sets that contain the true digit.
 
 A small network, trained on 150 digits, is wrong about one in twelve others. Digits that were used for nothing else turn
-its probabilities into promises: a threshold of confidence above which at most 3 % are wrong, with 90 % certainty, and
-sets that hold the true digit in 95 % of all cases. They hold for MAP and for the posterior alike, which here differ
-little. "aps" makes larger sets than "lac" and holds more of the hard digits, the fifth that the network is least sure
-of. Means over five trainings, each with digits of its own.
+its probabilities into guarantees: a confidence threshold above which at most 3 % are wrong, with 90 % certainty, and
+sets that contain the true digit in 95 % of all cases. The guarantees hold for MAP and for the posterior, which differ
+little here. "aps" makes larger sets than "lac" and covers more of the hard digits, the fifth that the network is least
+sure of. Results are means over five training runs, each with different digits.
 
     python recipes/conformal.py    # half a minute; table and picture go to outputs/conformal/
 """
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import Conformal, GaussianPosterior, LaplaceCallback, Prediction, metrics
 
-PARTS = (150, 300, 900)  # to train on, to tune on, held out; the rest is to test on
+PARTS = (150, 300, 900)  # for training, tuning, calibration; the rest is for testing
 EPOCHS, RISK, DELTA, LEVEL = 40, 0.03, 0.1, 0.95
 
 
@@ -61,7 +61,7 @@ def train(digits: TensorDataset, validation: TensorDataset, seed: int) -> Gaussi
 
 
 def judge(known: Prediction, y: Tensor, new: Prediction, y_new: Tensor) -> dict[str, float]:
-    """On new digits, after a look at known ones."""
+    """Scores on new digits, with thresholds and sets from held-out ones."""
     right = new.label == y_new
     kept = new.confidence > metrics.functional.threshold_for_risk(known.confidence, known.label == y, RISK, DELTA)
     hard, wrong = new.confidence <= new.confidence.quantile(0.2), 1 - right[kept].float().mean()
@@ -82,7 +82,7 @@ def draw(predictions: dict[str, Prediction], x: Tensor, y: Tensor, sets: Tensor)
         coverage, risk = metrics.functional.risk_coverage_curve(prediction.confidence, prediction.label == y)
         axes.plot(coverage, risk, label=name)
     axes.axhline(RISK, color="grey", linestyle=":")
-    axes.set(xlabel="share of digits that are kept", ylabel="share of them that is wrong")
+    axes.set(xlabel="share of digits kept", ylabel="share of these that is wrong")
     axes.legend()
     for panel, n in zip(right.subplots(3, 6).flat, sets.sum(1).argsort(descending=True)[:18], strict=True):
         panel.imshow(x[n].reshape(8, 8).numpy(), cmap="gray_r")

@@ -1,10 +1,10 @@
 """Continual learning: the posterior of one task is the prior of the next.
 
-One network learns to read digits whose pixels are permuted, in another way for each task, and sees each task's images
-only once it is there. Plain fine-tuning forgets the tasks before. A Laplace posterior says which weights they need: its
+One network learns to read digits whose pixels are permuted differently for each task, and sees only the images of the
+current task. Plain fine-tuning forgets earlier tasks. A Laplace posterior measures which weights they need: its
 penalty ½ (θ − m)ᵀP(θ − m) in the loss keeps those in place (Kirkpatrick et al. 2017, with a diagonal P; Ritter et al.
-2018, with Kronecker factors, which know how weights work together). Beside them: training on all tasks' images at once,
-which is what they would do if they forgot nothing.
+2018, with Kronecker factors, which include correlations between weights). The reference is training on the images of
+all tasks at once, which forgets nothing.
 
     python recipes/continual_learning.py            # two minutes; results go to outputs/continual_learning/
     python recipes/continual_learning.py --mnist    # 5,000 images of MNIST, at 14 × 14 pixels, instead of 1,000 digits
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_bayes import LaplacePosterior, fit_laplace
 
-METHODS = {  # the structure of the posterior, and what its penalty is multiplied by
+METHODS = {  # the structure of the posterior, and the factor on its penalty
     "fine-tuning": (None, 0),
     "diagonal": ("diag", 1),
     "diagonal, 10 times": ("diag", 10),
@@ -54,7 +54,7 @@ def train(network: nn.Module, x: Tensor, y: Tensor, steps: int, prior: LaplacePo
 
 
 def learn(settings: Settings, method: str, images: Digits, seed: int) -> Tensor:
-    """The accuracy on each task after each; those to come have none.  # [tasks, tasks]"""
+    """The accuracy on each task after each task; future tasks have none.  # [tasks, tasks]"""
     torch.manual_seed(seed)
     (x, y), (x_test, y_test), tasks, width = images.train.tensors, images.test.tensors, settings.tasks, settings.width
     orders = [torch.randperm(x.shape[1]) for _ in range(tasks)]

@@ -1,9 +1,9 @@
-"""A deep image prior: a U-Net that is trained on nothing but the measurements of one image.
+"""A deep image prior: a U-Net that is trained only on the measurements of one image.
 
     argmin_θ ‖y − A f(θ)‖² + γ TV(f(θ)),
 
-by ordinary Lightning training. Its input is fixed: the back-projection `Aᵀy`. The architecture, and stopping, keep the
-image from being noise. With dropout, the baseline, each pass draws another image.
+by ordinary Lightning training. Its input is fixed: the back-projection `Aᵀy`. The architecture and early stopping keep
+the network from fitting the noise. With dropout, the baseline, each pass draws another image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Two scales down and up, with skips of one pixel; pixels from 0 to 1 by a sigmoid."""
+    """Two scales down and up, with 1×1 skip connections; a sigmoid gives pixels from 0 to 1."""
 
     def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""How noisy was this pixel? A U-Net takes the noise off scenes of digits, with a predictive variance at every pixel.
+"""How noisy was this pixel? A U-Net removes the noise from scenes of digits, with a predictive variance at every pixel.
 
-Trained on scenes of the digits 0–7, of which a quarter is covered by a grey square: what is behind it has to be made
-up. Tested on such scenes, and on scenes of letters. The table: RMSE and NLL per pixel, how often the truth is in the
-95 % interval, and the rank correlation of the predictive variance with the squared error. A Gaussian with one noise for
-all pixels (MAP, its noise fitted to the held-out scenes) stands beside the posterior.
+The network trains on scenes of the digits 0–7. A grey square covers a quarter of each scene, and the network has to
+fill it in. It is tested on such scenes and on scenes of letters. The table shows RMSE and NLL per pixel, how often the
+truth is in the 95 % interval, and the rank correlation of the predictive variance with the squared error. The baseline
+is a Gaussian with one noise for all pixels (MAP, with its noise fitted to the held-out scenes).
 
     python recipes/denoising.py    # two minutes; table and picture go to outputs/denoising/
 """
@@ -55,7 +55,7 @@ class Denoiser(L.LightningModule):
 
 
 def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDataset, dict[str, Pairs]]:
-    """Spoilt scenes and the scenes: to train on, to hold out, and to test on."""
+    """Corrupted and clean scenes for training, validation and testing."""
     digits = read_digits()
     letters = digits.unknown["letters"]
     things = (digits.train.tensors[0], digits.validation.tensors[0], digits.test.tensors[0], letters)

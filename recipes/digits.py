@@ -1,5 +1,5 @@
-"""Scikit-learn's digits, 8 × 8 pixels, so that nothing is downloaded: known ones to train on, unknown things to be
-noticed, and scores for both.
+"""Scikit-learn's digits, 8 × 8 pixels, which need no download: known digits to train on, unknown inputs to detect, and
+scores for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Predictor = Callable[[Tensor], Prediction]
 
 @dataclass(frozen=True)
 class Digits:
-    """Images as rows `[N, 64]` from 0 to 1, and labels `[N]`; unknown images by what they show."""
+    """Images as rows `[N, 64]` from 0 to 1, and labels `[N]`; unknown images by their content."""
 
     train: TensorDataset
     validation: TensorDataset
@@ -42,7 +42,7 @@ def read_digits(n_train: int = 800, n_validation: int = 200) -> Digits:
 
 
 def draw_letters() -> Tensor:
-    """Letters in two fonts of matplotlib, made like the digits: 32 × 32 dots, counted in 4 × 4 fields.  # [104, 64]"""
+    """Letters in two matplotlib fonts, made like the digits: 32 × 32 dots, counted in 4 × 4 fields.  # [104, 64]"""
     rows = []
     for letter in ascii_letters:
         for family in ("sans-serif", "serif"):
@@ -56,7 +56,7 @@ def draw_letters() -> Tensor:
 
 
 def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
-    """How good the probabilities are on known digits, and whether entropy gives unknown things away."""
+    """Scores of the probabilities on known digits, and how well entropy detects unknown inputs."""
     x, y = digits.test.tensors
     known = predict(x)
     assert known.probs is not None
@@ -78,7 +78,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 
 
 def draw_entropies(entropies: Mapping[str, Sequence[Tensor]]) -> Figure:
-    """By method, those of predictions for known and for unknown things."""
+    """Scores by method, from its predictions for known and unknown inputs."""
     figure = Figure(figsize=(4.6 * len(entropies), 3.6), layout="constrained")
     for ax, (name, (known, unknown)) in zip(figure.subplots(1, len(entropies)), entropies.items(), strict=True):
         plots.ood_histogram(*joined(known, unknown), ax=ax)
@@ -87,6 +87,6 @@ def draw_entropies(entropies: Mapping[str, Sequence[Tensor]]) -> Figure:
 
 
 def joined(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores one after the other, and which are of unknown things."""
+    """The concatenated scores, and a mask of the unknown inputs."""
     score = torch.cat([inside, outside])
     return score, torch.arange(len(score)) >= len(inside)

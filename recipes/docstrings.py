@@ -1,7 +1,7 @@
-"""Real text that is on every machine: the docstrings of installed packages, and the library that each is from.
+"""Real text that every machine has: the docstrings of installed packages, labelled by their library.
 
-Words are numbers by their hash, so that no tokenizer is downloaded. Names of libraries are left out: they would give
-the answer away. Docstrings that begin alike count once, whatever library they are in, so that none is in two sets.
+Words become numbers by hashing, so no tokenizer is downloaded. Names of libraries are removed, because they would give
+the answer away. Docstrings with the same beginning count once across all libraries, so none is in two sets.
 """
 
 import ast
@@ -21,12 +21,12 @@ NAMES = {
     *("torch", "pytorch", "torchvision", "torchmetrics", "lightning", "pl", "scipy", "sp", "sympy", "numpy", "np"),
     *("sklearn", "scikit", "learn", "matplotlib", "mpl", "plt", "pyplot", "networkx", "nx"),
 }
-Example = dict[str, Tensor]  # as Hugging Face's models read them
+Example = dict[str, Tensor]  # the format of Hugging Face's models
 Examples = list[Example]
 
 
 class Docstrings:
-    """`read(library, label, n)`: up to `n` docstrings of a library, none of which was read before."""
+    """`read(library, label, n)`: up to `n` new docstrings of a library."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[int, ...]] = set()
@@ -48,7 +48,7 @@ class Docstrings:
         return examples
 
     def read_all(self, libraries: Sequence[str], n: int) -> list[Examples]:
-        """Up to `n` of each, whose labels number them."""
+        """Up to `n` docstrings of each library, labelled by its index."""
         return [self.read(library, label, n) for label, library in enumerate(libraries)]
 
 
@@ -81,7 +81,7 @@ def together(examples: Examples) -> Example:
 
 
 def split(groups: list[Examples], *sizes: int) -> list[Examples]:
-    """Parts with so many examples of each group, drawn by chance; a group with too few has a smaller last part."""
+    """Random parts with the given numbers of examples per group; a group with too few has a smaller last part."""
     parts: list[Examples] = [[] for _ in sizes]
     for group in groups:
         order = torch.randperm(len(group)).tolist()

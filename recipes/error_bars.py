@@ -1,4 +1,4 @@
-"""Pictures of a reconstruction's error bars."""
+"""Figures of a reconstruction's error bars."""
 
 from __future__ import annotations
 

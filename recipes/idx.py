@@ -1,4 +1,4 @@
-"""MNIST's file format, packed or not, in torchvision's folders; unlike torchvision it needs no other part of a set."""
+"""MNIST's file format, compressed or not, in torchvision's folders; unlike torchvision, one part of a set is enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def read_idx(folder: Path, name: str, train: bool) -> tuple[Tensor, Tensor] | None:
-    """Pixels from 0 to 255 and labels, or None where a file is missing.  # uint8 [N, H, W], [N]"""
+    """Pixels from 0 to 255 and labels, or None if a file is missing.  # uint8 [N, H, W], [N]"""
     part = "train" if train else "t10k"
     files = [folder / name / "raw" / f"{part}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
     pixels, labels = (_read(file) for file in files)

@@ -1,9 +1,9 @@
-"""L2M: a posterior from the second moments that Adam keeps anyway, without a pass over the data.
+"""L2M: a posterior from the second moments that Adam already keeps, without a pass over the data.
 
-One training on the digits 0–7 with AdamW and a falling learning rate. Its diagonal posterior costs nothing but the
-training. Beside it stands the one that it estimates: a Laplace posterior with the empirical Fisher, by a pass over the
-data. Both choose prior and temperature on the validation images, which for digits is so strong a prior that they
-predict alike. Two more trainings make an ensemble.
+The network trains on the digits 0–7 with AdamW and a falling learning rate. The diagonal posterior costs nothing beyond
+training. It is compared with the posterior that it estimates: Laplace with the empirical Fisher, from a pass over the
+data. Both choose prior and temperature on the validation images; for digits the chosen prior is so strong that their
+predictions agree. Two more training runs make an ensemble.
 
     python recipes/l2m.py    # half a minute; table, picture and posteriors go to outputs/l2m/
 """
@@ -48,7 +48,7 @@ class DigitNet(L.LightningModule):
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        # β₂: the second moments are those of the last 100 steps, not of the whole training.
+        # β₂: the second moments cover the last 100 steps, not the whole training run.
         adamw = torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.99))
         return [adamw], [torch.optim.lr_scheduler.CosineAnnealingLR(adamw, self.epochs)]
 
@@ -64,12 +64,12 @@ def train(run: Run, digits: Digits, seed: int) -> LaplacePosterior:
 
 
 def draw(estimate: Tensor, by_pass: Tensor) -> Figure:
-    """Weight by weight, where both are more than nothing."""
+    """Compare the curvatures weight by weight where both are positive."""
     figure, seen = Figure(figsize=(4.5, 4.5), layout="constrained"), (estimate > 0) & (by_pass > 0)
     axes = figure.subplots()
     axes.loglog(by_pass[seen], estimate[seen], ".", markersize=2, alpha=0.3)
     axes.axline((1, 1), (10, 10), color="black", linewidth=1)
-    axes.set(xlabel="curvature by a pass over the data", ylabel="curvature by L2M")
+    axes.set(xlabel="curvature from a pass over the data", ylabel="curvature from L2M")
     return figure
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     run.save_table("table", {name: judge(predict, digits) for name, predict in methods.items()})
     curvatures = [posterior.curvature.structure.diagonal() for posterior in (l2m, by_pass)]
     ratio = float((curvatures[0] / curvatures[1]).nanmedian())
-    print(f"\nThe median weight's curvature by L2M is {ratio:.2f} of that by the pass.")
+    print(f"\nFor the median weight, L2M's curvature is {ratio:.2f} times that of the pass.")
     run.save_picture("curvature", draw(*curvatures))
 
 

@@ -1,7 +1,7 @@
 """A Laplace posterior without a Trainer: any `nn.Module`, any iterable of `(x, y)`.
 
-A regression on a sine with a gap in the data. One training, four posteriors that differ in what they keep of the
-curvature. The evidence chooses the prior precision; the noise is known. In the gap a posterior should be less sure.
+A regression on a sine with a gap in the data. One network gets four posteriors that keep different parts of the
+curvature. The evidence chooses the prior precision; the noise is known. In the gap, a posterior should be less certain.
 
     python recipes/laplace.py    # seconds; table, picture and posterior go to outputs/laplace/
 """
@@ -66,7 +66,7 @@ def judge(posterior: LaplacePosterior, test: tuple[Tensor, Tensor], gap: tuple[T
 
 
 def draw_bands(posterior: LaplacePosterior, x: Tensor, y: Tensor) -> Figure:
-    """What more data would remove (epistemic), what is noise (aleatoric), and both."""
+    """The variance that more data would remove (epistemic), the noise (aleatoric), and their sum."""
     line = torch.linspace(-4, 4, 400)[:, None]
     prediction = posterior.predict(line)
     figure, _ = plots.regression_bands(line, prediction.mean, prediction.epistemic, prediction.aleatoric, x, y)
@@ -79,7 +79,7 @@ def main() -> None:
     x, y = draw(120, GAP, math.pi, generator)
     network = make_network()
     network.load_state_dict(run.once("training", train, x, y, run.settings.steps, run.seed))
-    loader = list(zip(x.split(32), y.split(32), strict=True))  # any iterable will do
+    loader = list(zip(x.split(32), y.split(32), strict=True))  # any iterable works
     fits = {
         name: fit_laplace(network, loader, Gaussian(noise_std=NOISE), **words) for name, words in POSTERIORS.items()
     }

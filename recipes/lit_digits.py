@@ -1,4 +1,4 @@
-"""Modules and data as anybody has them who knows Lightning and has never heard of a posterior."""
+"""Ordinary Lightning modules and data that know nothing about posteriors."""
 
 import lightning as L
 import torch

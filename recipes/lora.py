@@ -1,7 +1,7 @@
 """LoRA: a small transformer is pre-trained, then fine-tuned with an adapter, and only the adapter gets a posterior.
 
-"Which library is this docstring from?" is asked about four libraries in pre-training, and then about four others with
-few examples each. Docstrings of two further libraries are new to the network, and should stand out.
+The network learns to answer "Which library is this docstring from?" for four libraries in pre-training, and then for
+four others with few examples each. Docstrings of two further libraries are new to it, and should stand out.
 
     python recipes/lora.py    # two minutes; needs transformers and peft; adapters and posteriors go to outputs/lora/
 """
@@ -34,7 +34,7 @@ UNKNOWN = ("lightning", "torchmetrics")
 class Settings:
     adapters: int = 3
     epochs: int = 60
-    docstrings: tuple[int, ...] = (700, 200, 50, 200)  # of each library: to pre-train, train, validate and test on
+    docstrings: tuple[int, ...] = (700, 200, 50, 200)  # per library: pre-training, training, validation and test
 
 
 class Classifier(L.LightningModule):
@@ -68,7 +68,7 @@ def pre_train(run: Run, groups: list[Examples]) -> Any:
 
 
 def fine_tune(run: Run, base: Any, groups: list[Examples], unknown: Examples, seed: int) -> Any:
-    """The usual training of an adapter, whose weights are all that trains: so they are the posterior's."""
+    """Train an adapter as usual. Only its weights are trainable, so the posterior covers exactly these."""
     L.seed_everything(seed, verbose=False)
     data, validation, test = split(groups, *run.settings.docstrings[1:])
     model = make_bert(len(KNOWN), base)
@@ -83,7 +83,7 @@ def fine_tune(run: Run, base: Any, groups: list[Examples], unknown: Examples, se
 
 
 def judge(posteriors: dict[str, LaplacePosterior], validation: Examples, sets: list[Examples]) -> Any:
-    """How good the probabilities are on known libraries, and whether entropy gives unknown ones away."""
+    """Scores of the probabilities on known libraries, and how well entropy detects unknown ones."""
     network = posteriors["Laplace, adapter"]
     tempered = network.calibrate(DataLoader(validation, 100), predictive="map")
     methods = {"MAP": partial(network.predict, predictive="map", calibrated=False)}

@@ -1,7 +1,7 @@
-"""Marginal likelihood: the strength of regularisation is learned from the training data, layer by layer.
+"""Marginal likelihood: learn the strength of regularisation from the training data, layer by layer.
 
-The usual way is a grid: train for each weight decay without the validation images, choose on them, and train again with
-all images. `MarginalLikelihoodCallback` trains once, on all images, and needs none for validation.
+The usual method is a grid: train for each weight decay without the validation images, choose on them, and train again
+with all images. `MarginalLikelihoodCallback` trains once, on all images, and needs none for validation.
 
     python recipes/marginal_likelihood.py              # two minutes; results go to outputs/marginal_likelihood/
     python recipes/marginal_likelihood.py --fashion    # 2,500 images of FashionMNIST instead of 1,000 digits
@@ -34,7 +34,7 @@ class Settings:
 
 
 class Net(L.LightningModule):
-    """An ordinary LightningModule; it notes what was logged at the end of each epoch."""
+    """An ordinary LightningModule that records the logged metrics at the end of each epoch."""
 
     def __init__(self, size: int, out: int, decay: float, epochs: int) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class Net(L.LightningModule):
 
 
 def train(run: Run, part: TensorDataset, data: Digits, seed: int, decay: float | None = None) -> dict[str, Any]:
-    """On a part of the data; without a weight decay the priors are learned."""
+    """Train on a part of the data; without a weight decay, learn the priors."""
     L.seed_everything(seed, verbose=False)
     model = Net(part.tensors[0].shape[1], int(part.tensors[1].max()) + 1, decay or 0.0, run.settings.epochs)
     marglik = MarginalLikelihoodCallback(burn_in_epochs=20, every_n_epochs=5, steps=30, save=False)
     words = {"max_epochs": run.settings.epochs, "accelerator": "cpu", **QUIET}
     L.Trainer(callbacks=[marglik] if decay is None else [], **words).fit(model, DataLoader(part, 32, shuffle=True))
     model, loader, tests = model.eval(), DataLoader(part, 200), {"test": data.test, "validation": data.validation}
-    prior = len(part) * (decay or 0.0)  # what the decay means
+    prior = len(part) * (decay or 0.0)  # the matching prior
     posterior = marglik.posterior if decay is None else fit_laplace(model, loader, prior_precision=prior)
     scores = {name: score(model(t.tensors[0]).detach().softmax(1), t.tensors[1]) for name, t in tests.items()}
     scores["posterior"] = score(posterior.predict(data.test.tensors[0]).probs, data.test.tensors[1])
@@ -71,7 +71,7 @@ def train(run: Run, part: TensorDataset, data: Digits, seed: int, decay: float |
 
 
 def compare(run: Run, data: Digits, seed: int) -> tuple[dict[str, Scores], list[Any], list[Scores]]:
-    """The scores of each way, all that the grid has tried, and what was logged when priors were learned."""
+    """The scores of each method, all points of the grid, and the metrics logged while the priors were learned."""
     everything = TensorDataset(*map(torch.cat, zip(data.train.tensors, data.validation.tensors, strict=True)))
     learned = run.once(f"evidence {seed}", train, run, everything, data, seed)
     grid = [run.once(f"decay {d} {seed}", train, run, data.train, data, seed, d) for d in run.settings.decays]

@@ -1,4 +1,4 @@
-"""A small part of MNIST or FashionMNIST, for recipes that want more than the digits."""
+"""A small part of MNIST or FashionMNIST, for recipes that need more data than the digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 
 def read_mnist(folder: Path, name: str, n_train: int = 2000, n_validation: int = 500, n_test: int = 2000) -> Digits:
-    """Images of 14 × 14 pixels as rows `[N, 196]` from 0 to 1, and labels `[N]`; of unknown things there are none."""
+    """Images of 14 × 14 pixels as rows `[N, 196]` from 0 to 1, and labels `[N]`; there are no unknown inputs."""
     (x, y), test = _read(folder, name, True, n_train + n_validation), _read(folder, name, False, n_test)
     train, validation = TensorDataset(x[:n_train], y[:n_train]), TensorDataset(x[n_train:], y[n_train:])
     return Digits(train, validation, TensorDataset(*test), {})

@@ -1,8 +1,8 @@
-"""Online Laplace: a Laplacian autoencoder, trained at samples of its own posterior.
+"""Online Laplace: a Laplacian autoencoder, trained at samples of its posterior.
 
-An autoencoder of the digits 0–7 with two latent features, twice. One is trained as usual and gets its diagonal
-posterior afterwards, by one pass with the fast Hessian. The other learns weights and curvature together: its sampled
-networks reconstruct better. Unknown images should have a larger error, and a larger variance over sampled networks.
+Two autoencoders of the digits 0–7 have two latent features each. One trains as usual and gets its diagonal posterior
+afterwards, from one pass with the fast Hessian. The other learns weights and curvature together: its sampled networks
+reconstruct better. Unknown images should have a larger error, and a larger variance over sampled networks.
 
     python recipes/online_laplace.py    # half a minute; table and picture go to outputs/online_laplace/
 """
@@ -64,7 +64,7 @@ def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
 
 
 def online(run: Run, digits: Digits) -> LaplacePosterior:
-    """The memory forgets within about 100 steps, four epochs, and begins with one unit of curvature per image."""
+    """The memory spans about 100 steps, four epochs, and starts with one unit of curvature per image."""
     memory = {"memory_factor": 0.01, "initial_curvature": 800.0}
     callback = OnlineLaplaceCallback(Gaussian(NOISE), hessian="approx", calibrate=None, **memory)
     train(run, digits, callback)
@@ -72,7 +72,7 @@ def online(run: Run, digits: Digits) -> LaplacePosterior:
 
 
 def judge(posterior: LaplacePosterior, digits: Digits, samples: int) -> dict[str, float]:
-    """Errors per image, of the mean over sampled networks and of a single one; and whether the unknown stands out."""
+    """Errors per image, of the mean over sampled networks and of one sample; and how well unknown images stand out."""
 
     def scores(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         reconstruction = posterior.reconstruct(x, samples, torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def main() -> None:
     digits, samples, ways = read_digits(), run.settings.samples, {"post-hoc": post_hoc, "online": online}
     posteriors = {name: run.posterior(name, Autoencoder(), fit, run, digits) for name, fit in ways.items()}
     run.save_table("table", {name: judge(posterior, digits, samples) for name, posterior in posteriors.items()})
-    print("\nThe last four are AUROC, known digits against the unknown, by the error of a sample and by its variance.")
+    print("\nThe last four columns are AUROC for unknown images, by the error of a sample and by its variance.")
     run.save_picture("latent", draw(posteriors, digits, samples))
 
 

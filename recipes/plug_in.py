@@ -1,12 +1,12 @@
-"""Every method on modules that are not made for it: nothing in `lit_digits.py` knows of this package.
+"""Every method on unmodified modules: nothing in `lit_digits.py` knows about this package.
 
-By hand: callbacks that leave the training as it is share one Trainer; those that change it, and the mixins (see
-`bayes_digits.py`), have their own. The table has each method beside MAP, the plain network that its training ends with.
+In Python: callbacks that do not change training share one Trainer; those that do, and the mixins (see
+`bayes_digits.py`), have separate ones. The table compares each method with MAP, the plain network after its training.
 
     python recipes/plug_in.py                  # half a minute; results go to outputs/plug_in/
     python recipes/plug_in.py --devices 2      # the same on two `ddp` processes
 
-By `LightningCLI`: one YAML file for each method, and any option of Lightning's. After the fit it tests.
+With `LightningCLI`: one YAML file for each method, and any of Lightning's options. After the fit it runs a test.
 
     python recipes/plug_in.py fit --config recipes/configs/laplace.yaml
     python recipes/plug_in.py fit --config recipes/configs/laplace.yaml --trainer.devices 2 --trainer.strategy ddp
@@ -36,7 +36,7 @@ class Settings:
 
 
 def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list[L.Callback]]]:
-    """A module, its own arguments, and callbacks, for each training."""
+    """A module, its arguments, and callbacks, for each training run."""
     options = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
     variational = {"log_sigma_multiplier": 10.0, "variational": options}
     quiet, memory = {"progress": False}, {"memory_factor": 0.01, "initial_curvature": 300.0}
@@ -55,7 +55,7 @@ def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list
 
 
 def train(run: Run, name: str) -> Iterable[dict[str, Any]]:
-    """Fit and test as ever; what the callbacks and mixins have logged, a row for each name of theirs."""
+    """Fit and test as usual; return the metrics that callbacks and mixins log, a row for each of their names."""
     kind, arguments, callbacks = trainings()[name]
     L.seed_everything(run.seed, verbose=False)
     where = {"accelerator": "cpu", "devices": run.settings.devices, "default_root_dir": run.output}

@@ -1,4 +1,4 @@
-"""What every recipe is as a program: its options, its folder, work that a second run need not repeat, its tables.
+"""The shared code of all recipes: options, the output folder, steps that a second run does not repeat, and tables.
 
     run = start(__doc__, "laplace")                           # reads --data, --seed, --fast and --output
     weights = run.once("seed 0", train, digits, 0)            # computed, or read where an interrupted run saved it
@@ -7,8 +7,8 @@
     run.save_table("table", {"MAP": {"NLL": 0.2}})            # printed; table.csv and table.md
     run.save_picture("bands", figure)                         # bands.png
 
-Results go to `outputs/<recipe>/`, with `settings.json` beside them: the command, all settings, and the versions of what
-has made them. A folder that holds the results of other settings is not touched.
+Results go to `outputs/<recipe>/`, with the command, all settings and the package versions in `settings.json`. A folder
+that holds the results of other settings is not changed.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from tqdm.auto import tqdm
 from lightning_bayes import GaussianPosterior
 
 VARIABLE = "LIGHTNING_BAYES_DATA"
-TIMES = "times"  # the table of what `once` took
-LONGEST_WRITE = 10.0  # seconds that a table is locked at most
+TIMES = "times"  # the table of the times that `once` took
+LONGEST_WRITE = 10.0  # seconds that a table may stay locked
 PACKAGES = ("torch", "lightning", "torchmetrics", "lightning-bayes", "numpy", "scikit-learn", "matplotlib")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-WITH_BAR = {**QUIET, "enable_progress_bar": sys.stdout.isatty()}  # of a training that takes a while
+WITH_BAR = {**QUIET, "enable_progress_bar": sys.stdout.isatty()}  # for a long training run
 Row = dict[str, Any]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a recipe: what it was asked for, and the folder of its results."""
+    """One run of a recipe: its options and the folder of its results."""
 
     data: Path
     seed: int
     fast: bool
     output: Path
-    settings: Any = None  # a frozen dataclass, for a recipe that has one
+    settings: Any = None  # a frozen dataclass, or None
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     seconds: list[float] = field(default_factory=list, repr=False, compare=False)  # of each step of this process
 
     def seeds(self, n: int) -> range:
-        """Of `n` repetitions: no two values of `--seed` share one."""
+        """Seeds for `n` repetitions; no two values of `--seed` share one."""
         return range(n * self.seed, n * (self.seed + 1))
 
     def once(self, step: str, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """What `function` returns, which may hold tensors, numbers, strings, lists and dicts; computed at most once."""
+        """The result of `function`, computed at most once; it may hold tensors, numbers, strings, lists and dicts."""
         path = self.output / "steps" / f"{step}.pt"
         if not path.exists():
             result, seconds = self.timed(function, *args, **kwargs)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(result, part := path.with_suffix(".part"))
-            torch.load(part, weights_only=True)  # what cannot be read again is an error now
-            part.replace(path)  # whole or not at all
+            torch.load(part, weights_only=True)  # fail now if the file cannot be read again
+            part.replace(path)  # atomic
             if is_first_process():
                 append_rows(self.output / f"{TIMES}.csv", [{"step": step, "cpu_seconds": seconds}])
         return torch.load(path, weights_only=True)
@@ -80,8 +80,8 @@ class Run:
     def posterior(
         self, step: str, network: nn.Module, function: Callable[..., GaussianPosterior], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The posterior that `function` returns, fitted at most once. It is then that of `network`, which gets the
-        weights that it was fitted to, and is in evaluation mode."""
+        """The posterior that `function` returns, fitted at most once. It then belongs to `network`, which gets the
+        weights of the fit and is in eval mode."""
 
         def fit() -> dict[str, Any]:
             fitted = function(*args, **kwargs)
@@ -94,7 +94,7 @@ class Run:
     def collect(
         self, table: str, step: str, function: Callable[..., Iterable[Row]], /, *args: Any, **kwargs: Any
     ) -> None:
-        """Append the rows of a step to a CSV, with the processor time that they took, unless they are there."""
+        """Append the rows of a step and their processor time to a CSV, unless it already has them."""
         if any(row["step"] == step for row in self.rows(table)):
             return
         rows, seconds = self.timed(lambda: [dict(row) for row in function(*args, **kwargs)])
@@ -102,7 +102,7 @@ class Run:
             append_rows(self.output / f"{table}.csv", [{"step": step, **row, "cpu_seconds": seconds} for row in rows])
 
     def timed(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> tuple[T, float]:
-        """With the processor time that it took, but for that of steps inside, which have rows of their own."""
+        """The result and its processor time, without the time of inner steps, which have separate rows."""
         start, steps = time.process_time(), len(self.seconds)
         result = function(*args, **kwargs)
         seconds = time.process_time() - start - sum(self.seconds[steps:])
@@ -113,7 +113,7 @@ class Run:
         return read_rows(self.output / f"{table}.csv")
 
     def save_table(self, name: str, table: Mapping[str, Mapping[str, Any]], digits: int = 4) -> None:
-        """By method and column: printed, and written as CSV and Markdown."""
+        """Print a table by method and column, and write it as CSV and Markdown."""
         if is_first_process():
             columns = list(dict.fromkeys(column for row in table.values() for column in row))
             rows = [[method, *(row.get(column) for column in columns)] for method, row in table.items()]
@@ -121,7 +121,7 @@ class Run:
             write_rows(self.output / f"{name}.csv", [{"method": method, **row} for method, row in table.items()])
 
     def save_report(self, text: str, name: str = "table") -> None:
-        """Markdown: printed and written."""
+        """Print Markdown and write it to a file."""
         print(f"\n{text}", flush=True)
         (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 
@@ -141,13 +141,13 @@ def start(
 
     Args:
         doc: The recipe's docstring, which `--help` shows.
-        name: Of the recipe's file below `recipes/`, without its ending, and of its folder below `outputs/`.
+        name: The recipe's file below `recipes/`, without its suffix, and its folder below `outputs/`.
         scales: Settings, a frozen dataclass, by the option that chooses them: "default", "fast", "paper" and others.
-            Each of their fields becomes an option, too.
-        more: Adds options of the recipe's own, which are then in `run.options`. They may say which part of the work is
-            done now, but not how: they are no settings, and the folder may hold results of others.
-        arguments: Instead of the command line's.
-        threads: That PyTorch may use.
+            Each of their fields also becomes an option.
+        more: Adds options to the parser, which are then in `run.options`. They may select a part of the work, but not
+            change its results: they are not settings, and one folder may hold results of several values.
+        arguments: Used instead of the command line.
+        threads: The number of threads that PyTorch may use.
     """
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=kind, allow_abbrev=False)
@@ -182,19 +182,19 @@ def start(
 
 
 def is_first_process() -> bool:
-    """The one that writes. Lightning starts the others of a `ddp` run by the same command, for the same work."""
+    """Whether this process writes. Lightning starts the other `ddp` processes with the same command."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def progress(items: Iterable[T], what: str) -> Iterable[T]:
-    """A bar, where there is a screen to show it."""
+    """A progress bar, if the output is a terminal."""
     return tqdm(items, desc=what, disable=None if is_first_process() else True)
 
 
 def missing(path: Path, what: str) -> SystemExit:
-    """To be raised before any training."""
+    """The error for a missing file, to raise before any training."""
     return SystemExit(
-        f"{what} is not in {path.parent}: put {path.name} there, or name another folder by --data or {VARIABLE}"
+        f"{what} is not in {path.parent}: put {path.name} there, or pass another folder with --data or {VARIABLE}"
     )
 
 
@@ -205,7 +205,7 @@ def require(path: Path, what: str) -> Path:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], digits: int = 4) -> str:
-    """A table whose columns line up on the screen, too. What is not known is a dash."""
+    """A Markdown table with aligned columns; missing values are dashes."""
     cells = [list(columns), *([_cell(value, digits) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
@@ -223,13 +223,13 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Not known of a single value, or of one that is infinite."""
+    """NaN for a single value, or if a value is infinite."""
     known = len(values) > 1 and all(map(math.isfinite, values))
     return stdev(values) / math.sqrt(len(values)) if known else math.nan
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Numbers are numbers again, and empty cells are None; the name of a step is text, whatever it looks like."""
+    """Read numbers as numbers and empty cells as None; the name of a step is always text."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -238,7 +238,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Several programs may add to one table. Rows of a step that it has are not added again."""
+    """Append rows; several programs may do so at once. Rows of an existing step are not added again."""
     with _alone(path):
         kept = read_rows(path)
         steps = {row.get("step") for row in kept} - {None}
@@ -246,7 +246,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Whole or not at all; a cell that a row does not have is empty."""
+    """Write a CSV atomically; cells that a row does not have are empty."""
     with (part := path.with_suffix(".part")).open("w", newline="", encoding="utf-8") as file:
         columns = dict.fromkeys(column for row in rows for column in row)
         writer = csv.DictWriter(file, list(columns), lineterminator="\n")
@@ -257,7 +257,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """The only one that is changing this file; a lock that a stopped program has left is waited for, but not long."""
+    """Hold the lock of a file; a lock left by a stopped program expires."""
     lock = path.with_suffix(".lock")
     for _ in range(math.ceil(LONGEST_WRITE / 0.05)):
         with suppress(FileExistsError):
@@ -271,7 +271,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Of what has made a result, and on which machine."""
+    """The versions of Python and packages, and the machine."""
     installed = {}
     for package in PACKAGES:
         try:
@@ -293,7 +293,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> Non
 
 
 def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
-    """Write `settings.json`, or see that the folder holds results of the same settings."""
+    """Write `settings.json`, or check that the folder holds results of the same settings."""
     if not is_first_process():
         return
     path = run.output / "settings.json"
@@ -304,16 +304,16 @@ def _open(run: Run, name: str, scale: str, arguments: Sequence[str]) -> None:
     with _alone(path):
         kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {**asked, "made_by": []}
         if said := _difference({key: kept.get(key) for key in asked}, asked):
-            advice = "name another folder by --output, or delete this one"
+            advice = "pass another folder with --output, or delete this one"
             raise SystemExit(f"{run.output} holds results of another run ({said}): {advice}")
-        again = "going on in {}; delete the folder to start again"
+        again = "resuming in {}; delete the folder to start again"
         print((again if path.exists() else "results go to {}").format(run.output), flush=True)
         kept["made_by"] += [entry] * (entry not in kept["made_by"])
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _command(name: str, arguments: Sequence[str]) -> str:
-    """As anybody can type it: without the folders of this machine."""
+    """The command without the folders of this machine."""
     words, kept = iter(arguments), []
     for word in words:
         if word in ("--data", "--output"):
@@ -325,7 +325,7 @@ def _command(name: str, arguments: Sequence[str]) -> str:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The first one, if any."""
+    """The first difference, if any."""
     for key in {**old, **new}:
         a, b = old.get(key), new.get(key)
         if a != b:

@@ -1,8 +1,8 @@
-"""A first program: train a small network as people do, then ask it what it does not know.
+"""A first program: train a small network as usual, then ask it what it does not know.
 
 Five networks train on the digits 0–7, with early stopping. The digits 8 and 9 are new to them, and letters even more
-so. Each is judged as it is (MAP), with a temperature (what people do to calibrate a network), and by its Laplace
-posterior with default settings; and all five together as an ensemble, which costs five times as much.
+so. Each is scored as a plain network (MAP), with a temperature (the usual calibration), and with its Laplace posterior
+at default settings. All five together are scored as an ensemble, which costs five times as much.
 
     python recipes/quickstart.py    # half a minute; table, pictures and posteriors go to outputs/quickstart/
 """
@@ -50,7 +50,7 @@ class DigitNet(L.LightningModule):
 
 
 def train(run: Run, digits: Digits, seed: int) -> GaussianPosterior:
-    """The usual training. The callback adds one exact pass over the data, and chooses on the validation images."""
+    """Train as usual. The callback adds one exact pass over the data and chooses the prior on validation images."""
     L.seed_everything(seed, verbose=False)
     laplace = LaplaceCallback("classification", save=str(run.output / f"posterior_{seed}.pt"), progress=False)
     callbacks = [laplace, EarlyStopping("val_loss", patience=5)]
@@ -72,7 +72,7 @@ def predictors(posteriors: list[GaussianPosterior], digits: Digits) -> dict[str,
 
 
 def save_pictures(run: Run, methods: dict[str, list[Predictor]], digits: Digits) -> None:
-    """The first network, as it is and by its posterior: are probabilities honest, and are letters noticed?"""
+    """The first network with and without its posterior: are the probabilities calibrated, and do letters stand out?"""
     x, y = digits.test.tensors
     honest, noticed = Figure(figsize=(9, 5.6)), Figure(figsize=(9, 3.6), layout="constrained")
     for name, top, bottom in zip(("MAP", "Laplace"), honest.subplots(1, 2), noticed.subplots(1, 2), strict=True):
@@ -87,7 +87,7 @@ def save_pictures(run: Run, methods: dict[str, list[Predictor]], digits: Digits)
 
 
 def verdict(table: dict[str, dict[str, float]]) -> str:
-    """What the table says, in a sentence made from its numbers."""
+    """A sentence that summarises the table, made from its numbers."""
     nll = table["Laplace"]["NLL"] - table["MAP + temperature"]["NLL"]
     size = "no better or worse" if abs(nll) < 0.005 else "better" if nll < 0 else "worse"
     gains = {name: table["Laplace"][f"AUROC {name}"] - table["MAP"][f"AUROC {name}"] for name in ("8 and 9", "letters")}

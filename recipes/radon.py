@@ -1,7 +1,7 @@
-"""Parallel-beam tomography of small images: the Radon transform as a sparse matrix, and images to look through.
+"""Parallel-beam tomography of small images: the Radon transform as a sparse matrix, and test images.
 
-A detector sees the image, turned by the angle and read between pixels by bilinear interpolation, summed along the beam.
-So does scikit-image's `radon(image, theta, circle=True)`, with which this matrix agrees.
+A detector measures the sum along the beam of the image, rotated by the angle with bilinear interpolation. The matrix
+agrees with scikit-image's `radon(image, theta, circle=True)`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def radon_matrix(size: int, angles: int) -> Tensor:
-    """Of `angles` views evenly over half a turn; a row for each view and detector.  # sparse [angles·size, size²]"""
+    """`angles` views, evenly spaced over half a turn; a row per view and detector.  # sparse [angles·size, size²]"""
     rows, columns, values = [], [], []
     centre = size // 2
     beam, detector = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")  # along, across
@@ -35,7 +35,7 @@ def radon_matrix(size: int, angles: int) -> Tensor:
 
 
 def ellipses(size: int, seed: int) -> Tensor:
-    """A phantom like Shepp and Logan's: a head, and random ellipses in it, from 0 to 1.  # [size, size]"""
+    """A phantom like Shepp and Logan's: a head with random ellipses, from 0 to 1.  # [size, size]"""
     g = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.linspace(-1, 1, size), torch.linspace(-1, 1, size), indexing="ij")
     image = 0.8 * _ellipse(x, y, 0, 0, 0.62, 0.82, 0) - 0.5 * _ellipse(x, y, 0, 0, 0.56, 0.76, 0)

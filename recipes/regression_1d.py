@@ -1,9 +1,9 @@
-"""One training, six posteriors: what each believes between the data, where there are none.
+"""One network, six posteriors: what each predicts in a gap of the data.
 
-A sine with a gap, and with `--snelson` also Snelson's data without the points in the middle. The network is the same in
-a row of the picture; the posteriors differ in what they keep of the curvature: all of it, Kronecker factors, its
+The data are a sine with a gap, and with `--snelson` also Snelson's data without the points in the middle. Each row of
+the figure shows one network. The posteriors keep different parts of the curvature: all of it, Kronecker factors, its
 diagonal, all of it for the last layer or for a subnetwork of a few weights, or, in function space, all of it for a few
-of the training points. The evidence of each chooses its prior; the noise is that of the full posterior.
+of the training points. Each posterior's evidence chooses its prior; the noise comes from the full posterior.
 
     python recipes/regression_1d.py              # half a minute; table and picture go to outputs/regression_1d/
     python recipes/regression_1d.py --snelson    # reads snelson/train_inputs and train_outputs in the folder --data
@@ -65,7 +65,7 @@ def judge(prediction: Prediction, y: Tensor, place: str) -> dict[str, float]:
 
 
 def believe(run: Run, line: Tensor, data: Pairs, gap: Pairs) -> dict[str, Any]:
-    """Of each posterior its scores, and mean and variances along a line."""
+    """The scores of each posterior, and its mean and variances along a line."""
     torch.manual_seed(run.seed)
     network, beliefs = train(*data, run.settings.steps), {}
     noise = fit_laplace(network, [data], "regression", structure="full").tune_prior("marglik").likelihood.noise_std

@@ -1,10 +1,10 @@
-"""Unknown inputs and rejection: which predictions to act on, and which to hand to a person.
+"""Unknown inputs and rejection: which predictions to act on, and which to pass to a person.
 
 A network that has seen 200 images of the digits 0–7 gets known digits, 8 and 9, and letters, and may decline to answer.
-It answers above a threshold of confidence, which held-out digits choose: of the known digits that it answers at most
-2 % are wrong, with 90 % certainty. The promise holds for each method; what differs is how many known digits are
-answered under it, and how many unknown things slip through. No threshold promises anything about those. Means over
-three networks.
+It answers above a confidence threshold, which is chosen on held-out digits: of the known digits that it answers, at
+most 2 % are wrong, with 90 % certainty. This guarantee holds for each method; the methods differ in how many known
+digits they answer, and how many unknown inputs they answer by mistake. No threshold guarantees anything about those.
+Results are means over three networks.
 
     python recipes/rejection.py    # a minute; table and pictures go to outputs/rejection/
 """
@@ -33,8 +33,8 @@ class Settings:
 
 
 def train(digits: Digits, seed: int, epochs: int, tune: str) -> GaussianPosterior:
-    """The usual training, with a posterior: `tune="auto"` chooses the prior on validation images, "marglik" by the
-    evidence, which makes it wider. Both find their temperature on the validation images."""
+    """Train as usual, with a posterior: `tune="auto"` chooses the prior on validation images, "marglik" by the
+    evidence, which makes the posterior wider. Both fit their temperature on the validation images."""
     L.seed_everything(seed, verbose=False)
     trainer = L.Trainer(
         max_epochs=epochs, callbacks=[laplace := LaplaceCallback(tune=tune, progress=False)], accelerator="cpu", **QUIET
@@ -46,7 +46,7 @@ def train(digits: Digits, seed: int, epochs: int, tune: str) -> GaussianPosterio
 
 
 def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
-    """Every second test image chooses the threshold; the others, and the unknown, meet it."""
+    """Every second test image chooses the threshold, which is applied to the others and to unknown inputs."""
     x, y = digits.test.tensors
     held_out, known = predict(x[::2]), predict(x[1::2])
     threshold = metrics.functional.threshold_for_risk(held_out.confidence, held_out.label == y[::2], RISK, DELTA)
@@ -59,7 +59,7 @@ def judge(predict: Predictor, digits: Digits) -> dict[str, float]:
 
 
 def draw_curves(methods: dict[str, Predictor], digits: Digits) -> Figure:
-    """Answers in the order of confidence, most confident first; on the right a letter's answer is always wrong."""
+    """Answers in order of confidence, most confident first; on the right, any answer for a letter is wrong."""
     (x, y), letters = digits.test.tensors, digits.unknown["letters"]
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots(1, 2)
@@ -71,13 +71,13 @@ def draw_curves(methods: dict[str, Predictor], digits: Digits) -> Figure:
             ax.plot(*metrics.functional.risk_coverage_curve(*case), label=name)
     for ax, title in zip(axes, ("known digits", "known digits and letters"), strict=True):
         ax.axhline(RISK, color="grey", linestyle=":")
-        ax.set(title=title, xlabel="share that is answered", ylabel="share of answers that is wrong")
+        ax.set(title=title, xlabel="share answered", ylabel="share of wrong answers")
     axes[0].legend()
     return figure
 
 
 def draw_entropies(methods: dict[str, Predictor], digits: Digits) -> Figure:
-    """Of known digits and of letters: the less they overlap, the more is noticed."""
+    """Entropies of known digits and of letters: the less they overlap, the better letters stand out."""
     figure = Figure(figsize=(15, 3.8), layout="constrained")
     for ax, (name, predict) in zip(figure.subplots(1, len(methods)), methods.items(), strict=True):
         known, unknown = (predict(images).entropy for images in (digits.test.tensors[0], digits.unknown["letters"]))

@@ -1,6 +1,6 @@
 """Scenes of several digits, for the recipes on dense outputs, and a small U-Net for them.
 
-Two things lie at random places of a canvas, the later one on top; each is twice as large as scikit-learn's.
+Two objects lie at random places of a canvas, the second on top; each is twice as large as scikit-learn's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SIDE, THING = 32, 16  # pixels
-INK = 0.3  # from which a pixel belongs to a thing
+INK = 0.3  # pixels above this belong to an object
 
 
 class UNet(nn.Module):
@@ -35,8 +35,8 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def scenes(x: Tensor, label: Tensor, n: int, seed: int, things: int = 2) -> tuple[Tensor, Tensor]:
-    """`n` scenes of the things `x` `[N, 64]`: their pixels from 0 to 1 `[n, 1, H, W]`, and which thing each one belongs
-    to, its `label` or zero for the background `[n, H, W]`."""
+    """`n` scenes of the objects `x` `[N, 64]`: pixels from 0 to 1 `[n, 1, H, W]`, and for each pixel the `label` of its
+    object, or zero for the background `[n, H, W]`."""
     generator = torch.Generator().manual_seed(seed)
     image, labels = torch.zeros(n, 1, SIDE, SIDE), torch.zeros(n, SIDE, SIDE, dtype=torch.long)
     large = F.interpolate(x.reshape(-1, 1, 8, 8), size=THING, mode="bilinear")[:, 0]  # [N, 16, 16]

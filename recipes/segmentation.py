@@ -1,9 +1,9 @@
 """Which digit is this pixel? A U-Net on noisy scenes of digits, and the uncertainty of its outputs at every pixel.
 
-Trained on the digits 0–7, tested on scenes that also show an unknown thing: an 8, a 9 or a letter, whose pixels have no
-label. The table has all labelled pixels: NLL, accuracy, ECE, and how often the true class is in the smallest set of
-classes with 95 % of the probability; and how well the entropy and the epistemic variance of a pixel tell unknown things
-from known digits. The picture: where the network does not know, and where nobody can.
+The network trains on the digits 0–7. Test scenes also show an unknown object: an 8, a 9 or a letter, whose pixels have
+no label. For all labelled pixels, the table shows NLL, accuracy, ECE, and how often the true class is in the smallest
+set of classes with 95 % of the probability. It also shows how well the entropy and the epistemic variance of a pixel
+separate unknown objects from known digits. The figure maps both kinds of uncertainty.
 
     python recipes/segmentation.py    # two minutes; table and picture go to outputs/segmentation/
 """
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction, plots
 
-NOISE, UNKNOWN = 0.1, -100  # the latter is the label of pixels without one
+NOISE, UNKNOWN = 0.1, -100  # the latter marks pixels without a label
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Segmentation(L.LightningModule):
 
 
 def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDataset, Tensor, Tensor]:
-    """Scenes to train on and to hold out, and those to test on, with one known and one unknown thing."""
+    """Scenes for training and validation, and test scenes with one known and one unknown object."""
     digits, parts = read_digits(), []
     for number, (part, n) in enumerate(((digits.train, settings.scenes), (digits.validation, settings.held_out))):
         x, y = scenes(part.tensors[0], part.tensors[1] + 1, n, seed=10 * seed + number)
@@ -62,7 +62,7 @@ def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDatas
     known, labels = digits.test.tensors
     unknown = torch.cat(list(digits.unknown.values()))
     unknown = unknown[torch.randperm(len(unknown), generator=torch.Generator().manual_seed(seed))[: len(known)]]
-    # As many unknown things as known ones: a scene of two has one of each in the mean.
+    # As many unknown objects as known ones: on average, a scene of two has one of each.
     things = torch.cat([known[: len(unknown)], unknown])
     marks = torch.cat([labels[: len(unknown)] + 1, torch.full((len(unknown),), UNKNOWN)])
     x, y = scenes(things, marks, settings.held_out, seed=10 * seed + 2)
@@ -70,7 +70,7 @@ def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDatas
 
 
 def coverage(probs: Tensor, y: Tensor, level: float = 0.95) -> float:
-    """How often the smallest set of classes with this probability has the true one.  # [N, C], [N]"""
+    """How often the smallest set of classes with this probability contains the true one.  # [N, C], [N]"""
     before = probs.sort(dim=1, descending=True)
     mass_before = before.values.cumsum(1) - before.values
     place = (before.indices == y[:, None]).long().argmax(1, keepdim=True)

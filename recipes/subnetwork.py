@@ -1,8 +1,8 @@
 """Subnetwork inference: a full covariance over a few weights, instead of a diagonal one over all.
 
-A regression with a gap in its data. The network trains with a `SWAGCallback`, whose variances say which weights to
-choose, as Daxberger et al. (2021) do. Between the data a posterior should be unsure, and near them not: correlations
-matter more than the number of weights. How they are chosen matters less here, where no units are dead.
+A regression with a gap in its data. The network trains with a `SWAGCallback`, whose variances choose the weights, as in
+Daxberger et al. (2021). A posterior should be uncertain in the gap and certain near the data: for this, correlations
+matter more than the number of weights. The choice of weights matters less here, where no units are dead.
 
     python recipes/subnetwork.py    # half a minute; table and picture go to outputs/subnetwork/
 """
@@ -45,7 +45,7 @@ class Net(L.LightningModule):
         return F.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """A learning rate that falls, and stays constant while SWAG takes the weights in."""
+        """A learning rate that falls, and stays constant while SWAG collects weights."""
         adam = torch.optim.Adam(self.parameters(), lr=1e-2, weight_decay=1e-4)
         falling = torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 0.1 ** min(1, epoch / (0.75 * self.epochs)))
         return [adam], [falling]
@@ -96,7 +96,7 @@ def main() -> None:
     fit = partial(fit_laplace, swag.network, list(zip(x.split(30), y.split(30), strict=True)), NOISE)
     full, diagonal = (fit(structure).tune_prior("marglik", noise=False) for structure in ("full", "diag"))
     posteriors = {"all weights": full, "all weights, diagonal": diagonal}
-    # So many weights with this prior give the outputs as much prior variance as all weights with theirs.
+    # With this prior, the chosen weights give the outputs as much prior variance as all weights do.
     prior = float(full.prior_precision) * chosen / full.subset.size
     criteria = {"variance (SWAG)": swag, "variance (diagonal Laplace)": "laplace_diag"}
     for name, by in (criteria | {"magnitude": "magnitude", "chance": "random"}).items():

@@ -1,11 +1,11 @@
-"""X-ray tomography with a deep image prior: how sure is the reconstruction, pixel by pixel?
+"""X-ray tomography with a deep image prior: how certain is the reconstruction, pixel by pixel?
 
-A digit is seen from few angles, with noise. A U-Net that is trained on these measurements alone reconstructs it; then
-the network is linearised, its prior is tuned by the evidence of the measurements, and each pixel has a variance. After
-Antorán et al. 2022, "A probabilistic deep image prior for computational tomography" (tutorial, section 7).
+A digit is measured from few angles, with noise. A U-Net that is trained only on these measurements reconstructs it.
+The network is then linearised, and the evidence of the measurements tunes its prior, which gives each pixel a variance.
+After Antorán et al. 2022, "A probabilistic deep image prior for computational tomography" (tutorial, section 7).
 
 - Bayes DIP (TV): variances and lengths of the U-Net's filters, block by block, with the TV-PredCP prior over lengths.
-- Bayes DIP (filters): the same by the evidence alone. Bayes DIP (ARD): one variance per block.
+- Bayes DIP (filters): the same without that prior. Bayes DIP (ARD): one variance per block.
 - Gaussian: one variance for all weights. MC dropout: images drawn from a U-Net with dropout. one σ: the plain
   reconstruction; every pixel has the mean square error of the other images.
 
@@ -63,7 +63,7 @@ def read(run: Run) -> Tensor:
 
 
 def views(run: Run) -> dict[str, Measured]:
-    """Every image, from each number of angles, with each noise; by the name of the step."""
+    """Every image with each number of angles and each noise, by the name of the step."""
     maps = {angles: radon_matrix(run.settings.size, angles) for angles in run.settings.angles}
     return {
         f"{angles} angles, {100 * noise:g} % noise, image {n}": Measured.of(image, A, noise, seed=1000 * run.seed + n)
@@ -88,7 +88,7 @@ def images_of(seen: Measured, settings: Settings, seed: int) -> dict[str, dict[s
 
 
 def judge(run: Run, name: str, seen: Measured) -> Iterator[Row]:
-    """Of the first image of each set-up everything is kept, for the pictures."""
+    """Keep all results for the first image of each setup, for the figures."""
     arguments = (seen, run.settings, run.seed)
     laws = run.once(name, images_of, *arguments) if name.endswith(" 0") else images_of(*arguments)
     for method, law in laws.items():

@@ -1,8 +1,8 @@
-"""Variational Laplace and variational inference: the posterior is trained together with the network.
+"""Variational Laplace and variational inference: train the posterior together with the network.
 
-The digits 0–7, but few of them, so that a plain network is overconfident. The same LightningModule is trained as it
-is (MAP), and with each of the two mixins; nothing else of it changes. Variational Laplace differentiates its own
-gradient, so its activations must be smooth: softplus, not ReLU. β < 1 tempers the KL divergence.
+There are few images of the digits 0–7, so a plain network is overconfident. The same LightningModule is trained without
+changes (MAP) and with each of the two mixins. Variational Laplace differentiates its gradient, so the activations must
+be smooth: softplus, not ReLU. β < 1 tempers the KL divergence.
 
     python recipes/variational_laplace.py    # a minute; table and picture go to outputs/variational_laplace/
 """
@@ -59,11 +59,11 @@ class VI(LogSigmaMultiplierMixin, VariationalInferenceMixin, DigitNet):
 
 
 class VL(LogSigmaMultiplierMixin, VariationalLaplaceMixin, DigitNet):
-    """No samples: the likelihood's curvature, estimated by a squared gradient, stands in the loss."""
+    """No samples: the loss contains the likelihood's curvature, estimated by a squared gradient."""
 
 
 def make(kind: type[DigitNet]) -> Any:
-    """log σ learns ten times as fast as the weights: at their rate Adam stops long before it has converged."""
+    """log σ learns ten times as fast as the weights: at their rate it does not converge before training ends."""
     return kind() if kind is DigitNet else kind(log_sigma_multiplier=10.0, variational=VARIATIONAL)
 
 

@@ -1,4 +1,4 @@
-"""An image that is seen by measurements alone, and how good the error bars of its reconstruction are."""
+"""Measurements of an image, and scores for the error bars of its reconstruction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Measured:
 
     @staticmethod
     def of(image: Tensor, A: Tensor, noise: float, seed: int) -> Measured:
-        """White noise, `noise` times as large as the measurements on average."""
+        """White noise with `noise` times the average size of the measurements."""
         clean = A @ image.flatten()
         σ = noise * float(clean.abs().mean())
         return Measured(
@@ -40,7 +40,7 @@ def stabiliser(A: Tensor, noise_std: float) -> float:
 
 
 def score(image: Tensor, mean: Tensor, covariance: Tensor, stable: float) -> dict[str, float]:
-    """Of the true image under a Gaussian, per pixel.  # [size, size], [size, size], [d_x, d_x]"""
+    """Scores of the true image under a Gaussian, per pixel.  # [size, size], [size, size], [d_x, d_x]"""
     error, d = (image.double() - mean.double()).flatten(), mean.numel()
     S = covariance.double() + stable * torch.eye(d, dtype=torch.float64)
     variances, root = S.diagonal(), torch.linalg.cholesky(S)
@@ -59,7 +59,7 @@ def score(image: Tensor, mean: Tensor, covariance: Tensor, stable: float) -> dic
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
-    """Mean ± standard error over images, by set-up and method; "one σ" knows the errors of the other images."""
+    """Mean ± standard error over images, by setup and method; "one σ" uses the errors of the other images."""
     setups = dict.fromkeys((row["angles"], row["noise"]) for row in rows)
     table = {}
     for angles, noise in setups:
@@ -73,12 +73,12 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
 
 
 def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)") -> str:
-    """Whether the method that the paper finds best is so here: image by image against each other one."""
+    """Whether the paper's best method is also best here: image by image against each other method."""
     rows, lines = [*rows, *one_sigma([row for row in rows if row["method"] == "Gaussian"])], []
     for score in SCORES[:2]:
         values = {(row["step"], row["method"]): row[score] for row in rows}
         lines += [
-            f"{score} of {best} less that of another, mean ± standard error, and on how many images it is lower:",
+            f"{score} of {best} minus another method's, mean ± standard error, and on how many images it is lower:",
             "",
         ]
         for other in dict.fromkeys(row["method"] for row in rows if row["method"] != best):
@@ -89,7 +89,7 @@ def order(rows: Sequence[Row], best: str = "Bayes DIP (TV)") -> str:
 
 
 def one_sigma(rows: Sequence[Row]) -> list[Row]:
-    """The plain reconstruction, every pixel with the mean square error of the other images."""
+    """The plain reconstruction; every pixel has the mean squared error of the other images."""
     errors = [10 ** (-row["PSNR"] / 10) for row in rows]
     judged = []
     for row, mse in zip(rows, errors, strict=True):

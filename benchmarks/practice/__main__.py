@@ -1,6 +1,6 @@
 """`python -m benchmarks.practice`: train ordinary networks, run every method on them, write a CSV, a table and targets.
 
-What a run has done is kept: an interrupted one, or one with another method, goes on from there.
+Results are kept: an interrupted run, or a run with another method, continues from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(words: list[str] | None = None) -> int:
     folder: Path = arguments.output
     chosen = [setups.FAST] if arguments.fast else setups.select(arguments.group, arguments.full, arguments.only)
     if not chosen:
-        print(f"no set-up of {arguments.group!r} has {arguments.only!r} in its name; --full has more", file=sys.stderr)
+        print(f"no setup of {arguments.group!r} has {arguments.only!r} in its name; --full has more", file=sys.stderr)
         return 2
     present = _with_data(chosen)
     wanted = arguments.stage or ["train", "methods", "table"]
@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
-    """The rows of these set-ups as they are now: without another training's, and without failures since mended."""
+    """The current rows of these setups, without those of other training runs and without resolved failures."""
     made = {
         setup.name: (
             setup.key,
@@ -65,7 +65,7 @@ def _current(folder: Path, present: list[SetUp]) -> list[results.Row]:
 
 
 def _with_data(chosen: list[SetUp]) -> list[SetUp]:
-    """Those whose data the machine has; the others are named."""
+    """The setups whose data are available; the others are reported."""
     missing: dict[str, str] = {}
     readable: dict[tuple[str, bool], bool] = {}
     for setup in chosen:
@@ -92,14 +92,14 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--group", default="report", choices=("choose", "report", "confirm", "all"))
     parser.add_argument("--full", action="store_true", default=os.environ.get("FULL", "") not in ("", "0"))
-    parser.add_argument("--fast", action="store_true", help="one tiny set-up: a smoke test, not numbers")
-    parser.add_argument("--only", default="", metavar="PART", help="set-ups with this in their name")
+    parser.add_argument("--fast", action="store_true", help="one tiny setup: only a smoke test")
+    parser.add_argument("--only", default="", metavar="PART", help="setups with this in their name")
     parser.add_argument(
         "--methods", action="append", metavar="PART", help="methods with this in their name; may be repeated"
     )
-    parser.add_argument("--again", action="store_true", help="also what the CSV has already")
-    parser.add_argument("--keep", action="store_true", help="with the table: into README and docs/choosing.md")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, of one thread each")
+    parser.add_argument("--again", action="store_true", help="also rows that the CSV already has")
+    parser.add_argument("--keep", action="store_true", help="with the table: write to README and docs/choosing.md")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, with one thread each")
     return parser.parse_args(words)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the CSV, compared in pairs: a method and a rival on the same networks."""
+"""Paired comparisons of rows of the CSV: a method and a rival on the same networks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import sqrt
 
 from benchmarks.practice.results import Row
 
-CLOSE = 0.01  # nats: a worse NLL that nobody would notice
+CLOSE = 0.01  # nats: a negligible difference in NLL
 
 
 class Comparison:
-    """The rows that have numbers, by method and set-up."""
+    """The rows that have numbers, by method and setup."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = [row for row in rows if not row["error"]]
@@ -39,7 +39,7 @@ class Comparison:
         return [a[number] - b[number] for a, b in pairs if number in a and number in b]
 
     def share(self, method: str, rival: str, number: str = "nll", slack: float = 0.0) -> float | None:
-        """Of the networks on which the method's number is below the rival's, or no more than `slack` above it."""
+        """The share of networks on which the method's number is below the rival's, or at most `slack` above it."""
         differences = self.differences(method, rival, number)
         if not differences:
             return None

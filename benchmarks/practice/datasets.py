@@ -1,4 +1,4 @@
-"""Small data sets as plain tensors, from files that are already on the machine; nothing is downloaded.
+"""Small datasets as plain tensors, from local files; nothing is downloaded.
 
 | name | where, below the folder |
 |---|---|
@@ -27,7 +27,7 @@ BUNDLED = ("digits", "wine", "breast_cancer", "diabetes")  # with scikit-learn
 
 
 class MissingDataError(FileNotFoundError):
-    """Data that are not on the machine; the message says where they would have to be."""
+    """Missing data; the message names the expected location."""
 
 
 def default_folder() -> Path:
@@ -43,7 +43,7 @@ def bundled(name: str) -> tuple[Tensor, Tensor]:
 
 
 def images(name: str, train: bool, folder: Path | None = None) -> tuple[Tensor, Tensor | None]:
-    """Pixels from 0 to 255 and, where the files have them, labels.  # uint8 [N, channels, H, W], [N]"""
+    """Pixels from 0 to 255 and, if the files have them, labels.  # uint8 [N, channels, H, W], [N]"""
     folder = folder or default_folder()
     readers = {"CIFAR10": _cifar10, "SVHN": _svhn}
     if name in readers:
@@ -60,8 +60,8 @@ def uci_classification(name: str, folder: Path | None = None) -> tuple[Tensor, T
 def uci_regression(
     name: str, split: int = 0, gap: bool = False, folder: Path | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All rows and targets, and the rows of one split that are for training and for the test; a gap split tests on the
-    middle third of one feature, and there is one for each feature.  # [N, features], [N], [train], [test]"""
+    """All rows and targets, and the training and test rows of one split; a gap split tests on the middle third of one
+    feature, and there is one for each feature.  # [N, features], [N], [train], [test]"""
     held = _npz((folder or default_folder()) / "uci_regression" / f"{name}.npz")
     kind = "gap" if gap else "standard"
     if f"{kind}_train_{split}" not in held:
@@ -106,7 +106,7 @@ def _cifar10(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
 
 def _svhn(folder: Path, train: bool) -> tuple[Tensor, Tensor | None]:
     if train:
-        raise MissingDataError("of SVHN only the test images are read")
+        raise MissingDataError("only the test images of SVHN are supported")
     if (folder / "SVHN" / "test_32x32.mat").exists():
         from torchvision.datasets import SVHN
 

@@ -1,5 +1,5 @@
-"""The Gaussian over outputs of every network, for many priors, as files: a rule that chooses a prior, a link and a
-temperature is then tried in milliseconds, without a network.
+"""Files with the Gaussian over outputs of every network, for many priors: a rule that chooses a prior, a link and a
+temperature can then be tried in milliseconds, without a network.
 
     for s in load_gaussians("build/practice", group="choose"):
         s.val.mean, s.val.cov[d]  # at the prior precision s.deltas[d]
@@ -8,7 +8,7 @@ A regression is fitted at `noise_std`, the training RMSE. At another noise `σ =
 
     cov(δ, σ) = (H/ρ² + δ)⁻¹ = ρ² (H + δρ²)⁻¹ = ρ² cov(δρ², noise_std),
 
-so that the same files answer for any noise.
+so the same files work for any noise.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gaussians:
 
 
 def load_gaussians(folder: str | Path, group: str = "choose", only: str = "") -> Iterator[Gaussians]:
-    """Those that are cached so far, in the order of `SETUPS`."""
+    """The cached Gaussians, in the order of `SETUPS`."""
     for setup in SETUPS:
         wanted = group in (setup.group, "all") and only in setup.name
         if wanted and file_of(Path(folder), setup).exists():

@@ -1,8 +1,8 @@
-"""The methods, by name: a trained network to a predictor. A new one is one more entry.
+"""The methods by name: each maps a trained network to a predictor. A new method is one more entry.
 
-"default" is what `LaplaceCallback(likelihood=…)` does on a Trainer with validation data, "default, no validation" the
-same without them, "L2M" what `L2MCallback(likelihood=…)` does. The others name what they change: structure, tuning and
-link of classes.
+"default" is `LaplaceCallback(likelihood=…)` on a Trainer with validation data, "default, no validation" is the same
+without them, and "L2M" is `L2MCallback(likelihood=…)`. The other names list what they change: structure, tuning and
+the link for classes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TEMPERATURES = torch.logspace(-1.5, 1.5, 601)
 
 
 class NotApplicable(Exception):
-    """Why a method has nothing to say about a set-up."""
+    """The reason why a method does not apply to a setup."""
 
 
 def measure(name: str, subject: Subject) -> dict[str, float]:
-    """All numbers of one method on one set-up; the cost is that of the fit, before predictions."""
+    """All numbers of one method on one setup; the cost covers the fit, not the predictions."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a user would act on; here, hundreds of times the same
+        warnings.simplefilter("ignore")  # warnings for users, repeated hundreds of times here
         subject.restart()
         predictor = METHODS[name](subject)
         cost = subject.cost()
@@ -40,13 +40,13 @@ def measure(name: str, subject: Subject) -> dict[str, float]:
 
 
 def plain(subject: Subject) -> Predictor:
-    """The network as it is; of a regression with the training RMSE as its noise."""
+    """The plain network; for a regression, with the training RMSE as its noise."""
     σ = subject.train_rmse() if subject.is_regression else 1.0
     return _point(subject, σ)
 
 
 def temperature(subject: Subject) -> Predictor:
-    """One number on validation data: a temperature of the logits, or the noise of a regression."""
+    """One number fitted on validation data: a temperature on the logits, or the noise of a regression."""
     f, y = subject.validation_outputs(), subject.task.val.y
     if subject.is_regression:
         return _point(subject, float((f - y).square().mean().sqrt()))
@@ -65,10 +65,10 @@ def _point(subject: Subject, number: float, network: Any = None) -> Predictor:
 
 
 def ensemble(subject: Subject) -> Predictor:
-    """The mixture of several trainings; of regressions the Gaussian with its moments."""
+    """The mixture of several training runs; for regressions, the Gaussian with its moments."""
     members = [module.net for module in subject.trained.members]
     if len(members) < 2:
-        raise NotApplicable("no ensemble was trained for this set-up")
+        raise NotApplicable("no ensemble was trained for this setup")
     part = subject.task.train
     noises = [1.0] * len(members)
     if subject.is_regression:
@@ -107,7 +107,7 @@ def l2m(subject: Subject) -> Predictor:
     trainer = make_trainer([callback])
     trainer.validate(subject.trained.module, subject.val, verbose=False)
     subject.restart()
-    # What the callback would have counted in training, as a checkpoint holds it.
+    # The counts that the callback would have collected during training, in the checkpoint's format.
     counted = {"steps": 1.0, "squares": subject.mean_inverse_batch(), "sums": 1.0, "n_targets": 1}
     callback.load_state_dict({"posterior": None, "batches": {"n_data": len(subject.task.train), **counted}})
     trainer.optimizers = [subject.optimizer()]
@@ -122,7 +122,7 @@ def laplace(
     subset: str = "all",
     calibrate: str | None = None,
 ) -> Callable[[Subject], Predictor]:
-    """Our posterior by these words, each as `fit_laplace`, `tune_prior` and `predict` take them."""
+    """Our posterior with these arguments of `fit_laplace`, `tune_prior` and `predict`."""
 
     def method(subject: Subject) -> Predictor:
         if subject.is_regression and link is not None and tune != "marglik":
@@ -149,8 +149,8 @@ def known_noise(subject: Subject) -> Predictor:
 
 
 def laplace_torch(subject: Subject) -> Predictor:
-    """The peer's default: last layer, Kronecker, prior by its own marginal likelihood, probit; of a regression the
-    noise too, as its documentation tunes it."""
+    """The peer's default: last layer, Kronecker, prior chosen by its marginal likelihood, probit; for a regression also
+    the noise, tuned as in its documentation."""
     try:
         from laplace import Laplace
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The networks of the study, and the ordinary LightningModule around them: nothing in it is Bayesian."""
+"""The networks of the study, and an ordinary LightningModule for them without anything Bayesian."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cnn(
     norm: bool = False,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """Convolutions that each halve the picture, then one hidden layer."""
+    """Convolutions that each halve the image, then one hidden layer."""
     layers: list[nn.Module] = []
     depth, size = shape[0], shape[1]
     for deeper in channels:
@@ -55,7 +55,7 @@ def cnn(
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm, and a way around them."""
+    """Two convolutions with batch norm, and a skip connection."""
 
     def __init__(self, channels: int, deeper: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Residual(nn.Module):
 
 
 def resnet(shape: Sequence[int], outputs: int, channels: Sequence[int]) -> nn.Module:
-    """A stem that halves the picture, and one residual block per width."""
+    """A stem that halves the image, and one residual block per width."""
     stem = [nn.Conv2d(shape[0], channels[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(channels[0]), nn.ReLU()]
     before = [channels[0], *channels]
     blocks = [Residual(c, d, 1 if i == 0 else 2) for i, (c, d) in enumerate(zip(before, channels, strict=False))]

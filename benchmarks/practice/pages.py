@@ -1,7 +1,7 @@
-"""`python -m benchmarks.practice.pages`: the tables of README and `docs/choosing.md` from the kept rows; none is typed.
+"""`python -m benchmarks.practice.pages`: generate the tables of README and `docs/choosing.md` from the kept rows.
 
-A run with `--keep` adds its rows to `benchmarks/results/practice.csv`; all else follows from that file. The README has
-a table between two marks. `practice.md` has a section for each table of the page, which includes it by
+A run with `--keep` adds its rows to `benchmarks/results/practice.csv`; everything else is generated from that file. The
+README has a table between two marks. `practice.md` has a section for each table of the page, which includes it with
 `--8<-- "benchmarks/results/practice.md:classes"`.
 """
 
@@ -45,7 +45,7 @@ README_COLUMNS = ("UCI", "FashionMNIST", "MNIST")
 
 @dataclass(frozen=True)
 class Share:
-    """Of the networks on which a method is better than a rival, or no more than `slack` worse."""
+    """The share of networks on which a method is better than a rival, or at most `slack` worse."""
 
     what: str
     method: str
@@ -66,7 +66,7 @@ SHARES = (
 
 
 def keep(rows: Sequence[Row]) -> None:
-    """Rows of the same set-up and method are replaced."""
+    """Add rows; rows of the same setup and method are replaced."""
     joined = {(row["setup"], row["method"]): row for row in (*results.read(ROOT / CSV), *rows)}
     with (ROOT / CSV).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, results.COLUMNS, lineterminator="\n")
@@ -83,7 +83,7 @@ def publish() -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """One section for each table that there are rows for."""
+    """One section for each table that has rows."""
     confirm, report = (_classes(rows, group) for group in ("confirm", "report"))
     regression = Comparison([row for row in rows if (row["group"], row["kind"]) == ("report", "regression")])
     tables = {
@@ -95,7 +95,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def with_table(readme: str, rows: Sequence[Row]) -> str:
-    """CONFIRM's networks, some columns and methods of it."""
+    """Some columns and methods for the networks of CONFIRM."""
     shown = _classes(rows, "confirm").where(lambda row: row["family"] in README_COLUMNS)
     labels = {method: CLASSES[method] for method in IN_README}
     return with_text(readme, BEGIN, END, _means(shown, of_classes, "mean NLL / ECE / OOD-AUROC", labels))

@@ -1,4 +1,4 @@
-"""The rows of the CSV as Markdown: means by kind of data, win rates, targets, and what failed. A pure function."""
+"""The rows of the CSV as Markdown: means by kind of data, win rates, targets, and failures. A pure function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
 
 
 def report(rows: Sequence[Row], code: str = "") -> str:
-    """With the `code` of the package as it is, rows of another are pointed out."""
+    """The report; given the current `code` of the package, it lists rows measured with other code."""
     sections = ["# Practice"]
     for group, title in GROUPS.items():
         of_group = [row for row in rows if row["group"] == group]
@@ -47,7 +47,7 @@ def means(
     headline: str,
     labels: Mapping[str, str] | None = None,
 ) -> str:
-    """A row for each method, a column for each kind of data; a method that ran on some networks only says so."""
+    """A row for each method, a column for each kind of data; a method that ran on only some networks is marked."""
     families = list(dict.fromkeys(row["family"] for row in rows.rows))
     parts = {family: rows.where(lambda row, family=family: row["family"] == family) for family in families}  # type: ignore[misc]
     sizes = {family: len({row["setup"] for row in part.rows}) for family, part in parts.items()}
@@ -113,18 +113,18 @@ def _failures(rows: Sequence[Row]) -> list[str]:
     sections = []
     if failed:
         counts = Counter((row["method"], row["error"]) for row in failed)
-        lines = [f"- {method}: {error} ({n} set-ups)" for (method, error), n in counts.items()]
+        lines = [f"- {method}: {error} ({n} setups)" for (method, error), n in counts.items()]
         sections += ["## Failed", "\n".join(lines)]
     if skipped:
-        lines = [f"- {method}: {error} ({n} set-ups)" for (method, error), n in skipped.items()]
+        lines = [f"- {method}: {error} ({n} setups)" for (method, error), n in skipped.items()]
         sections += ["## Skipped", "\n".join(lines)]
     return sections
 
 
 def _outdated(rows: Sequence[Row], code: str) -> list[str]:
     old = Counter(row["method"] for row in rows if row["code"] != code and row["method"] not in WITHOUT_US)
-    lines = [f"- {method} ({n} set-ups)" for method, n in old.items()]
-    advice = "The package has changed since these were measured; `--again --methods NAME` measures one anew."
+    lines = [f"- {method} ({n} setups)" for method, n in old.items()]
+    advice = "The package has changed since these were measured; `--again --methods NAME` repeats one."
     return ["## Outdated", advice, "\n".join(lines)] if lines else []
 
 

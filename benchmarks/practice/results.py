@@ -1,8 +1,8 @@
-"""The CSV: one row for each set-up and method, appended as soon as it is there.
+"""The CSV: one row for each setup and method, appended as soon as it is available.
 
-A later row of the same set-up and method replaces an earlier one, and a row whose key is not the set-up's is of another
-training. `error` says why a row has no numbers; it starts with "skipped" where a method does not apply. `code` is a
-fingerprint of the package that a row was measured with.
+A later row of the same setup and method replaces an earlier one, and a row whose key differs from the setup's belongs
+to another training run. `error` says why a row has no numbers; it starts with "skipped" if a method does not apply.
+`code` is a fingerprint of the package that a row was measured with.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def append(path: Path, setup: SetUp, method: str, numbers: dict[str, float], err
 
 
 def read(path: Path) -> list[Row]:
-    """The last row of each set-up and method, with numbers as numbers (absent ones left out)."""
+    """The last row of each setup and method, with numbers as numbers, without missing ones."""
     if not path.exists():
         return []
     last: dict[tuple[str, str], Row] = {}
     with path.open(encoding="utf-8", newline="") as source:
         for text in csv.DictReader(source, COLUMNS, restval=""):
-            if text["setup"] == "setup":  # the header, or two where two processes have started the file
+            if text["setup"] == "setup":  # the header, or two if two processes created the file
                 continue
             row: Row = {name: value for name, value in text.items() if name not in NUMBERS}
             row.update({name: float(text[name]) for name in NUMBERS if text[name]})
@@ -68,7 +68,7 @@ def read(path: Path) -> list[Row]:
 
 
 def done(rows: list[Row], setup: SetUp) -> set[str]:
-    """The methods that need not be run again: with numbers, or skipped. A failure is tried again."""
+    """The finished methods: with numbers, or skipped. Failures run again."""
     rows = [row for row in rows if (row["setup"], row["key"]) == (setup.name, setup.key)]
     return {row["method"] for row in rows if not row["error"] or row["error"].startswith(SKIPPED)}
 

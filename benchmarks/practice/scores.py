@@ -1,4 +1,4 @@
-"""Predictions to numbers: probabilities or Gaussians on test data, and whether entropy gives unknown inputs away."""
+"""Scores of predictions: probabilities or Gaussians on test data, and how well entropy detects unknown inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Predictor = Callable[[Tensor], Predicted]
 
 
 def of_posterior(predict: Callable[[Tensor], Prediction]) -> Predictor:
-    """A posterior's or callback's `predict`, a batch at a time."""
+    """A posterior's or callback's `predict`, one batch at a time."""
 
     def predictor(x: Tensor) -> Predicted:
         parts = [predict(part) for part in x.split(EVALUATION_BATCH)]
@@ -50,7 +50,7 @@ def score(predictor: Predictor, task: Task) -> dict[str, float]:
     test = predictor(task.test.x)
     if isinstance(test, Reals):
         return _of_regression(test, task)
-    # The sums of float32 probabilities are off by a few roundings.
+    # The sums of float32 probabilities have rounding errors.
     probs, y = test.probs.double(), task.test.y
     probs = probs / probs.sum(1, keepdim=True)
     numbers = {

@@ -1,9 +1,9 @@
-"""Which networks are trained on what.
+"""The networks of the study and their training data.
 
-A training is a network, an optimizer and when to stop, as people choose them; a set-up is a training on one split of
-one data set with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by a look at
-REPORT. On the same data the two share neither a split nor a network with the same optimizer. CONFIRM is for a rule that
-was changed after a look at REPORT all the same: its networks, on splits and with seeds that are new.
+A training is a network, an optimizer and a stopping rule, as people choose them; a setup is a training on one split of
+one dataset with one seed. CHOOSE is for choosing rules, REPORT for judging them: no rule may be chosen by looking at
+REPORT. On the same data, the two share neither a split nor a network with the same optimizer. CONFIRM is for a rule
+that was nevertheless changed after looking at REPORT: the same networks, on new splits and with new seeds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SetUp:
 
     @property
     def key(self) -> str:
-        """Changes with anything that the trained network depends on."""
+        """A key that changes with anything that the trained network depends on."""
         return hashlib.sha256(repr((self.data, self.training, self.seed, self.gap, self.members)).encode()).hexdigest()[
             :10
         ]
@@ -71,7 +71,7 @@ class SetUp:
 def _several(
     group: str, data: str, training: Training, seeds: range, quick: int = 0, ensembles: int = 0
 ) -> list[SetUp]:
-    """One set-up for each seed, of which the first few run without FULL, and the first few as an ensemble of 5 too."""
+    """One setup for each seed; the first few run without FULL, and the first few also as an ensemble of 5."""
     return [
         SetUp(group, data, training, seed, quick=n < quick, members=5 if n < ensembles else 1)
         for n, seed in enumerate(seeds)
@@ -170,7 +170,7 @@ def _report() -> list[SetUp]:
 
 
 def _confirm() -> list[SetUp]:
-    """REPORT's classifiers, each trained once more on a split and with a seed that nothing else has."""
+    """REPORT's classifiers, each trained again on a split and with a seed that nothing else uses."""
     return [
         replace(setup, group="confirm", seed=setup.seed + 50, members=1, quick=False)
         for setup in _report()
@@ -183,6 +183,6 @@ FAST = SetUp("report", "sklearn_wine", Training("mlp50", "adam", 1e-2, steps=60)
 
 
 def select(group: str = "report", full: bool = False, only: str = "") -> list[SetUp]:
-    """The set-ups of "choose", "report", "confirm" or "all"; `only` is a part of their names."""
+    """The setups of "choose", "report", "confirm" or "all"; `only` is a part of their names."""
     groups = ("choose", "report", "confirm") if group == "all" else (group,)
     return [s for s in SETUPS if s.group in groups and (full or s.quick) and only in s.name]

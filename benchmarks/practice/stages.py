@@ -1,4 +1,4 @@
-"""What is done with each set-up, in processes of its own: train, cache Gaussians, run methods. A failure is a row."""
+"""The work on each setup, in separate processes: train, cache Gaussians, run methods. A failure becomes a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.practice.subject import Subject
 
 
 def for_each(title: str, work: Callable[[SetUp], None], chosen: list[SetUp], jobs: int) -> None:
-    """`work` on every set-up, in as many processes of one thread each."""
+    """Run `work` on every setup, in several processes with one thread each."""
     jobs = min(jobs, len(chosen))
     if jobs <= 1:
         _one_thread()
@@ -67,7 +67,7 @@ def run_methods(setup: SetUp, names: list[str], again: bool, folder: Path) -> No
 
 
 def _fail(folder: Path, setup: SetUp, what: str, error: Exception) -> None:
-    """A row without numbers, and the whole traceback on the screen."""
+    """Write a row without numbers, and print the traceback."""
     results.append(results.file_of(folder), setup, what, {}, f"{type(error).__name__}: {error}")
     tqdm.write(f"{setup.name}, {what}: {''.join(traceback.format_exception(error))}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""A trained network as methods see it: its data as loaders that count how often they are read, and fits that several
+"""A trained network for the methods: its data as loaders that count how often they are read, and fits that several
 methods share."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_bayes.likelihoods import Likelihood
 
 
 class Counted(Dataset):
-    """Examples, and how many were asked for."""
+    """Examples, and a count of how many were read."""
 
     def __init__(self, part: Part) -> None:
         self.part, self.reads = part, 0
@@ -36,7 +36,7 @@ class Counted(Dataset):
 
 
 class Subject:
-    """Fits are kept, and every method that uses one is charged for it as if it were its own."""
+    """Fits are cached, and each method that uses one is charged its full cost."""
 
     def __init__(self, trained: Trained) -> None:
         self.trained, self.setup, self.task = trained, trained.setup, trained.task
@@ -53,7 +53,7 @@ class Subject:
         return self.setup.kind == "regression"
 
     def restart(self) -> None:
-        """A new method begins: nothing read yet, no time used."""
+        """Start a new method: reset the counts and the clock."""
         self._train.reads = self._val.reads = 0
         self._charged, self._start = 0.0, time.perf_counter()
 
@@ -63,7 +63,7 @@ class Subject:
         return {"seconds": seconds, "train_passes": self._train.passes, "val_passes": self._val.passes}
 
     def fit(self, structure: str = "kron", subset: str = "all", noise_std: float | None = None) -> LaplacePosterior:
-        """A posterior with prior precision 1; of a regression at a known noise, or at noise 1."""
+        """A posterior with prior precision 1; for a regression, at a given noise or at noise 1."""
         what = (structure, subset, noise_std)
         if what not in self._fits:
             start = time.perf_counter()
@@ -80,7 +80,7 @@ class Subject:
         return Gaussian(noise_std)
 
     def outputs(self, part: Tensor, network: torch.nn.Module | None = None) -> Tensor:
-        """The network's own, at the trained weights.  # [N, C]"""
+        """The network's outputs at the trained weights.  # [N, C]"""
         with torch.no_grad():
             return torch.cat([(network or self.network)(x) for x in part.split(EVALUATION_BATCH)])
 
@@ -93,14 +93,14 @@ class Subject:
         return float((self.outputs(self.task.train.x) - self.task.train.y).square().mean().sqrt())
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """As it was at the end of training."""
+        """The optimizer in its state at the end of training."""
         made = self.trained.module.configure_optimizers()
         optimizer = made[0][0] if isinstance(made, tuple) else made
         optimizer.load_state_dict(self.trained.optimizer_state)
         return optimizer
 
     def mean_inverse_batch(self) -> float:
-        """Of the training's batches, the last of which is smaller: the mean of 1/B."""
+        """The mean of 1/B over the training batches, the last of which is smaller."""
         N, B = len(self.task.train), self.setup.training.batch_size
         steps = math.ceil(N / B)
         return ((steps - 1) / B + 1 / (N - (steps - 1) * B)) / steps

@@ -1,4 +1,4 @@
-"""What the defaults are to reach on networks that no rule was chosen on, and whether they do."""
+"""The targets of the defaults on networks that no rule was chosen on, and whether they are met."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.practice.methods import DEFAULT, L2M, MAP, MARGLIK, TEMPERATURE,
 from benchmarks.practice.results import Row
 
 GREY_IMAGES = ("MNIST", "FashionMNIST")
-PROBE = 0.05  # of a pass: the few examples that a network is traced on
+PROBE = 0.05  # share of a pass: the few examples that a network is traced on
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Target:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Of the rows of REPORT; those of CHOOSE do not count."""
+    """Targets for the rows of REPORT; those of CHOOSE do not count."""
     report = Comparison(rows).where(lambda row: row["group"] == "report")
     classes = report.where(lambda row: row["kind"] == "classification")
     grey = classes.where(lambda row: row["family"] in GREY_IMAGES)

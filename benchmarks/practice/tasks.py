@@ -1,7 +1,7 @@
-"""The data of a set-up: training, validation and test examples, and some from elsewhere where that makes sense.
+"""The data of a setup: training, validation and test examples, and unknown inputs where that makes sense.
 
-Features are standardised by the training examples; so are the targets of a regression (`y_scale` leads back). Of large
-data a random part is used, so that a training takes seconds.
+Features are standardised by the training examples, and so are the targets of a regression (`y_scale` converts back).
+Large datasets contribute a random part, so that training takes seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Task:
 
 
 def read(setup: SetUp) -> Task:
-    """Raises `MissingDataError` where the machine does not have the data."""
+    """Raises `MissingDataError` if the data are not available."""
     if setup.kind == "regression":
         return _regression(setup)
     return _images(setup) if setup.data in IMAGES else _classes(setup)

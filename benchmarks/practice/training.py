@@ -1,4 +1,4 @@
-"""Train a set-up's network, or read it from the folder of an earlier run.
+"""Train a setup's network, or read it from the folder of an earlier run.
 
 A file holds the weights, those of the ensemble's other members, the optimizer's state at the same step (L2M reads its
 second moments) and the rows of each split.
@@ -31,7 +31,7 @@ PATIENCE = 5  # epochs
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained set-up: what every method starts from."""
+    """A trained setup, from which every method starts."""
 
     setup: SetUp
     task: Task
@@ -46,7 +46,7 @@ def file_of(folder: Path, setup: SetUp) -> Path:
 
 
 def trained(setup: SetUp, folder: Path) -> Trained:
-    """From its file if there is one, else trained now."""
+    """Read the network from its file if there is one, or train it."""
     task, path = tasks.read(setup), file_of(folder, setup)
     if not path.exists():
         write(path, _train_all(setup, task))
@@ -90,7 +90,7 @@ def _train_all(setup: SetUp, task: Task) -> dict[str, Any]:
 
 
 def _train(setup: SetUp, task: Task, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and the optimizer's state: of the best epoch with early stopping, else of the last."""
+    """Weights and the optimizer's state, of the best epoch with early stopping, otherwise of the last."""
     L.seed_everything(seed, verbose=False)
     module = make_module(setup, task)
     t = setup.training
@@ -120,14 +120,14 @@ def make_trainer(callbacks: list[Callback], **settings: Any) -> L.Trainer:
 
 
 def quiet() -> None:
-    """Lightning's notices on devices and workers would be printed for every network."""
+    """Silence Lightning's notices on devices and workers, which would appear for every network."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
 
 
 def write(path: Path, held: Any) -> None:
-    """Whole or not at all: an interrupted run leaves no half file."""
+    """Write a file atomically, so that an interrupted run leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     torch.save(held, part)

@@ -1,4 +1,4 @@
-"""Statements of a paper, and whether they are true of a run."""
+"""Statements of a paper, and whether they hold in a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, whether it is true of this run, and the numbers that say so."""
+    """A statement, whether it holds in this run, and the numbers behind it."""
 
     statement: str
     holds: bool
@@ -19,11 +19,11 @@ def verdict(claims: Sequence[Claim], whose: str = "statements of the paper") -> 
     """As Markdown."""
     lines = [f"- {'holds' if c.holds else 'does not hold'}: {c.statement} ({c.numbers})" for c in claims]
     kept = sum(c.holds for c in claims)
-    return "\n".join([f"Of {len(claims)} {whose} {kept} hold in this run:", "", *lines])
+    return "\n".join([f"In this run, {kept} of {len(claims)} {whose} hold:", "", *lines])
 
 
 def beats(name: str, values: Mapping[str, float], what: str, larger: bool = True) -> Claim:
-    """That a method is better than all others."""
+    """The claim that a method is better than all others."""
     others = {other: v for other, v in values.items() if other != name}
     best = (max if larger else min)(others, key=lambda other: others[other])
     holds = values[name] > others[best] if larger else values[name] < others[best]

@@ -6,9 +6,9 @@
 | CIFAR10, CIFAR100 | `cifar-10-batches-py/`, `cifar-100-python/` |
 | SVHN | `SVHN/train_32x32.mat`, `SVHN/test_32x32.mat` |
 
-Parts of CIFAR-10 and SVHN may also be there as mosaics, lossless pictures with a hundred images in each row:
+Parts of CIFAR-10 and SVHN may also be stored as mosaics, lossless images with a hundred tiles in each row:
 `cifar10/data_batch_*.webp` and `test_batch.webp` with `labels.npz` (`train`, `test`), and `svhn/test_*.webp` without
-labels. They are taken where torchvision's files are missing.
+labels. They are used if torchvision's files are missing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Images:
     name: str
     train: TensorDataset
     test: TensorDataset
-    n_all: int  # training images before any were left out
+    n_all: int  # training images before any were removed
     classes: int
 
     @property
@@ -62,7 +62,7 @@ def read_images(
     seed: int = 0,
     standardised: bool = True,
 ) -> Images:
-    """A dataset of `PLACES`, or a random part of it; not `standardised`, with pixels from 0 to 1."""
+    """A dataset of `PLACES`, or a random part of it; pixels are from 0 to 1 unless `standardised`."""
     (x, y), (x_test, y_test) = (_read(name, folder, train) for train in (True, False))
     n_all, classes = len(x), int(y.max()) + 1
     if standardised:  # each channel has mean 0 and standard deviation 1 on the training images
@@ -74,7 +74,7 @@ def read_images(
 
 
 def read_unknown(name: str, folder: Path, n: int | None = None, seed: int = 0) -> Tensor:
-    """Test images alone, with pixels from 0 to 1; the training set need not be there.  # [N, channels, H, W]"""
+    """Only the test images, with pixels from 0 to 1; the training set may be missing.  # [N, channels, H, W]"""
     return _part(*_read(name, folder, train=False), n, seed)[0]
 
 
@@ -105,7 +105,7 @@ def _idx_files(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | 
 
 
 def _mosaics(name: str, folder: Path, train: bool) -> tuple[Tensor, Tensor] | None:
-    """Pixels and labels as `_read` has them; SVHN's are −1."""
+    """Pixels and labels in the format of `_read`; SVHN's labels are −1."""
     if name not in _MOSAICS or (train and name == "SVHN"):
         return None
     own, torchvisions = _MOSAICS[name]
@@ -130,11 +130,11 @@ def _tiles(file: Path, size: int = 32) -> Tensor:
 def _dataset(name: str, folder: Path, train: bool) -> Any:
     kind = getattr(torchvision.datasets, name)
     which = {"split": "train" if train else "test"} if name == "SVHN" else {"train": train}
-    try:  # torchvision looks first, and downloads what is missing
+    try:  # torchvision downloads missing files
         return kind(folder / "SVHN" if name == "SVHN" else folder, download=True, **which)
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise SystemExit(
-            f"{name} is not in {folder} and cannot be downloaded ({reason}): put {PLACES[name]} there, or name another "
+            f"{name} is not in {folder} and cannot be downloaded ({reason}): put {PLACES[name]} there, or pass another "
             f"folder with --data or {VARIABLE}"
         ) from error

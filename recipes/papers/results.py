@@ -1,10 +1,10 @@
-"""`RESULTS.md`: what the papers' programs have measured, written from the CSVs that they have saved.
+"""`RESULTS.md`: the results of the papers' programs, written from their saved CSVs.
 
     make results                          # or: python -m recipes.papers.results
 
-A folder below `results/` with a `settings.json` is a measured run. The program that it names writes the tables, by its
+A folder below `results/` with a `settings.json` is a measured run. The program that it names writes the tables with its
 function `report(folder)`; the command, its settings, the time, the seeds and the versions come from `settings.json` and
-the CSVs beside it. Nothing is typed, and nothing is trained.
+the CSVs next to it. Nothing is entered by hand, and nothing is trained.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from recipes.program import markdown, read_rows
 FOLDER = Path(__file__).with_suffix("")
 PAGE = Path(__file__).with_name("RESULTS.md")
 ORDER = ("glm/uci", "glm/images", "variational_laplace", "lae", "l2m", "evidence", "subnetwork")
-MOST_COMMANDS = 3  # to be named one by one
-HEAD = """# What was measured
+MOST_COMMANDS = 3  # to list individually
+HEAD = """# Results
 
-Written by `make results` from the CSVs in [`results/`](results), with the papers' own numbers beside ours. Do not edit
-it. The time is that of one processor core. A ± is the standard error of the mean, unless a table says otherwise."""
+`make results` writes this page from the CSVs in [`results/`](results), with the papers' numbers beside ours. Do not
+edit it. Times are for one processor core. A ± is the standard error of the mean, unless a table says otherwise."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: its folder, and what is in the folder's `settings.json`."""
+    """One run: its folder, and the content of `settings.json`."""
 
     name: str  # of the folder below `results/`
     folder: Path
@@ -46,13 +46,13 @@ class Measured:
 
     @property
     def seeds(self) -> list[int]:
-        """Those in the CSVs, or the only one."""
+        """The seeds in the CSVs, or the run's single seed."""
         drawn = dict.fromkeys(row["seed"] for row in self._rows() if row.get("seed") is not None)
         return list(drawn) or [self.settings["seed"]]
 
     @property
     def cpu_seconds(self) -> float:
-        """A step is counted once, however many rows it has."""
+        """Each step counts once, no matter how many rows it has."""
         steps = {(row["table"], row["step"]): row["cpu_seconds"] for row in self._rows() if "cpu_seconds" in row}
         return sum(steps.values())
 
@@ -62,7 +62,7 @@ class Measured:
 
 
 def measured(folder: Path = FOLDER) -> list[Measured]:
-    """All runs below a folder, in the order of the page; one that has no numbers yet is none."""
+    """All runs below a folder, in the order of the page; runs without numbers are skipped."""
     runs = []
     for path in (path for path in folder.rglob("settings.json") if any(path.parent.glob("*.csv"))):
         name = path.parent.relative_to(folder).as_posix()
@@ -71,7 +71,7 @@ def measured(folder: Path = FOLDER) -> list[Measured]:
 
 
 def page(runs: Iterable[Measured], beside: Path = PAGE) -> str:
-    """As Markdown, with links from the place of the page."""
+    """The page as Markdown, with links relative to it."""
     runs = list(runs)
     rows = [[f"[{run.name}](#{_anchor(run.name)})", run.settings["scale"], time_of(run), seeds_of(run)] for run in runs]
     contents = markdown(["run", "scale", "processor time", "seeds"], rows)
@@ -93,7 +93,7 @@ def section(run: Measured, beside: Path) -> str:
 
 
 def how(run: Measured, link: str) -> str:
-    """What made the numbers, a line each."""
+    """How the numbers were made: one line per item."""
     used = dict.fromkeys(_named(entry["versions"], " ") for entry in run.settings["made_by"])
     settings = _named(run.settings["settings"], " = ")
     lines = {
@@ -108,13 +108,13 @@ def how(run: Measured, link: str) -> str:
 
 
 def commands_of(run: Measured) -> str:
-    """All of them, or what many have in common."""
+    """All commands, or the common part of many."""
     commands = list(dict.fromkeys(entry["command"] for entry in run.settings["made_by"]))
     if len(commands) <= MOST_COMMANDS:
         return ", ".join(f"`{command}`" for command in commands)
     options = [re.split(r" (?=--)", command) for command in commands]  # each with its values
     shared = (column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*options, strict=False)))
-    return f"`{' '.join(shared)}`, in {len(commands)} parts that `settings.json` names"
+    return f"`{' '.join(shared)}`, in {len(commands)} parts that `settings.json` lists"
 
 
 def time_of(run: Measured) -> str:
@@ -127,17 +127,17 @@ def seeds_of(run: Measured) -> str:
 
 
 def _place(name: str) -> int:
-    """Among those in `ORDER`, or behind them."""
+    """The position in `ORDER`, or after all of them."""
     return next((i for i, first in enumerate(ORDER) if f"{name}/".startswith(f"{first}/")), len(ORDER))
 
 
 def _anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """The anchor that GitHub generates."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def _below(text: str) -> str:
-    """A program's own headings are below those of the page."""
+    """Shift a program's headings below those of the page."""
     levels = [len(marks) for marks in re.findall("^(#+) ", text, re.MULTILINE)]
     more = "#" * max(0, 3 - min(levels, default=3))
     return re.sub("^(#+ )", more + r"\1", text, flags=re.MULTILINE)

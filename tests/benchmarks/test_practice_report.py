@@ -54,12 +54,12 @@ def test_means_spread_and_win_rates(rows: list[results.Row]) -> None:
     assert rates == ["2", "50% / 50% / -0.025", "0% / 50% / +0.025", "3.00"]
     assert cells(text, "default")[2] == ["1.50 / .980"]
     assert cells(text, "L2M")[0] == [".900 / .040 / .820 [1]"]  # on one of two networks
-    assert "- laplace-torch: ValueError: no, not this one (1 set-ups)" in text
+    assert "- laplace-torch: ValueError: no, not this one (1 setups)" in text
     assert "## Outdated" not in text
     outdated = report(rows, code="now").partition("## Outdated")[2]
-    assert "- default (4 set-ups)" in outdated
+    assert "- default (4 setups)" in outdated
     assert "MAP" not in outdated  # which does not change with the package
-    assert "- L2M: skipped: SGD keeps no second moment (1 set-ups)" in text
+    assert "- L2M: skipped: SGD keeps no second moment (1 setups)" in text
 
 
 def test_targets_are_judged_on_report_alone(rows: list[results.Row]) -> None:

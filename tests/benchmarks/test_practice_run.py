@@ -1,4 +1,4 @@
-"""The practice study as a user runs it, on one tiny set-up."""
+"""The practice study as a user runs it, on one tiny setup."""
 
 import os
 from pathlib import Path

@@ -141,7 +141,7 @@ def test_a_second_run_says_that_it_goes_on(begin: Callable[..., Run], capsys: py
     begin()
     assert capsys.readouterr().out == "results go to outputs/example\n"
     begin("--data", "elsewhere")
-    assert capsys.readouterr().out == "going on in outputs/example; delete the folder to start again\n"
+    assert capsys.readouterr().out == "resuming in outputs/example; delete the folder to start again\n"
     assert len(json.loads(Path("outputs/example/settings.json").read_text())["made_by"]) == 1
 
 
@@ -164,7 +164,7 @@ def test_results_of_other_settings_are_not_touched(
     with pytest.raises(SystemExit) as ended:
         begin("--output", str(folder), *arguments)
     assert str(ended.value) == (
-        f"{folder} holds results of another run ({difference}): name another folder by --output, or delete this one"
+        f"{folder} holds results of another run ({difference}): pass another folder with --output, or delete this one"
     )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -188,7 +188,7 @@ def test_missing_data_is_one_sentence_with_both_ways_out(tmp_path: Path) -> None
     with pytest.raises(SystemExit) as ended:
         require(path, "The data set")
     assert str(ended.value) == (
-        f"The data set is not in {tmp_path}: put images.npz there, or name another folder by --data or "
+        f"The data set is not in {tmp_path}: put images.npz there, or pass another folder with --data or "
         "LIGHTNING_BAYES_DATA"
     )
     path.touch()

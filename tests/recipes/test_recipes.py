@@ -155,7 +155,7 @@ def test_a_recipe_leaves_tables_and_pictures_and_need_not_train_again(
     times = {path: path.stat().st_mtime_ns for path in run.folder.glob("steps/*")}
     monkeypatch.setattr(torch.Tensor, "backward", refuse_to_train)
     printed = call(name, "--fast", "--output", str(run.folder))
-    assert printed.startswith(f"going on in {run.folder}")
+    assert printed.startswith(f"resuming in {run.folder}")
     assert text in printed
     assert (run.folder / "table.csv").read_bytes() == table
     assert {path: path.stat().st_mtime_ns for path in run.folder.glob("steps/*")} == times
@@ -172,7 +172,7 @@ def test_missing_data_is_one_sentence_before_any_training(
     sentence = str(ended.value)
     assert sentence.count("\n") == 0
     assert str(tmp_path / "nowhere") in sentence
-    assert f"put {file} there, or name another folder by --data or LIGHTNING_BAYES_DATA" in sentence
+    assert f"put {file} there, or pass another folder with --data or LIGHTNING_BAYES_DATA" in sentence
 
 
 def test_an_interrupted_recipe_goes_on_where_it_stopped(fast: Callable[[str], FastRun]) -> None:

@@ -14,7 +14,7 @@ def conv(i: int, o: int, stride: int = 1) -> nn.Conv2d:
 
 
 class Residual(nn.Module):
-    """Convolution, norm, activation (He et al. 2016a); the last activation comes behind the sum."""
+    """Convolution, norm, activation (He et al. 2016a); the last activation follows the sum."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ NETWORKS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def sized(name: str, weights: int) -> nn.Module:
-    """The network whose width brings it nearest to a number of weights."""
+    """The network whose width gives the closest number of weights."""
     make, widths = NETWORKS[name], range(2, 65)
     with torch.device("meta"):  # counted, not drawn
         width = min(widths, key=lambda width: abs(count(make(width)) - weights))

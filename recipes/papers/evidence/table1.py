@@ -1,15 +1,15 @@
 """Evidence for modern networks, table 1: the test NLL of priors that the evidence chooses at the trained weights θ̃, and
 at the optimum θ⋆ of the linearised network (Antorán et al. 2022; tutorial, section 6).
 
-The tutorial does not name its data; these are digits of MNIST, or of another set by `--dataset`. Each network is
+The tutorial does not name its data; this program uses MNIST, or another dataset with `--dataset`. Each network is
 trained by Adam without weight decay. A posterior then gets one prior precision for all weights, one for each layer
 directly before a normalisation and one for the rest (recommendation 2), or one per layer, by the evidence at θ̃
 (`tune_prior("mackay")`) and at θ⋆ (`tune_prior("linear", iterate=True)`). Transformer and Fixup have no layer directly
-before a normalisation: for them the paper's "multiple λs" are one per layer here. The U-Net is left out.
+before a normalisation: for them the paper's "multiple λs" are one per layer here. The U-Net is not included.
 
 The paper's networks have about as many weights as MNIST has images, if that is its data. `--full` has five images per
 weight and the full Hessian, with which ten passes over the data mostly find θ⋆; `--scale` has the paper's number of
-weights, few images and Kronecker factors, and its search of θ⋆ is cut off before it has converged.
+weights, few images and Kronecker factors, and its search for θ⋆ stops before it converges.
 
     python -m recipes.papers.evidence.table1                 # minutes: 500 images, 4,000 weights
     python -m recipes.papers.evidence.table1 --full          # 45 minutes: 10,000 images, 2,000 weights, full Hessian
@@ -55,11 +55,11 @@ PAPER = {  # one and many λs, each at θ̃ and at θ⋆
 class Settings:
     dataset: str = "MNIST"
     networks: tuple[str, ...] = tuple(NETWORKS)
-    weights: int = 4_000  # of each network, as nearly as its width allows
+    weights: int = 4_000  # per network, as close as its width allows
     n_train: int = 500
     n_test: int = 1_000
     epochs: int = 20
-    passes: int = 20  # over the training data, to find θ⋆ and the prior
+    passes: int = 20  # passes over the training data to find θ⋆ and the prior
     seeds: int = 3
     structure: str = "kron"
 
@@ -93,7 +93,7 @@ def judge(posterior: LaplacePosterior, data: TensorDataset, predictive: str = "g
 
 
 def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterator[Row]:
-    """Train a network; then the scores of each way to choose the prior."""
+    """Train a network and score each way to choose the prior."""
     torch.manual_seed(seed)
     network = sized(name, settings.weights)
     train(network, images.train, settings.epochs, seed)
@@ -115,7 +115,7 @@ def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterato
 
 
 class Warnings(logging.Handler):
-    """What the package warns of meanwhile."""
+    """Collect the package's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -180,25 +180,25 @@ def report(folder: Path) -> str:
             "The paper's:",
             markdown(["", *networks], paper),
             verdict(list(claims(tested, networks)), "statements of the paper that could be tested"),
-            *([verdict(more, "comparisons that the paper does not make, of one λ per layer,")] if more else []),
+            *([verdict(more, "additional comparisons, with one λ per layer,")] if more else []),
         ]
     )
 
 
 def _convergence(rows: Iterable[Row]) -> str:
     converged = [row["found"] for row in rows if row.get("found") is not None]
-    near = "searches of θ⋆ have come to less than a tenth of the first gradient"
+    near = "searches for θ⋆ reached less than a tenth of the first gradient"
     if converged and all(converged):
         return f"All {near}."
-    cut_off = f"{sum(converged)} of {len(converged)} {near}; the others" if converged else "The searches of θ⋆"
-    return f"{cut_off} are cut off after some passes over the data, on their way."
+    cut_off = f"{sum(converged)} of {len(converged)} {near}; the others" if converged else "The searches for θ⋆"
+    return f"{cut_off} stopped after some passes over the data, before they converged."
 
 
 Cell = tuple[str, int, str]  # network, seed and method
 
 
 def unmoved(rows: Iterable[Row]) -> Iterator[Cell]:
-    """Where all passes went into the first step towards θ⋆, which was not taken: the prior is still that of θ̃."""
+    """Cells where the first step towards θ⋆ used all passes and was not taken: the prior is still that of θ̃."""
     nll = {(row["network"], row["seed"], row["method"]): row["nll"] for row in rows}
     for (name, seed, method), value in nll.items():
         if method.startswith("θ⋆") and abs(value - nll[name, seed, method.replace("θ⋆", "θ̃")]) < 1e-5:
@@ -207,17 +207,17 @@ def unmoved(rows: Iterable[Row]) -> Iterator[Cell]:
 
 def said(cells: Iterable[Cell]) -> str:
     where = ", ".join(f"{name} (seed {seed}, {method.removeprefix('θ⋆, ')})" for name, seed, method in cells)
-    return f"The passes did not suffice for a first step towards θ⋆, and its prior is that of θ̃: {where}."
+    return f"There were too few passes for a first step towards θ⋆, so the prior is that of θ̃: {where}."
 
 
 def claims(nll: dict[tuple[str, str], float], networks: Iterable[str]) -> Iterator[Claim]:
-    """Of each column: θ⋆ against θ̃ with one λ and with many, and many λs against one at θ⋆, of the cells there are."""
+    """For each column: θ⋆ against θ̃ with one λ and with many, and many λs against one at θ⋆, for existing cells."""
     for name in networks:
         yield from _compared(nll, name, "one λ", _many(nll, name))
 
 
 def beside_the_paper(nll: dict[tuple[str, str], float], networks: Iterable[str]) -> Iterator[Claim]:
-    """The same of one λ per layer, where the paper's many λs are those of the normalised layers."""
+    """The same for one λ per layer, if the paper's many λs are those of the normalised layers."""
     for name in networks:
         if _many(nll, name) != "λ per layer":
             yield from (c for c in _compared(nll, name, "one λ", "λ per layer") if "λ per layer" in c.statement)
@@ -240,7 +240,7 @@ def _compared(nll: dict[tuple[str, str], float], name: str, one: str, many: str)
         yield Claim(f"{name}: θ⋆ is {text} than θ̃, {groups}", holds, _numbers(at_optimum, naive))
     if at_one is None or at_many is None:
         return
-    if name == "FIXUP":  # where recommendation 2 does not apply
+    if name == "FIXUP":  # recommendation 2 does not apply
         yield Claim(f"{name}: at θ⋆ {many} is worse than {one}", at_many > at_one, _numbers(at_many, at_one))
     else:
         yield Claim(f"{name}: at θ⋆ {many} is no worse than {one}", at_many <= at_one, _numbers(at_many, at_one))

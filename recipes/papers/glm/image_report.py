@@ -1,4 +1,4 @@
-"""What `scores.csv` of the GLM paper's images says: a table beside the paper's, its statements, and pictures."""
+"""The report on `scores.csv` of the GLM paper's images: a table beside the paper's, its statements, and figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COLOURS = {
 
 
 def report(folder: Path) -> str:
-    """Markdown from `scores.csv` and `settings.json`. A seed counts once all of its priors are there."""
+    """Markdown from `scores.csv` and `settings.json`. A seed counts only if all of its priors are finished."""
     rows = _finished(folder)
     if not rows:
         return "No seed is finished."
@@ -80,7 +80,7 @@ def _scale(folder: Path) -> str:
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
-    """Of each set, seed and method the row with the best validation NLL."""
+    """For each dataset, seed and method, the row with the best validation NLL."""
     best: dict[tuple[str, int, str], Row] = {}
     for row in rows:
         key = (row["set"], row["seed"], row["method"])
@@ -101,7 +101,7 @@ def table(name: str, best: Sequence[Row], ends: tuple[float, float]) -> str:
 
 
 def _prior(row: Row, ends: tuple[float, float]) -> str:
-    """With a star at the end of its grid, beyond which a better one may be."""
+    """The prior, with a star if it is at an end of its grid and a better one may lie beyond."""
     text = f"{row['prior']:g}" + "*" * (row["prior"] in ends)
     if row["method"] != "GP":
         return text
@@ -148,7 +148,7 @@ def draw(folder: Path) -> None:
 
 
 def _entropies(best: Sequence[Row]) -> Figure:
-    """All seeds together, each method at the prior of its choice."""
+    """All seeds together, each method at its chosen prior."""
     figure = Figure(figsize=(2.1 * len(METHODS), 2.4), layout="constrained")
     edges = [math.log(10) * bar / BARS for bar in range(BARS + 1)]
     for ax, method in zip(figure.subplots(1, len(METHODS), sharey=True), METHODS, strict=True):
@@ -164,7 +164,7 @@ def _entropies(best: Sequence[Row]) -> Figure:
 
 
 def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
-    """Of test images; a ring is the prior that most seeds choose by their validation images."""
+    """NLL of the test images; a ring marks the prior that most seeds choose on their validation images."""
     figure, best = Figure(figsize=(4.4 * len(names) + 1.4, 3.2), layout="constrained"), chosen(rows)
     for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for method in METHODS:
@@ -185,7 +185,7 @@ def _nll_by_prior(rows: Sequence[Row], names: Sequence[str]) -> Figure:
 
 
 def _finished(folder: Path) -> list[Row]:
-    """Of the sets and seeds that have all priors."""
+    """Rows of the datasets and seeds that have all priors."""
     priors: dict[tuple[str, int], set[float]] = {}
     for row in (rows := read_rows(folder / "scores.csv")):
         priors.setdefault((row["set"], row["seed"]), set()).add(row["prior"])
@@ -198,7 +198,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _sets(rows: Sequence[Row]) -> list[str]:
-    """In the paper's order, not in that of the programs that have filled the folder."""
+    """The datasets in the paper's order, not in the order in which they were added to the folder."""
     return [name for name in PAPER if any(row["set"] == name for row in rows)]
 
 

@@ -1,9 +1,9 @@
 """Table 2 of the GLM paper: six predictives on FashionMNIST (unknown: MNIST) and CIFAR-10 (unknown: SVHN).
 
-A network of three convolutions and three linear layers for FashionMNIST, the all-convolutional one for CIFAR-10 (as in
-table 2 and figure 6; `--cifar-network 3c3d` is the other one). Adam on the negative log joint, one training for each
-prior precision δ and seed. Every method then chooses its own δ by its NLL on validation images that were split off the
-training set (the authors split theirs off the test set), and is judged on test images:
+FashionMNIST uses a network of three convolutions and three linear layers, CIFAR-10 the all-convolutional network (as in
+table 2 and figure 6; `--cifar-network 3c3d` uses the first one). Adam minimises the negative log joint, with one
+training run for each prior precision δ and seed. Each method then chooses its δ by its NLL on validation images split
+off the training set (the authors split theirs off the test set), and is scored on test images:
 
 - MAP: the network itself;
 - BNN: weight samples, under a posterior with Kronecker factors;
@@ -11,17 +11,17 @@ training set (the authors split theirs off the test set), and is judged on test 
   (`--damping ritter` has √N in each factor);
 - GLM, GLM diagonal: the linearised network, under that posterior and under a diagonal one;
 - GP: the linearised network in function space, conditioned on M training points, with independent outputs and the
-  prior precision δ·N/M times a factor of logspace(−1, 3, 13), which the validation images choose, too. (The authors'
-  code has a kernel for each class as well, but joins the classes by the softmax's whole Fisher information, and takes
+  prior precision δ·N/M times a factor of logspace(−1, 3, 13), also chosen on the validation images. (The authors'
+  code also has a kernel for each class, but couples the classes by the softmax's full Fisher information, and uses
   the δ of MAP.)
 
 OOD-AUC is the area under the ROC curve of the prediction's entropy; ECE has ten bins. Scores of all δ go to
-`scores.csv`, from which `report` chooses; another set can be added to a folder at any time. CIFAR-10 and SVHN may be
-there in part: then so many images are used.
+`scores.csv`, from which `report` chooses; another dataset can be added to a folder at any time. If only parts of
+CIFAR-10 and SVHN are available, the program uses those.
 
     python -m recipes.papers.glm.images            # some minutes on one core
     python -m recipes.papers.glm.images --scale    # two hours on one core, one on two: see `--sets`
-    python -m recipes.papers.glm.images --paper    # the paper's numbers; wants a GPU's speed
+    python -m recipes.papers.glm.images --paper    # the paper's settings; needs a GPU
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = ["main", "report"]
 
 UNKNOWN = {"FashionMNIST": "MNIST", "CIFAR10": "SVHN"}
 SETS = tuple(UNKNOWN)
-BATCH = 200  # images that are fitted and predicted at a time
+BATCH = 200  # batch size of fits and predictions
 Batches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What takes minutes on one core."""
+    """The defaults take minutes on one core."""
 
     n_train: int = 2000
     n_validation: int = 300
@@ -98,7 +98,7 @@ SCALES = {
         seeds=(117, 68, 187),
     ),
     "paper": Settings(
-        n_train=55_000,  # all that are there, without the validation images
+        n_train=55_000,  # all available images except the validation images
         n_validation=5000,
         n_test=10_000,
         width=1.0,
@@ -126,7 +126,7 @@ class Data:
 
 
 def read(name: str, settings: Settings, folder: Path, seed: int) -> Data:
-    """FashionMNIST with pixels from 0 to 1; CIFAR-10 standardised, and SVHN with it."""
+    """FashionMNIST with pixels from 0 to 1; CIFAR-10 standardised, and SVHN in the same way."""
     n = settings.n_train + settings.n_validation
     images = read_images(name, folder, n, settings.n_test, seed, standardised=False)
     unknown = read_unknown(UNKNOWN[name], folder, settings.n_test, seed)
@@ -160,8 +160,8 @@ def make_network(name: str, settings: Settings) -> nn.Module:
 
 
 def train(name: str, settings: Settings, batches: Batches, prior: float, seed: int) -> dict[str, Any]:
-    """Adam on the negative log joint divided by N; the learning rate falls with the epochs, every tenth as in the
-    authors' code, or in thirds of a short training. The weights, and the processor time that they took."""
+    """Minimise the negative log joint divided by N with Adam; the learning rate falls every tenth epoch as in the
+    authors' code, or after each third of a short run. Return the weights and their processor time."""
     torch.manual_seed(seed)
     began, network = time.process_time(), make_network(name, settings)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -180,7 +180,7 @@ def train(name: str, settings: Settings, batches: Batches, prior: float, seed: i
 def candidates(
     network: nn.Module, data: Data, prior: float, settings: Settings
 ) -> Iterator[tuple[str, LaplacePosterior, dict[str, Any]]]:
-    """The methods at one prior: a posterior, and the words of its predictions."""
+    """The methods at one prior: a posterior, and the arguments of its predictions."""
     words = {"prior_precision": prior, "gp_points": settings.points, "gp_outputs": "independent"}
     posterior = fit_laplace(network, data.train, **words)
     yield "MAP", posterior, {"predictive": "map"}
@@ -209,7 +209,7 @@ def judge(run: Run, name: str, data: Data, seed: int, prior: float) -> Iterator[
             generator = torch.Generator().manual_seed(seed)
             settled = {"samples": settings.samples, "generator": generator, "split": False, **words}
             probs = torch.cat([posterior.predict(x, **settled).probs for x in inputs]).double()  # [N, C]
-            probs = probs.clamp_min(1e-12)  # few samples may give a class nothing
+            probs = probs.clamp_min(1e-12)  # with few samples a class may have probability zero
             return probs / probs.sum(1, keepdim=True)
 
         validation, test = (predict([x for x, _ in batches]) for batches in (data.validation, data.test))
@@ -242,14 +242,14 @@ def entropy(probs: Tensor) -> Tensor:
 
 
 def histogram(entropies: Tensor) -> str:
-    """How many are in each of `BARS` equal parts of what an entropy of ten classes can be."""
+    """A histogram with `BARS` equal bins over the range of an entropy of ten classes."""
     counts = torch.histc(entropies, BARS, 0.0, math.log(10) + 1e-9)
     return " ".join(str(int(count)) for count in counts)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sets", nargs="+", choices=SETS, default=list(SETS), help="each can have a program of its own"
+        "--sets", nargs="+", choices=SETS, default=list(SETS), help="each can run in a separate program"
     )
 
 
@@ -257,7 +257,7 @@ def main() -> None:
     run = start(__doc__, "papers/glm/images", SCALES, add_options)
     settings: Settings = run.settings
     seeds, sets = [seed + 1000 * run.seed for seed in settings.seeds], run.options.sets
-    for name in sets:  # what is missing is said before any training
+    for name in sets:  # report missing data before any training
         read(name, settings, run.data, seeds[0])
     for seed in seeds:
         for name in sets:

@@ -6,8 +6,8 @@ a quarter of the time. Gradients are written out, which saves the memory traffic
 
 - `train_map`: full-batch Adam on the negative log joint `−Σₙ log p(yₙ | f(xₙ, θ)) + ½ δ ‖θ‖²`.
 - `train_mfvi`: full-batch Adam on the negative evidence lower bound of `N(μ, σ²)`, `σ = softplus(ρ)`, by local
-  reparameterisation: with `v = σ²h²` of a layer's input `h`, its outputs are `μh + √v ε` with noise of their own for
-  each example (Kingma et al. 2015), the same for all priors, which saves a quarter of the time.
+  reparameterisation: with `v = σ²h²` for a layer's input `h`, its outputs are `μh + √v ε` with separate noise for
+  each example (Kingma et al. 2015). The noise is the same for all priors, which saves a quarter of the time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape:
         return nn.Sequential(*hidden, nn.Linear(self.width, self.outputs))
 
     def start(self, seed: int) -> Tensor:
-        """PyTorch's own.  # [P]"""
+        """PyTorch's initialisation.  # [P]"""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return nn.utils.parameters_to_vector(self.network().parameters()).detach()
@@ -77,7 +77,7 @@ class Examples:
         return Examples(torch.stack(x), columns.to(x[0].dtype).contiguous())
 
     def parts(self, networks: int, width: int) -> list[Examples]:
-        """So few examples at a time that what a layer computes stays in the cache: half of the time."""
+        """Few enough examples at a time that a layer's outputs stay in the cache, which halves the time."""
         few = max(1, CACHED // (networks * width))
         both = zip(self.x.split(few, 1), self.y.split(few, 2), strict=True)
         return [Examples(x.contiguous(), y.contiguous()) for x, y in both]
@@ -125,7 +125,7 @@ def train_mfvi(
     lr: float = 1e-2,
     rho: float = -7.0,
 ) -> tuple[Tensor, Tensor]:
-    """Means and standard deviations; each split has noise of its own, whatever it trains beside.
+    """Means and standard deviations; the noise of a split does not depend on the other splits.
     # starts [S, P], precisions [K] -> [S, K, P] each"""
     S, K = len(data.x), len(precisions)
     μ = _layers(shape, starts, K)

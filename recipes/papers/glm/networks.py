@@ -1,7 +1,7 @@
-"""The two convolutional networks of the GLM paper's images, at any part of their width.
+"""The two convolutional networks of the GLM paper's images, at any fraction of their width.
 
-Both come from DeepOBS (Schneider et al. 2018), without dropout. Sizes, functions and initialisation are those of the
-authors' code; where a pooling or a stride pads unevenly there, it pads both sides here, to the same size.
+Both come from DeepOBS (Schneider et al. 2018), without dropout. Sizes, functions and initialisation follow the
+authors' code; uneven padding of a pooling or a stride is replaced by padding on both sides, to the same size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def three_and_three(channels: int, width: float = 1.0) -> nn.Sequential:
 
 
 def all_convolutional(channels: int, width: float = 1.0) -> nn.Sequential:
-    """Nine convolutions, of which the third and the sixth halve the image; the classes are means over positions."""
+    """Nine convolutions; the third and the sixth halve the image, and the class scores are means over positions."""
     a, b = _part(WIDE, width)
     network = nn.Sequential(
         *(nn.Conv2d(channels, a, 3, padding=1), nn.ReLU(), nn.Conv2d(a, a, 3, padding=1), nn.ReLU()),

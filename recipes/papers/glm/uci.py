@@ -1,22 +1,22 @@
 """Table 1 and figure 5 of the GLM paper: test NLL of several predictives on small classification tasks.
 
-Two hidden layers of tanh units, full-batch Adam on the summed negative log joint, one training for each prior precision
-δ of a grid. Each method takes the δ with the best validation NLL of its own, and is judged on the test part. Splits of
-70/15/15, stratified, with the authors' seeds; our ± is the standard error over splits, the paper does not say its own.
+Two hidden layers of tanh units, full-batch Adam on the summed negative log joint, one training run for each prior
+precision δ of a grid. Each method takes the δ with its best validation NLL, and is scored on the test part. Splits are
+70/15/15, stratified, with the authors' seeds; our ± is the standard error over splits, the paper does not define its ±.
 
 - MAP: the network itself.
 - MFVI: independent normal weights, by local reparameterisation.
 - BNN, GLM: weight draws, and the linearised network, under the full Laplace posterior.
 - GLM diag: under its diagonal.
 - GP: the posterior in function space with half of the training points, at most 300, and δ·N/M as the prior precision
-  of so few; with all it would be the GLM's.
+  for this subset; with all points it would equal the GLM's.
 - GLM refine, GLM refine d: the variational posterior of the linearised network, full and diagonal, at its optimum.
-  Where N·C > P (digits, satellite) δ is searched downhill from the best one of GLM and GLM diag, not at all ten.
+  If N·C > P (digits, satellite), δ is searched downhill from the best value of GLM and GLM diag, not at all ten.
 - GLM refine d, short: stopped as early as the authors' program does, 250 steps of a thousandth from GLM diag.
 
-All δ of a split train as one computation, in float32; `--at-once` splits as well, which saves no time on one core.
-A split of a set is a step, in five `--parts`, and is read instead of computed again: other sets, splits and parts can
-be added to a folder at any time.
+All δ of a split train as one computation, in float32; `--at-once` also joins splits, which saves no time on one core.
+A split of a dataset is a step, in five `--parts`, and finished steps are not computed again: other datasets, splits and
+parts can be added to a folder at any time.
 
     python -m recipes.papers.glm.uci                             # three sets, three splits, 20 units: some minutes
     python -m recipes.papers.glm.uci --paper --sets australian   # a quarter of an hour on one core
@@ -64,7 +64,7 @@ SCALES = {
     "fast": Settings(width=8, steps=300, precisions=3, samples=100),
     "paper": Settings(50, 10_000, 10),
 }
-SIZES = {  # sets and splits, which an option may change without another folder
+SIZES = {  # datasets and splits, which an option may change within one folder
     "default": (("australian", "ionosphere", "glass"), 3),
     "fast": (("glass",), 2),
     "paper": (SETS, 10),
@@ -189,7 +189,7 @@ def score_mfvi(name: str, split: Split, weights: Tensor, settings: Settings) -> 
 
 
 def drawn_probabilities(shape: Shape, θ: Tensor, x: Tensor) -> Tensor:
-    """The mean over draws of the weights, some at a time.  # [S, P] -> [E, C]"""
+    """The mean over weight draws, in chunks.  # [S, P] -> [E, C]"""
     few = max(1, 2**22 // (len(x) * shape.width))
     total = sum(probabilities(shape.outputs_of(part, x.to(part))).double().sum(0) for part in θ.split(few))
     assert isinstance(total, Tensor)
@@ -266,7 +266,7 @@ def gp_probabilities(case: Case) -> Tensor:
 
 
 def score_refined(name: str, split: Split, θ: Tensor, settings: Settings, laplace: list[Row]) -> Iterator[Row]:
-    """All δ, or where that would take long, those on the way down from the Laplace posterior's best."""
+    """All δ, or if that would take long, those downhill from the Laplace posterior's best."""
     of_δ = cases(name, split, θ, settings)
     for method, start_from in (("GLM refine", "GLM"), ("GLM refine d", "GLM diag")):
         if of_δ[0].model.is_narrow:
@@ -284,7 +284,7 @@ def score_short(name: str, split: Split, θ: Tensor, settings: Settings) -> Iter
 
 
 def downhill(row_of: Callable[[int], Row], first: int, n: int) -> list[Row]:
-    """Rows from `first` on, in both directions for as long as the validation NLL falls."""
+    """Rows from `first` on, in both directions while the validation NLL falls."""
     rows = {first: row_of(first)}
     for step in (-1, 1):
         k = first
@@ -299,7 +299,7 @@ def downhill(row_of: Callable[[int], Row], first: int, n: int) -> list[Row]:
 
 
 def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]) -> None:
-    """All parts of a split, `splits[i]` of those that are trained at once."""
+    """All parts of the split `splits[i]`, one of those that train at once."""
     split, settings = splits[i], run.settings
     seeds = "-".join(str(other.seed) for other in splits)
 
@@ -307,7 +307,7 @@ def run_split(run: Run, name: str, splits: list[Split], i: int, parts: list[str]
         return run.once(f"{name} networks {seeds}", trained, name, splits, settings)[i]
 
     def collect(part: str, function: Callable[..., Iterator[Row]], weights: Callable[[], Any], *args: Any) -> list[Row]:
-        """The part's rows. Networks are trained where rows are missing, and not before."""
+        """The part's rows. Networks train only if rows are missing."""
         step = f"{name} {split.seed} {part}"
         run.collect("scores", step, lambda: function(name, split, weights(), settings, *args))
         return [row for row in run.rows("scores") if row["step"] == step]

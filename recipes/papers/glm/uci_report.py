@@ -1,4 +1,4 @@
-"""What `uci` has measured, beside table 1 of the GLM paper; and its figure 5."""
+"""The results of `uci` beside table 1 of the GLM paper, and its figure 5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETS = ("australian", "cancer", "ionosphere", "glass", "vehicle", "waveform", "d
 METHODS = ("MAP", "MFVI", "BNN", "GLM", "GLM diag", "GLM refine", "GLM refine d")
 OURS = ("GP", "GLM refine d, short")  # not in the paper's table
 STOPPED = {"GLM refine d, short": "GLM refine d"}  # the paper's was stopped on its way
-FEWEST = 5  # splits from which a standard error is worth a comparison
+FEWEST = 5  # fewest splits for a comparison of standard errors
 LINES = {"BNN": "tab:red", "GLM": "tab:blue", "GLM refine": "tab:cyan", "MAP": "tab:gray"}
 PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {  # by METHODS, each with its standard error
     "australian": ((0.31, 0.01), (0.34, 0.01), (0.42, 0.00), (0.32, 0.02), (0.33, 0.01), (0.32, 0.02), (0.31, 0.01)),
@@ -44,7 +44,7 @@ Chosen = dict[tuple[str, str], list[Row]]  # by set and method, a row for each s
 
 
 def chosen(folder: Path) -> Chosen:
-    """Of each split and method the row of the δ with the best validation NLL."""
+    """For each split and method, the row with the best validation NLL."""
     best: dict[tuple[str, str, int], Row] = {}
     for row in read_rows(folder / "scores.csv"):
         key = row["set"], row["method"], row["seed"]
@@ -70,11 +70,11 @@ def report(folder: Path) -> str:
         return markdown(["", "splits", *methods], lines)
 
     parts = [
-        "Test NLL, mean ± standard error over splits (the paper's, which does not say what its ± is): ✓ where the two "
-        "are within three errors, √(ours² + the paper's²), ✗ where not, "
+        "Test NLL, mean ± standard error over splits (the paper's number, whose ± is not defined): ✓ if the two "
+        "are within three errors, √(ours² + the paper's²), ✗ if not, "
         f"from {FEWEST} splits on. The paper's are rounded, some errors to zero.",
         "GLM refine and GLM refine d are at the optimum of the lower bound; the authors' program stops after 250 steps "
-        "of 0.01 and of 0.001, which GLM refine d, short, does, too. GP has M of the N training points, half of them, "
+        "of 0.01 and of 0.001, as does GLM refine d, short. GP uses M of the N training points, half of them, "
         "at most 300, and the prior precision δN/M.",
         table("nll", True),
         _agreement(rows, sets),
@@ -89,10 +89,10 @@ def report(folder: Path) -> str:
 
 
 def _agreement(rows: Chosen, sets: list[str]) -> str:
-    """Of the paper's own cells, each counted once."""
+    """Agreement over the paper's cells, each counted once."""
     cells = [(name, m) for name in sets for m in METHODS if len(rows.get((name, m), [])) >= FEWEST]
     if not cells:
-        return "No set has enough splits."
+        return "No dataset has enough splits."
     distances = [_distance(rows, *cell) for cell in cells]
     ours = [standard_error([row["nll"] for row in rows[cell]]) for cell in cells]
     theirs = [max(PAPER[name][METHODS.index(m)][1], 0.5 * 10 ** -_digits(name)) for name, m in cells]
@@ -166,13 +166,13 @@ def draw(folder: Path) -> Figure:
         ax.set(xscale="log", title=name, xlabel="prior precision δ", ylabel="test NLL")
         largest = max(nll for method in ("BNN", "GLM") for nll in means.get((name, method), {0.0: 0.0}).values())
         if largest:
-            ax.set_ylim(0, 1.1 * largest)  # MAP without a prior is far above
+            ax.set_ylim(0, 1.1 * largest)  # MAP without a prior is far above the others
     figure.axes[0].legend(fontsize=7)
     return figure
 
 
 def _by_prior(rows: list[Row]) -> dict[tuple[str, str], dict[float, float]]:
-    """Mean test NLL by set and method, then δ, where all splits have it."""
+    """Mean test NLL by dataset and method, then δ, if all splits have it."""
     values: dict[tuple[str, str], dict[float, list[float]]] = {}
     for row in rows:
         values.setdefault((row["set"], row["method"]), {}).setdefault(float(row["delta"]), []).append(row["nll"])
@@ -219,13 +219,13 @@ def _digits(name: str) -> int:
 
 
 def _splits(rows: Chosen, name: str) -> str:
-    """How many, or from the fewest to the most of any method."""
+    """The number of splits, or the range over methods."""
     counts = {len(of_method) for (other, _), of_method in rows.items() if other == name}
     return str(max(counts)) if len(counts) == 1 else f"{min(counts)}–{max(counts)}"
 
 
 def _means_of_common(one: list[Row], other: list[Row]) -> tuple[float, float]:
-    """Of the splits that both methods have, as an unfinished run has more of some."""
+    """Rows of the splits that both methods have; an unfinished run has more for some."""
     seeds = {row["seed"] for row in one} & {row["seed"] for row in other}
     a, b = (mean(row["nll"] for row in rows if row["seed"] in seeds) if seeds else math.nan for rows in (one, other))
     return a, b

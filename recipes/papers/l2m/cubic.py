@@ -20,7 +20,7 @@ LIKELIHOOD = Gaussian(noise_std=NOISE)
 
 @dataclass(frozen=True)
 class Cubic:
-    """Points on y = x³ with noise: to train on, and to test on between them and beyond them.  # all [N, 1]"""
+    """Points on y = x³ with noise: for training, and for testing between and beyond the data.  # all [N, 1]"""
 
     x: Tensor
     y: Tensor

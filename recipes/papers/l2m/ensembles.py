@@ -1,13 +1,13 @@
 """L2M ensembles, which the L2M paper leaves for future work, on UCI regression: does L2M add to a deep ensemble?
 
-Five networks with one hidden layer of 50 ReLU are trained by AdamW on squared error, a fifth of the training rows held
-out; those of all splits of a set are trained side by side. The methods are one of the networks, its L2M posterior
-(`fit_l2m`: no pass over the data) and its post-hoc Laplace posterior (`fit_laplace`, Kronecker), and the same three for
-all five of them, as a `DeepEnsemble`.
+Five networks with one hidden layer of 50 ReLU are trained by AdamW on squared error, with a fifth of the training rows
+held out; the networks for all splits of a dataset train side by side. The methods are one of the networks, its L2M
+posterior (`fit_l2m`: no pass over the data) and its post-hoc Laplace posterior (`fit_laplace`, Kronecker), and the same
+three for all five networks, as a `DeepEnsemble`.
 
-The noise of the curvature is the training error. The prior is chosen on the held-out rows, by `tune_prior("auto")`.
-Then each method's noise σ², which is added to its variance of the function, is the one with the best NLL on the
-held-out rows. Of a network without a posterior it is the mean squared error there. The test rows choose nothing.
+The noise of the curvature is the training error. `tune_prior("auto")` chooses the prior on the held-out rows. Each
+method's noise σ², which is added to its variance of the function, is then the one with the best NLL on the held-out
+rows. For a network without a posterior it is the mean squared error there. The test rows choose nothing.
 
     python -m recipes.papers.l2m.ensembles                       # seconds: three sets, two splits
     python -m recipes.papers.l2m.ensembles --scale               # four minutes: nine sets, 20 splits (protein: 5)
@@ -38,10 +38,10 @@ ENSEMBLES = {"network": "deep ensemble", "L2M": "L2M ensemble", "Laplace": "Lapl
 METHODS = (*ENSEMBLES, *ENSEMBLES.values())
 TABLES = {"NLL": METHODS, "CRPS": METHODS, "coverage": METHODS, "RMSE": ("network", "deep ensemble")}
 CAPTIONS = {
-    "NLL": "The test NLL, in the targets' own unit:",
-    "CRPS": "The CRPS, in the targets' own unit:",
+    "NLL": "The test NLL, in the unit of the targets:",
+    "CRPS": "The CRPS, in the unit of the targets:",
     "coverage": "The share of test targets in the 95 % interval:",
-    "RMSE": "The root of the mean squared error, which a linearised posterior leaves as it is:",
+    "RMSE": "The root mean squared error, which a linearised posterior does not change:",
 }
 
 PAIRS = (("L2M ensemble", "deep ensemble"), ("L2M", "network"))
@@ -71,13 +71,13 @@ SCALES = {
 class Member:
     """A trained network as a point, with its L2M posterior and with its post-hoc Laplace posterior."""
 
-    point: LaplacePosterior  # of which the mean alone is used
+    point: LaplacePosterior  # only its mean is used
     l2m: LaplacePosterior
     laplace: LaplacePosterior
 
 
 def train(name: str, splits: Sequence[int], folder: Path, settings: Settings, seed: int) -> State:
-    """All members of all splits, those of a split one after another."""
+    """All members of all splits, grouped by split."""
     parts = [read_split(name, folder, k, settings.kind).train for k in splits]
     return train_side_by_side([part for part in parts for _ in range(settings.members)], settings.steps, seed, name)
 
@@ -119,7 +119,7 @@ def _function(ensemble: DeepEnsemble, predictive: str, data: TensorDataset) -> t
 
 
 def choose_noise(μ: Tensor, variance: Tensor, y: Tensor) -> float:
-    """The σ² that makes `N(y; μ, variance + σ²)` largest, of a fine grid below the mean squared error."""
+    """The σ² that maximises `N(y; μ, variance + σ²)`, on a fine grid below the mean squared error."""
     largest = (y - μ).square().mean()
     grid = largest * torch.logspace(-4, 0, 401, dtype=torch.float64)
     total = variance.double().unsqueeze(-1) + grid  # [N, 1, G]
@@ -160,12 +160,12 @@ def _by_cell(folder: Path) -> tuple[Cells, list[str]]:
 
 
 def _gaps(by_cell: Cells, name: str, own: str, rival: str) -> list[float]:
-    """Of the NLL, split by split."""
+    """Differences of the NLL, split by split."""
     return [a["NLL"] - b["NLL"] for a, b in zip(by_cell[name, own], by_cell[name, rival], strict=True)]
 
 
 def draw(folder: Path) -> Figure:
-    """What a posterior changes of the NLL, with two standard errors."""
+    """How a posterior changes the NLL, with two standard errors."""
     by_cell, sets = _by_cell(folder)
     figure = Figure(figsize=(7, 1 + 0.3 * len(sets)), layout="constrained", dpi=110)
     for ax, (own, rival) in zip(figure.subplots(1, len(PAIRS), sharey=True), PAIRS, strict=True):
@@ -179,7 +179,7 @@ def draw(folder: Path) -> Figure:
 
 
 def claims(by_cell: Cells, sets: list[str]) -> Iterator[Claim]:
-    """That the uncertainty around each member adds to their disagreement, as the paper expects, and to one network."""
+    """Claims that uncertainty around each member improves the ensemble, as the paper expects, and a single network."""
     for own, rival in PAIRS:
         for name in sets:
             gaps = _gaps(by_cell, name, own, rival)

@@ -1,5 +1,5 @@
-"""The picture of the toy regression: mean and 1, 2, 3 standard deviations of the function, as in the paper; the noise
-comes on top."""
+"""The figure of the toy regression: mean and 1, 2, 3 standard deviations of the function, as in the paper, and the
+noise."""
 
 from __future__ import annotations
 

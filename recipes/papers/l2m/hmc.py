@@ -1,7 +1,7 @@
 """Hamiltonian Monte Carlo, several chains side by side.
 
-During warm-up the step size is led to the wanted acceptance by dual averaging (Hoffman and Gelman, 2014, algorithm 5).
-The length of a path is random. `largest_r_hat` says whether the chains agree.
+During warm-up, dual averaging adapts the step size to the target acceptance (Hoffman and Gelman, 2014, algorithm 5).
+The length of a path is random. `largest_r_hat` measures whether the chains agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def hmc(
     target: float = 0.8,
     longest: int = 200,
 ) -> Chains:
-    """From `log_density`, [K, P] -> [K], starting at θ.  # [K, P]"""
+    """Sample from `log_density`, [K, P] -> [K], starting at θ.  # [K, P]"""
 
     def evaluate(θ: Tensor) -> tuple[Tensor, Tensor]:
         θ = θ.detach().requires_grad_()
@@ -70,7 +70,7 @@ def hmc(
 
 
 def largest_r_hat(f: Tensor) -> float:
-    """Split-R̂ of the functions' values: 1 where all chains, and both halves of each, agree.  # [S, K, N]"""
+    """Split-R̂ of the functions' values: 1 if all chains, and both halves of each, agree.  # [S, K, N]"""
     halves = torch.cat(f[: len(f) // 2 * 2].chunk(2), dim=1)
     ratio = halves.mean(0).var(0) / halves.var(0).mean(0)
     return float((1 - 1 / len(halves) + ratio).sqrt().max())

@@ -1,5 +1,5 @@
-"""UCI regression sets with their published splits: `uci_regression/<name>.npz` below the folder of data, with `X`, `y`,
-and rows `<kind>_train_<k>` and `<kind>_test_<k>`, of the kinds "standard" and "gap"."""
+"""UCI regression datasets with their published splits: `uci_regression/<name>.npz` below the data folder, with `X`,
+`y`, and rows `<kind>_train_<k>` and `<kind>_test_<k>`, where the kind is "standard" or "gap"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Split:
     train: TensorDataset
     validation: TensorDataset
     test: TensorDataset
-    scale: float  # standard deviation of the training targets, in the data's own unit
+    scale: float  # standard deviation of the training targets, in their original unit
 
 
 def check_files(names: tuple[str, ...], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Many small regression networks, trained by AdamW side by side as one batched computation.
 
-AdamW works on each weight by itself, so that the networks, and what the optimizer keeps of them, are those of separate
-trainings: `member` gives one of them back, as an ordinary network with an ordinary optimizer.
+AdamW updates each weight separately, so the networks and the optimizer's state equal those of separate training runs:
+`member` returns one of them as an ordinary network with an ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_optimizer(parameters: Any) -> torch.optim.AdamW:
 
 
 def train_side_by_side(parts: Sequence[TensorDataset], steps: int, seed: int, what: str = "training") -> State:
-    """A network for each of several training sets, by the squared error and a learning rate that falls to zero."""
+    """Train a network for each of several training sets, on squared error with a learning rate that falls to zero."""
     torch.manual_seed(seed)
     x, y = (nn.utils.rnn.pad_sequence([p.tensors[i] for p in parts], batch_first=True) for i in (0, 1))  # [K, N, ·]
     networks = [make_network(x.shape[2]) for _ in parts]
@@ -56,7 +56,7 @@ def train_side_by_side(parts: Sequence[TensorDataset], steps: int, seed: int, wh
 
 
 def member(state: State, k: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    """The network number k, and the optimizer that trained it."""
+    """Network k, and the optimizer that trained it."""
     own = {name: p[k].clone() for name, p in state["parameters"].items()}
     network = make_network(own["0.weight"].shape[1]).eval()
     network.load_state_dict(own)
@@ -73,7 +73,7 @@ def member(state: State, k: int) -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def _batches(sizes: Tensor, steps: int) -> Iterator[Tensor]:
-    """Rows of each network's own data, shuffled anew in each epoch, without what does not fill a batch.  # [K, B]"""
+    """Rows of each network's data, reshuffled in each epoch, without incomplete batches.  # [K, B]"""
     in_epoch = int(sizes.min()) // BATCH * BATCH
     beyond = torch.arange(int(sizes.max())) >= sizes[:, None]  # [K, N]
 

@@ -1,22 +1,22 @@
-"""Figure 1 of the L2M paper: what twelve predictives believe about y = x³ where they have seen no data.
+"""Figure 1 of the L2M paper: what twelve predictives say about y = x³ beyond the data.
 
 20 points, x uniform in [−4, 4], y = x³ + N(0, 3²), a network of 2 × 40 ReLU, AdamW with learning rate 0.1 and weight
 decay 0.1, 500 samples. All methods know the noise. The result is one picture, and a table of the negative
 log-likelihood and the coverage of the 95 % interval between the data (|x| < 4) and beyond them (4 < |x| < 6).
 Randomised prior functions, one of the paper's panels, are left out.
 
-The paper does not state its batch size or its loss, and has no public code. Here are two trainings:
+The paper does not state its batch size or its loss, and has no public code. This program trains in two ways:
 
 - "eq. (6)": full batches, squared error, a constant learning rate, 5,000 epochs; sampled weights. The precision is
-  `v̂ + 1/λ + ε` as printed, and `v̂ + λ + ε` as meant: the prior's precision is λ = 0.1, not 10.
-- everything else: batches of 5, and a learning rate that falls to zero. A full batch has no gradient noise from which
-  to estimate a Fisher information (`scaling="dataset"` refuses it). With batches of 5 a constant 0.1 often ends with
-  most units dead. By default as many steps as the paper has epochs; with --paper as many epochs, and so four times the
-  steps.
+  `v̂ + 1/λ + ε` as printed, and `v̂ + λ + ε` as intended: the prior's precision is λ = 0.1, not 10.
+- all other methods: batches of 5, and a learning rate that falls to zero. A full batch has no gradient noise from which
+  to estimate a Fisher information (`scaling="dataset"` raises an error). With batches of 5, a constant 0.1 often ends
+  with most units dead. The default is as many steps as the paper has epochs; --paper runs as many epochs, and so four
+  times the steps.
 
 "L2M" is the package's default: calibrated scaling, linearised network, the prior of AdamW's weight decay. HMC and both
 post-hoc Laplace posteriors have the prior N(0, 1) on every weight. The ensembles share their five members. Some of
-these trainings lose the fit; the network of all other methods is the one with the smallest training error.
+these training runs lose the fit; all other methods use the network with the smallest training error.
 
     python -m recipes.papers.l2m.toy              # two minutes of processor time
     python -m recipes.papers.l2m.toy --paper      # four times the training
@@ -54,13 +54,13 @@ from recipes.program import Row, Run, markdown, progress, read_rows, start
 
 Method = Callable[[Tensor], Prediction]
 PRINTED = "L2M, eq. (6) as printed"
-PEERS = ("MC dropout", "deep ensemble", "SWAG-diagonal", "HMC")  # that the paper draws, too
-NOTE = """"L2M, sampled" is L2M by weight samples, and too wide for the picture: units that no data point switches on
-have no gradient, and only the prior of weight decay, N·wd/c = 0.1, holds their weights. This hardly affects the
-linearised network. Eq. (6) as meant has the same problem; as printed, its slip of 1/λ = 10 holds every weight to
+PEERS = ("MC dropout", "deep ensemble", "SWAG-diagonal", "HMC")  # also in the paper's figure
+NOTE = """"L2M, sampled" is L2M with weight samples, and too wide for the figure: units that no data point switches on
+have no gradient, and only the prior of weight decay, N·wd/c = 0.1, constrains their weights. This barely affects the
+linearised network. Eq. (6) as intended has the same problem; as printed, its slip of 1/λ = 10 holds every weight to
 ± 0.3."""
 
-UNEQUAL = "The deep ensemble has all trainings, those that lost the fit, too; L2M has the best one."
+UNEQUAL = "The deep ensemble uses all training runs, including those that lost the fit; L2M uses the best one."
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ SCALES = {
 }
 
 
-# -- what is trained, each at most once --------------------------------------------------------------------------------
+# -- training, each network at most once -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Posteriors and chains of one run, trained when a method asks for them, or read."""
+    """Posteriors and chains of one run, trained on demand or read from disk."""
 
     run: Run
     data: Cubic
 
     def member(self, m: int) -> LaplacePosterior:
-        """The calibrated L2M posterior of a network of its own."""
+        """The calibrated L2M posterior of a separate network."""
         return _posterior(self.run.once(f"member {m}", _train_member, self.data, self.run, m))
 
     def members(self) -> list[LaplacePosterior]:
@@ -103,11 +103,11 @@ class Trained:
         return min(range(self.run.settings.members), key=lambda m: training_error(self.member(m), self.data))
 
     def network(self) -> LaplacePosterior:
-        """That of all methods but ensembles, HMC and eq. (6)."""
+        """The network of all methods except ensembles, HMC and eq. (6)."""
         return self.member(self.best)
 
     def paper(self, scaling: str) -> LaplacePosterior:
-        """Eq. (6) as printed and as meant, from one training."""
+        """Eq. (6) as printed and as intended, from one training run."""
         return _posterior(self.run.once("eq. (6)", _train_as_in_the_paper, self.data, self.run)[scaling])
 
     def chains(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Trained:
 
 def _train_member(data: Cubic, run: Run, m: int) -> dict[str, Any]:
     L.seed_everything(run.seeds(run.settings.members)[m], verbose=False)
-    # That the loss is the squared error is what the callback takes it for by default.
+    # By default the callback assumes that the loss is the squared error.
     train(CubicNet(), data.loader(batch_size=5), run.settings.epochs, l2m := L2MCallback(LIKELIHOOD, save=False))
     return l2m.posterior.state_dict()
 
@@ -151,7 +151,7 @@ def _sample_chains(members: list[LaplacePosterior], data: Cubic, run: Run) -> di
 
 
 def sampled(posterior: LaplacePosterior, run: Run) -> Method:
-    """By weight samples, the same at every x."""
+    """Predict with weight samples that are the same at every x."""
     generator = torch.Generator()
     samples = run.settings.samples
     return lambda x: posterior.predict(x, "bnn", samples=samples, generator=generator.manual_seed(run.seed))
@@ -170,8 +170,8 @@ def mc_dropout(trained: Trained) -> Method:
 
 
 def swag_diagonal(trained: Trained, lr: float = 1e-4) -> Method:
-    """Maddox et al. (2019): mean and variance of the weights that SGD visits from the trained ones, once an epoch. The
-    rate is the largest power of ten at which it keeps the fit, seen on the points that it is judged on."""
+    """Maddox et al. (2019): mean and variance of the weights after each epoch of SGD, starting at the trained ones. The
+    rate is the largest power of ten that keeps the fit, which we chose on the test points."""
     model, settings = trained.network().network, trained.run.settings
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     visited = []
@@ -193,7 +193,7 @@ def by_chains(draws: Tensor) -> Method:
 
 
 def _from_functions(f: Tensor) -> Prediction:
-    """The prediction of sampled outputs, with the noise that all methods know.  # [S, N, 1]"""
+    """The prediction from sampled outputs, with the known noise.  # [S, N, 1]"""
     return Prediction.from_predictive(LIKELIHOOD.from_samples(f.detach()))
 
 
@@ -210,16 +210,16 @@ METHODS: dict[str, Callable[[Trained], Method]] = {
     "Laplace, diagonal": lambda t: post_hoc(t, "diag"),
     "Laplace, full": lambda t: post_hoc(t, "full"),
     "HMC": lambda t: by_chains(t.chains()["draws"]),
-    "L2M, sampled": lambda t: sampled(t.network(), t.run),  # for the table alone
+    "L2M, sampled": lambda t: sampled(t.network(), t.run),  # only for the table
 }
 
 
-# -- all of them, in one picture and one table -------------------------------------------------------------------------
+# -- all methods, in one figure and one table --------------------------------------------------------------------------
 
 
 def predict(name: str, trained: Trained) -> dict[str, dict[str, Tensor]]:
-    """What a method believes on the picture's grid, between the data and beyond them."""
-    trained.network()  # a method's random numbers do not depend on what has been trained for it
+    """A method's predictions on the figure's grid, between the data and beyond them."""
+    trained.network()  # a method's random numbers do not depend on earlier training
     L.seed_everything(trained.run.seed, verbose=False)
     method, data = METHODS[name](trained), trained.data
     places = {"grid": GRID, "between": data.between[0], "beyond": data.beyond[0]}
@@ -239,7 +239,7 @@ def judge(name: str, trained: Trained) -> Iterator[Row]:
 
 
 def judge_member(m: int, trained: Trained) -> Iterator[Row]:
-    """Each training by itself: its error on its data, how many of its units one of them switches on, and its NLL
+    """Each training run separately: its training error, the number of units that the data switch on, and its NLL
     without and with L2M."""
     posterior, row = trained.member(m), {"seed": trained.run.seeds(trained.run.settings.members)[m]}
     net = posterior.network.net
@@ -255,7 +255,7 @@ def judge_member(m: int, trained: Trained) -> Iterator[Row]:
 
 
 def training_error(posterior: LaplacePosterior, data: Cubic) -> float:
-    """The root of the mean square, which is about the noise where the network fits."""
+    """The root mean squared error, which is close to the noise if the network fits."""
     mean = posterior.predict(data.x, "map").mean
     assert mean is not None
     return float((mean - data.y).square().mean().sqrt())
@@ -277,7 +277,7 @@ def judge_chains(trained: Trained) -> Iterator[Row]:
 
 
 def report(folder: Path) -> str:
-    """The table, how the chains went, and whether what the paper says of its figure holds."""
+    """The table, the diagnostics of the chains, and whether the paper's statements about its figure hold."""
     rows = {row["method"]: row for row in read_rows(folder / "scores.csv")}
     columns = [f"{what} {where}" for where in ("between", "beyond") for what in ("NLL", "coverage", "σ of f")]
     columns += ["σ of f left", "σ of f right"]
@@ -293,17 +293,17 @@ def report(folder: Path) -> str:
     members = markdown(names, [[row[name] for name in names] for row in trainings], digits=2)
     lost = sum(row["training error"] > 2 * NOISE for row in trainings)
     caption = (
-        "The trainings, of which the one with the smallest error on its data is the network of all methods but "
-        f"ensembles, HMC and eq. (6); {lost} of {len(trainings)} lost the fit, with an error of more than twice the "
-        "noise. Beside it their NLL:"
+        "The training runs. All methods except ensembles, HMC and eq. (6) use the one with the smallest training "
+        f"error; {lost} of {len(trainings)} lost the fit, with an error of more than twice the noise. The table also "
+        "shows their NLL:"
     )
-    beside = verdict(list(on_par(rows)), "comparisons of our own, for the paper's word that L2M is on par with others,")
+    beside = verdict(list(on_par(rows)), "additional comparisons, for the claim that L2M is on par with others,")
     parts = [text, chains, caption, members, " ".join(NOTE.split()), verdict(list(claims(rows))), beside, UNEQUAL]
     return "\n\n".join(parts)
 
 
 def claims(rows: dict[str, Row]) -> Iterator[Claim]:
-    """The paper has a figure and no numbers; this is what it says of it."""
+    """The paper's statements about its figure, which has no numbers."""
     for name in (PRINTED, "L2M"):
         low, *high = (rows[name][f"σ of f {where}"] for where in ("between", "left", "right"))
         statement = f"{name}: σ of f is higher beyond the data than between, on both sides"

@@ -1,37 +1,37 @@
-"""Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST notices
+"""Which part of the authors' configuration decides whether an online Laplacian autoencoder of FashionMNIST detects
 MNIST (figure 9 of Miani et al., "Laplacian autoencoders for learning stochastic representations")?
 
     python -m recipes.papers.lae.ablation            # a quarter of an hour: every row of the table, small
     python -m recipes.papers.lae.ablation --n-train 10000    # three quarters: the same, with more images
     python -m recipes.papers.lae.ablation --scale    # 80 minutes: the first row, all channels and images, 8 epochs
-    python -m recipes.papers.lae.ablation --paper    # the same until it stops, wide linear layers exact; wants a GPU
+    python -m recipes.papers.lae.ablation --paper    # the same until it stops, wide linear layers exact; needs a GPU
 
-The first row is the authors' code as far as it can be: batch 100, learning rate 1e-4 for 64 channels, curvature at the
+The first row follows the authors' code where possible: batch 100, learning rate 1e-4 for 64 channels, curvature at the
 sampled weights, `H ← 0.999 H + h` from `H₀ = N`, prior precision 1, one sampled network in training and 10 at test, the
 mean squared error as loss while h is that of the sum, a factor ½ in h, and images in the same order in every epoch.
-(Two things are left out: their convolutions have the gradient of the mean network, and their validation loss, by which
-the learning rate falls and training stops, is that of sampled networks.) Each other row changes one thing.
+(Two details are not reproduced: their convolutions have the gradient of the mean network, and their validation loss,
+which controls the learning rate and early stopping, uses sampled networks.) Each other row changes one setting.
 
-What theory says before anything is trained. To first order a sampled network's variance is
+Theory makes predictions before any training. To first order, a sampled network's variance is
 
     σ²(x) = Σ_w J_w(x)² / H_w,     H_w = scale · N/α · E[J_w²] + H₀ (1 − α)ᵗ + δ,
 
 with J_w the derivative of the output (or latent point) in weight w.
 
-- Where the data's part of H prevails, α, the scale, the factor ½ and the sum against the average multiply all σ alike:
-  no AUROC changes, until samples are so wide that first order ends and training at them changes the network.
-- Where H₀ or δ prevails, all weights have the same variance, and σ² is ‖J(x)‖² but for a factor: large for bright
-  images with much contrast, which are FashionMNIST's. σ is then larger inside than outside. What matters is which
-  weights the data have determined when training ends: `(1 − α)ᵗ`, so the memory's length against the training's.
+- If the data's part of H dominates, α, the scale, the factor ½ and the sum instead of the average multiply all σ by the
+  same factor: no AUROC changes, until samples are so wide that first order fails and the network itself changes.
+- If H₀ or δ dominates, all weights have the same variance, and σ² is proportional to ‖J(x)‖²: large for bright images
+  with high contrast, which are FashionMNIST's. σ is then larger inside than outside. The result depends on which
+  weights the data have determined when training ends: on `(1 − α)ᵗ`, the memory's length relative to the training's.
 - A factor in the loss cancels in Adam's step, in the plateau's relative threshold and in early stopping, and the loss
-  has no prior. The mean over pixels instead of the sum changes nothing but for Adam's ε.
-- A convolution's weights are shared by all places of an image, so the data determine all of them: there is no weight
-  that only an unknown image uses, as at the dark border of MNIST's digits, where linear layers notice KMNIST.
+  has no prior. The mean over pixels instead of the sum changes nothing except the effect of Adam's ε.
+- A convolution's weights are shared by all positions of an image, so the data determine all of them: no weight is used
+  only by an unknown image, unlike at the dark border of MNIST's digits, where linear layers detect KMNIST.
 
-A smaller run translates two numbers. With n of N images the memory lasts as many epochs and is as sharp (α N/n, scale
+A smaller run rescales two numbers. With n of N images the memory lasts as many epochs and is as sharp (α N/n, scale
 (N/n)²); with c of 64 channels Adam's rate is 64/c times as large, so that a layer's output moves as far per step
-(`--scale` leaves it at 1e-4). AUROC is that of validation images of FashionMNIST and training images of MNIST, none of
-which any program tests on.
+(`--scale` keeps it at 1e-4). AUROC is measured on validation images of FashionMNIST and training images of MNIST, which
+no program uses for testing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from recipes.program import QUIET, Row, Run, progress, start
 
 @dataclass(frozen=True)
 class Configuration:
-    """The authors', for N images and 64 channels."""
+    """The authors' configuration, for N images and 64 channels."""
 
     batch: int = 100
     lr: float = 1e-4
@@ -121,7 +121,7 @@ class Settings:
     lr_by_width: bool = True
 
 
-# Where 1,024 and 2,048 features are exact, too, a step takes two minutes of a core, otherwise one second.
+# If 1,024 and 2,048 features are also exact, a step takes two minutes on one core, otherwise one second.
 SCALE = Settings((AUTHORS,), 1, N, 1000, 8, 28, 64, hessian="auto")
 PAPER = Settings((AUTHORS,), 1, N, 5000, 1000, 28, 64, hessian="mixed")
 FAST = Settings((AUTHORS, "H₀ = 1 (paper)"), 2, 300, 100, 3, 8, 2, 4)
@@ -131,7 +131,7 @@ FAST = Settings((AUTHORS, "H₀ = 1 (paper)"), 2, 300, 100, 3, 8, 2, 4)
 
 
 class LitMeanLoss(LitAutoencoder):
-    """The authors' loss: the mean over pixels, too."""
+    """The authors' loss, which also averages over pixels."""
 
     def loss(self, x: Tensor) -> Tensor:
         return 0.5 * F.mse_loss(self(x), x)
@@ -160,7 +160,7 @@ def configuration(name: str, settings: Settings) -> Configuration:
 
 
 def memory(n: int, of: Configuration) -> dict[str, Any]:
-    """For n images, what the configuration has for N."""
+    """The memory for n images that matches the configuration's for N."""
     s = N / n
     scale = of.scale * (s if of.average else s**2)
     return {
@@ -204,7 +204,7 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
         **{**QUIET, "enable_checkpointing": True},
     )
     last = folder / "last.ckpt"
-    goes_on = last.exists() and not of.shuffle  # a checkpoint does not know how far the shuffling has come
+    goes_on = last.exists() and not of.shuffle  # a checkpoint does not store the state of the shuffling
     trainer.fit(
         module,
         data.loader("train", of.batch, shuffle=of.shuffle),
@@ -223,7 +223,7 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
 
 
 def judge(posterior: LaplacePosterior, data: Data, outside: Tensor, samples: int) -> Row:
-    """Errors, AUROC, and whether σ is only another word for brightness."""
+    """Errors, AUROC, and how closely σ follows brightness."""
     inside = data.valid.tensors[0][: len(outside)]
     method = Laplacian(posterior)
     scores = scores_of(method, data.train.tensors[0], inside, outside, samples, 0)

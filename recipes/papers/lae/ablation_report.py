@@ -1,4 +1,4 @@
-"""What `ablation` has measured: each row beside the authors' configuration, and what theory expected of it."""
+"""The results of `ablation`: each row beside the authors' configuration, and the predictions of theory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.program import Row, markdown, read_rows, spread
 
 N, CHANNELS = 55_000, 64
 AUTHORS = "the authors' configuration"
-EQUAL = 5000.0  # the precision with which the newest version of their code tests, which forgets to load H
+EQUAL = 5000.0  # the precision that the newest version of their code tests with, because it does not load H
 STEP = 0.05  # of an AUROC that is called a difference
 
 
@@ -72,7 +72,7 @@ def _rows(rows: dict[str, list[Row]]) -> str:
 
 
 def differences(rows: dict[str, list[Row]]) -> str:
-    """What changes an AUROC by more than chance: differences between runs of the same seed."""
+    """Changes that move an AUROC consistently: differences between runs with the same seed."""
     first = {r["seed"]: r for r in rows[AUTHORS]}
     lines = []
     for name, of_row in rows.items():
@@ -89,7 +89,7 @@ def differences(rows: dict[str, list[Row]]) -> str:
 
 
 def predictions(rows: dict[str, list[Row]], without_network: float) -> list[Claim]:
-    """What theory says (above), and whether it is so; of the rows that there are."""
+    """The predictions of theory, and whether they hold for the available rows."""
     average = {
         name: {key: mean(r[key] for r in of_row) for key in of_row[0] if isinstance(of_row[0][key], float)}
         for name, of_row in rows.items()

@@ -1,11 +1,11 @@
 """Autoencoders, and the methods that the Laplacian autoencoder is compared with (Miani et al., "Laplacian autoencoders
 for learning stochastic representations", section 5 and appendix A).
 
-Every method is a `Method`: it draws networks, and has the moments of their latent points and reconstructions. All train
-with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior has. Where the authors'
-code differs from their paper, this follows the paper: the loss is that of the Hessian (theirs is a mean over pixels),
-the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor ½, and the
-prior does not decay. `ablation.py` has their configuration, and what these differences change.
+Every method is a `Method`: it draws networks, and computes the moments of their latent points and reconstructions. All
+train with Adam on `½‖x − f(x)‖²`, the negative log-likelihood at noise 1, whose Hessian the posterior uses. If the
+authors' code differs from their paper, this follows the paper: the loss matches the Hessian (theirs is a mean over
+pixels), the gradient is that of the sampled network, the training images are shuffled, the Hessian has no factor ½, and
+the prior does not decay. `ablation.py` uses their configuration and measures what these differences change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from recipes.program import QUIET, Run, progress
 
 METHODS = ("AE", "VAE", "MC-AE", "AE ensemble", "LAE (post-hoc)", "LAE (online)")
 DROPOUT, MEMBERS, KL_WEIGHT, LATENT = 0.2, 5, 1e-3, 2
-BATCH = 500  # images at a time where nothing is trained
+BATCH = 500  # batch size outside of training
 PATIENCE = 8  # epochs without a better validation loss
 NOISE = Gaussian(noise_std=1.0)
 
@@ -52,7 +52,7 @@ def linear_decoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequenti
 def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential:
     """With 64 channels: Conv64 – pool – Conv64 – pool – 2048 – 1024 – 2."""
     if pixels % 4:
-        raise SystemExit(f"two poolings need an image whose side is a multiple of 4: --pixels {pixels} is none")
+        raise SystemExit(f"two poolings need an image whose side is a multiple of 4, not --pixels {pixels}")
     c, side = width // 8, pixels // 4
     linear = [nn.Linear(c * side**2, 32 * c), nn.Linear(32 * c, 16 * c), nn.Linear(16 * c, LATENT)]
     first = [nn.Conv2d(1, c, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), *_dropout(dropout)]
@@ -61,7 +61,7 @@ def conv_encoder(pixels: int, width: int, dropout: float = 0.0) -> nn.Sequential
 
 
 def conv_decoder(pixels: int, width: int, dropout: float = 0.0, mirrored: bool = False) -> nn.Sequential:
-    """As in the authors' code, whose decoder has a convolution more than the encoder; `mirrored`: as many."""
+    """As in the authors' code, whose decoder has one more convolution than the encoder; `mirrored`: the same number."""
     c, side = width // 8, pixels // 4
     linear = [nn.Linear(LATENT, 16 * c), nn.Linear(16 * c, 32 * c), nn.Linear(32 * c, c * side**2)]
     first: list[nn.Module] = [nn.Tanh(), nn.Unflatten(1, (c, side, side))]
@@ -124,7 +124,7 @@ class LitVAE(LitAutoencoder):
         return self.encoder(x), self.encoder_log_variance(x).clamp(-16, 4)
 
     def decode(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """A pixel that is always black would have no variance: its standard deviation is at least 0.05."""
+        """A pixel that is always black would have no variance, so the standard deviation is at least 0.05."""
         return self.decoder(z), F.softplus(self.decoder_log_variance(z) + 6) - 6
 
     def loss(self, x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class LitVAE(LitAutoencoder):
 
 
 def fit(module: L.LightningModule, data: Data, settings: Settings, folder: Path, *callbacks: L.Callback) -> Any:
-    """Until the validation loss has not fallen for `PATIENCE` epochs, or `settings.epochs` are over."""
+    """Train until the validation loss has not fallen for `PATIENCE` epochs, or for `settings.epochs`."""
     trainer = L.Trainer(
         max_epochs=settings.epochs,
         callbacks=[EarlyStopping("val_loss", patience=PATIENCE), *callbacks],
@@ -153,7 +153,7 @@ def fit(module: L.LightningModule, data: Data, settings: Settings, folder: Path,
 
 
 def trained(run: Run, name: str, make: Callable[[], Any], data: Data, seed: int) -> Any:
-    """A module with the weights that an interrupted run has saved, or trained."""
+    """A trained module, or one with the weights that an earlier run saved."""
 
     def weights() -> dict[str, Tensor]:
         seed_everything(seed)
@@ -165,13 +165,13 @@ def trained(run: Run, name: str, make: Callable[[], Any], data: Data, seed: int)
 
 
 def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = False) -> LaplacePosterior:
-    """Trained at samples of its posterior, whose curvature is learned on the way."""
+    """Train at samples of the posterior, whose curvature is learned during training."""
 
     def state() -> dict[str, Any]:
         seed_everything(run.seed)
         callback = OnlineLaplaceCallback(
             NOISE,
-            calibrate=None,  # the paper's predictions as they are
+            calibrate=None,  # the paper's predictions, unchanged
             **memory(len(data.train), settings),
             hessian=settings.hessian,
             average=settings.average,
@@ -191,7 +191,7 @@ def memory(n: int, settings: Settings) -> dict[str, float]:
     """The paper's memory, for fewer images. It forgets a fraction α at every step: it lasts for some epochs, and is as
     sharp as the Hessian of N/α images. With n = N/s images an epoch is shorter by s, so the same number of epochs has
     the factor sα. The Hessian is then that of n/(sα) images, which the scale s² corrects. The precision starts at the
-    number of images, as in the authors' code. With the paper's own factor a short training would never forget that
+    number of images, as in the authors' code. With the paper's factor, a short training run would never forget that
     start, and nearly every weight would have the same variance."""
     s = PAPER.n_train / n
     scale = s if settings.average else s**2
@@ -218,12 +218,12 @@ def seed_everything(number: int) -> None:
 
 
 class Method:
-    """A trained autoencoder and what it is unsure of."""
+    """A trained autoencoder and its uncertainty."""
 
     stochastic = True
 
     def draw(self, x: Tensor, n: int, seed: int) -> Reconstruction:
-        """`n` networks at a batch, samples kept; the same seed draws the same networks where networks are drawn."""
+        """`n` networks at a batch, with samples; if networks are drawn, the same seed draws the same ones."""
         raise NotImplementedError
 
     def decoder_variance(self, z: Tensor, n: int, seed: int) -> Tensor:
@@ -231,7 +231,7 @@ class Method:
         raise NotImplementedError
 
     def moments(self, x: Tensor, n: int, seed: int) -> Reconstruction:
-        """Of any number of images; samples are not kept."""
+        """Moments for any number of images, without samples."""
         parts = [replace(self.draw(part, n, seed), samples=None, latent_samples=None) for part in x.split(BATCH)]
         names = ("mean", "variance", "latent_mean", "latent_variance")
         return Reconstruction(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
@@ -239,7 +239,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Several(Method):
-    """One network, with or without dropout, or one after the other of an ensemble."""
+    """One network, with or without dropout, or the members of an ensemble in turn."""
 
     modules: Sequence[LitAutoencoder]
     dropout: bool = False
@@ -262,7 +262,7 @@ class Several(Method):
 
 @dataclass(frozen=True)
 class Variational(Method):
-    """Latent points are drawn; a pixel's variance is the decoder's own, and that of its mean over the draws."""
+    """Latent points are drawn; a pixel's variance is the decoder's variance plus that of its mean over the draws."""
 
     module: LitVAE
 

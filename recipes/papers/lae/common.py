@@ -1,4 +1,4 @@
-"""What the recipes on Laplacian autoencoders share besides the networks: settings and data."""
+"""Settings and data that the recipes on Laplacian autoencoders share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.papers.image_data import read_images, read_unknown
 
-SPLIT = 42  # the seed of all choices of images, whatever the seed of the training
+SPLIT = 42  # selects the images, independently of the training seed
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much of everything. The defaults are for minutes on two cores; each recipe names the paper's."""
+    """The scale of a run. The defaults take minutes on two cores; each recipe defines the paper's values."""
 
     n_train: int = 4000
     n_valid: int = 1000
@@ -74,9 +74,9 @@ def _shrunk(x: Tensor, pixels: int) -> Tensor:
 
 
 def describe(what: str, settings: Any) -> str:
-    """One sentence for the head of a report; `settings` are those of a saved run, too."""
+    """One sentence for the head of a report; `settings` may come from a saved run."""
     return (
-        f"{what}; {settings['n_train']:,} images to train on, {settings['n_valid']:,} to stop by, at most "
+        f"{what}; {settings['n_train']:,} training and {settings['n_valid']:,} validation images, at most "
         f"{settings['epochs']} epochs, {settings['hessian']} Hessian, {settings['samples']} sampled networks at test"
     )
 

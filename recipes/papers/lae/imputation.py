@@ -1,19 +1,19 @@
-"""Half a digit is seen: what might the other half be? Table 3 and figure 11 of the paper (Miani et al., "Laplacian
+"""Half of a digit is hidden: what might it be? Table 3 and figure 11 of the paper (Miani et al., "Laplacian
 autoencoders for learning stochastic representations").
 
     python -m recipes.papers.lae.imputation            # minutes: some of MNIST, the approximate Hessian
-    python -m recipes.papers.lae.imputation --paper    # 55,000 images, the exact Hessian; wants a GPU
+    python -m recipes.papers.lae.imputation --paper    # 55,000 images, the exact Hessian; needs a GPU
 
 The upper half of a digit is replaced by noise. Five sampled networks reconstruct the image; each of the five, with the
 observed half put back, is reconstructed five times more, and these are averaged (appendix A.3): five images that may be
 of different digits. A classifier trained on whole digits reads all five, and its probabilities are averaged; are they
-calibrated? From noise alone the same procedure draws new digits.
+calibrated? From noise alone, the same procedure draws new digits.
 
-The errors of the paper's table are not those of the digit. Their code puts the noise into the image itself and compares
-the imputations with *that*: half of what is summed is the distance from the noise, about ½² + std² for each of 392
-pixels, which are mostly black or white where the noise is grey. (Their repository also stores an "mse" of 155.9 for
-digits drawn from noise alone, for which there is no digit to compare with.) Here the error is that of the digit; the
-table has both.
+The errors of the paper's table are not relative to the digit. Their code puts the noise into the image and compares
+the imputations with *that*: half of the sum is the distance from the noise, about ½² + std² for each of 392
+pixels, which are mostly black or white, while the noise is grey. (Their repository also stores an "mse" of 155.9 for
+digits drawn from noise alone, for which there is no digit to compare with.) Here the error is relative to the digit;
+the table has both.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def train_classifier(run: Run, data: Data) -> Classifier:
 
 
 def hide(x: Tensor, seed: int, everything: bool = False) -> tuple[Tensor, Tensor]:
-    """The image with noise instead of its upper half (or of everything), and where it was observed. The noise is the
-    authors': of each image Gaussian, shifted and scaled to go from 0 to 1."""
+    """The image with noise in its upper half (or everywhere), and a mask of the observed pixels. The noise is the
+    authors': Gaussian for each image, shifted and scaled to the range from 0 to 1."""
     observed = torch.zeros_like(x, dtype=torch.bool)
     if not everything:
         observed[..., x.shape[-2] // 2 :, :] = True
@@ -114,7 +114,7 @@ def generate(method: Method, pixels: int, seed: int, n: int = BATCH) -> Tensor:
 
 @torch.no_grad()
 def read(classifier: Classifier, images: Tensor, y: Tensor) -> Row:
-    """What a classifier says of several imputations `[S, B, 1, H, W]`."""
+    """A classifier's predictions for several imputations `[S, B, 1, H, W]`."""
     probs_of_each = classifier(images.flatten(0, 1)).softmax(1).unflatten(0, images.shape[:2])  # [S, B, 10]
     probs = probs_of_each.mean(0)
     row: Row = {"accuracy": float((probs.argmax(1) == y).float().mean())}
@@ -125,7 +125,7 @@ def read(classifier: Classifier, images: Tensor, y: Tensor) -> Row:
 
 
 def errors(images: Tensor, x: Tensor, shown: Tensor, observed: Tensor) -> Row:
-    """Of the mean of several imputations `[S, B, 1, H, W]`, from the digits `x` and from what was `shown` of them."""
+    """Errors of the mean of several imputations `[S, B, 1, H, W]`, from the digits `x` and from the `shown` images."""
 
     def summed(squares: Tensor) -> float:
         return float(squares.flatten(-3).sum(-1).mean())
@@ -152,7 +152,7 @@ def judge(name: str, method: Method, classifier: Classifier, data: Data, seed: i
 
 
 def judge_classifier(classifier: Classifier, data: Data, seed: int) -> list[Row]:
-    """Half digits, and whole ones, without any imputation."""
+    """Scores of half and whole digits without imputation."""
     x, y = data.test.tensors
     unknown = dict.fromkeys(("MSE", "log p(x)", *ERRORS))
     half = read(classifier, hide(x, seed)[0].unsqueeze(0), y) | {"digits": None}
@@ -166,19 +166,19 @@ def judge_drawn(name: str, method: Method, classifier: Classifier, data: Data, s
 
 
 def digits(probs: Tensor) -> Tensor:
-    """How many classes a classifier sees in the imputations of an image.  # [S, B, classes] -> [B]"""
+    """The number of classes that a classifier finds in the imputations of an image.  # [S, B, classes] -> [B]"""
     return F.one_hot(probs.argmax(2), probs.shape[2]).amax(0).sum(1)
 
 
 @torch.no_grad()
 def variety(classifier: Classifier, images: Tensor) -> float:
-    """How many digits there are among many images: the exponential of the entropy of their shares."""
+    """The effective number of digits among many images: the exponential of the entropy of their shares."""
     counts = classifier(images.flatten(0, 1)).argmax(1).bincount(minlength=10)
     return float(torch.distributions.Categorical(counts.float()).entropy().exp())
 
 
 def grey(images: Tensor) -> float:
-    """The share of ink that is neither white nor black: large where an image is not crisp."""
+    """The share of ink that is neither white nor black: large if an image is blurred."""
     ink = images > 0.25
     return float((ink & (images < 0.75)).sum() / ink.sum())
 

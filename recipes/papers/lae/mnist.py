@@ -3,13 +3,12 @@ learning stochastic representations").
 
     python -m recipes.papers.lae.mnist            # minutes: 14 × 14 pixels, a narrow network, some of MNIST
     python -m recipes.papers.lae.mnist --pixels 28 --width 512 --hessian approx
-    python -m recipes.papers.lae.mnist --paper    # 784-512-256-2-256-512-784 on 55,000 images; wants a GPU
+    python -m recipes.papers.lae.mnist --paper    # 784-512-256-2-256-512-784 on 55,000 images; needs a GPU
 
-One autoencoder is trained as usual and gets its posterior afterwards (post-hoc), by the KFAC, the exact and the
-approximate diagonal Hessian; others are trained at samples of their posterior (online), with the exact and the
-approximate diagonal. The table has the squared error of the mean reconstruction, and the log-likelihood of a
-sampled network, averaged over the samples. The exact diagonal costs a backward pass per pixel, so the default has few
-pixels.
+One autoencoder trains as usual and gets its posterior afterwards (post-hoc), with the KFAC, the exact diagonal and the
+approximate diagonal Hessian; others train at samples of their posterior (online), with the exact and the approximate
+diagonal. The table shows the squared error of the mean reconstruction, and the log-likelihood of a sampled network,
+averaged over the samples. The exact diagonal costs a backward pass per pixel, so the default has few pixels.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ALIKE = 0.1  # relative difference of two errors
 NOTE = """\
 "latent σ" is relative to the spread of the latent points; "far / near" is the decoder's σ on the edge of figure 1's
 map over that at the latent points. log p(x) is −‖x − f(x)‖² averaged over sampled networks, as in the paper: without ½
-and without a constant. "authors" is the one run that their repository stores, 28 × 28 pixels, judged by the images that
+and without a constant. "authors" is the one run that their repository stores, 28 × 28 pixels, scored on the images that
 stopped it; the numbers of table 2 are not in the paper's text."""
 
 
@@ -71,7 +70,7 @@ def train(run: Run, data: Data) -> dict[str, Method]:
 
 
 def hessians(words: str) -> list[str]:
-    """`--hessian approx`, alone, leaves out what is slow."""
+    """`--hessian approx` skips the slow methods."""
     return words.split(" and ")
 
 
@@ -95,7 +94,7 @@ def judge(name: str, method: Method, data: Data, samples: int, seed: int) -> lis
     assert moments.latent_mean is not None
     assert moments.latent_variance is not None
     mse = (x - moments.mean).square().flatten(1).sum(1).mean()
-    # Averaged over the samples, the error of a sampled network is that of the mean plus the variance.
+    # On average over the samples, the error of a sampled network is that of the mean plus the variance.
     spread = 0.0 if isinstance(method, Variational) else moments.variance.flatten(1).sum(1).mean()
     latent = moments.latent_variance.mean().sqrt() / moments.latent_mean.std(0).mean()
     row = {"method": name, "MSE": float(mse), "log p(x)": -float(mse + spread), "latent σ": float(latent)}
@@ -145,7 +144,7 @@ def report(folder: Path) -> str:
     for name, row in rows.items():
         line = [row[column] for column in columns]
         if name == "VAE":
-            line[1] = None  # its log-likelihood has a variance of its own
+            line[1] = None  # its log-likelihood uses a different variance
         lines.append([name, *line, STORED_RUN if name == "online exact" else None])
     return "\n\n".join(
         [

@@ -1,16 +1,16 @@
 """Do autoencoders know what they have not seen? Figures 9 and 10 of the paper (Miani et al., "Laplacian autoencoders
 for learning stochastic representations").
 
-    python -m recipes.papers.lae.ood                        # trained on FashionMNIST, asked about MNIST; convolutions
-    python -m recipes.papers.lae.ood --pair mnist-kmnist    # trained on MNIST, asked about KMNIST; linear layers
+    python -m recipes.papers.lae.ood                        # trained on FashionMNIST, tested on MNIST; convolutions
+    python -m recipes.papers.lae.ood --pair mnist-kmnist    # trained on MNIST, tested on KMNIST; linear layers
     python -m recipes.papers.lae.ood --scale                # either pair, an hour: more images, wider, longer
-    python -m recipes.papers.lae.ood --paper                # either pair, whole network, 55,000 images; wants a GPU
+    python -m recipes.papers.lae.ood --paper                # either pair, whole network, 55,000 images; needs a GPU
 
-An autoencoder, a VAE, an autoencoder with dropout, an ensemble of five, and the Laplacian autoencoder, post-hoc and
-online, are scored by the area under the ROC curve (AUROC) of four scores, each of which is to be larger outside: the
-squared error of a sampled network, which is the log-likelihood but for its sign ("log-likelihood"), its distance from
-the training images' average ("typicality"), and the standard deviation over sampled networks, summed over latent
-dimensions ("latent σ") and over pixels ("output σ"). Which settings matter is measured by `ablation.py`.
+The methods are an autoencoder, a VAE, an autoencoder with dropout, an ensemble of five, and the Laplacian autoencoder,
+post-hoc and online. They are compared by the area under the ROC curve (AUROC) of four scores, which should be larger
+outside: the squared error of a sampled network, which is the negative log-likelihood ("log-likelihood"), its distance
+from the training images' average ("typicality"), and the standard deviation over sampled networks, summed over latent
+dimensions ("latent σ") and over pixels ("output σ"). `ablation.py` measures which settings matter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Settings(common.Settings):
 
 @dataclass(frozen=True)
 class Pair:
-    """What is trained on, what is asked about, and how."""
+    """The training data, the unknown data, and the network."""
 
     inside: str
     outside: str
@@ -142,7 +142,7 @@ def figure_9(scores: dict[str, Scores]) -> Figure:
                 ax.plot(*roc(*of_method[name]), label=label, linewidth=2.4 if method == "LAE (online)" else 1.4, **look)
         ax.plot([0, 1], [0, 1], color="black", linewidth=0.6)
         ax.set(title=name, xlabel="false positive rate", ylabel="true positive rate", aspect="equal")
-        # Below the axes, because some curve goes through every corner.
+        # Below the axes, because there is a curve in every corner.
         ax.legend(fontsize=8, title="AUROC", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     return figure
 
@@ -170,17 +170,17 @@ def report(folder: Path) -> str:
         stored = [authors.get(name, (None,) * 4)] if authors else []
         lines.append([name, *(row[column] for column in COLUMNS), *(value for values in stored for value in values)])
     net = (conv_net if pair.conv else linear_net)(settings)
-    numbers = "the authors' are of the runs that their repository stores" if authors else "the paper's text has none"
+    numbers = "the authors' come from the runs that their repository stores" if authors else "the paper's text has none"
     return "\n\n".join(
         [
             f"{pair.inside} → {pair.outside}, figure 9 (c), AUROC on {settings['n_test']:,} test images of each: "
             f"{describe(net, settings)}. {remembered(settings)}",
             markdown(["", *COLUMNS, *(f"{score} (authors)" for score in SCORES if authors)], lines, 3),
-            f'"error" is ‖x − f(x)‖² of a sampled network inside; "FPR95" the share of {pair.outside} that output σ '
-            f"takes for {pair.inside} where it accepts 95 % of that; numbers to compare with: {numbers}. How dark an "
-            f"image is, without any network, has AUROC {dark:.3f}. Pictures: figure_9.png, figure_10.png.",
+            f'"error" is ‖x − f(x)‖² of a sampled network inside; "FPR95" is the share of {pair.outside} that output '
+            f"σ accepts as {pair.inside} if it accepts 95 % of the latter; reference numbers: {numbers}. Without any "
+            f"network, the darkness of an image has AUROC {dark:.3f}. Figures: figure_9.png, figure_10.png.",
             verdict(claims(rows, pair)),
-            *([] if pair.conv else ["All but the last the paper says of FashionMNIST against MNIST."]),
+            *([] if pair.conv else ["The paper makes all statements but the last for FashionMNIST against MNIST."]),
         ]
     )
 
@@ -190,8 +190,8 @@ def remembered(settings: dict[str, Any]) -> str:
     kept = memory(n, Settings(**settings))
     left = (1 - kept["memory_factor"]) ** (settings["epochs"] * math.ceil(n / settings["batch"]))
     return (
-        f"The online memory is that of {settings['memory_factor']:g} with 55,000 images, counted in epochs and as "
-        f"sharp: a step forgets one part in {1 / kept['memory_factor']:.0f}, the curvature is scaled by "
+        f"The online memory matches a factor of {settings['memory_factor']:g} with 55,000 images, in epochs and in "
+        f"sharpness: a step forgets one part in {1 / kept['memory_factor']:.0f}, the curvature is scaled by "
         f"{kept['scale']:.0f}, and after all epochs {left:.1%} of the start is left."
     )
 

@@ -1,4 +1,4 @@
-"""Pictures of latent spaces, figures 1 and 8 of the paper on Laplacian autoencoders, and how methods look in others."""
+"""Figures of latent spaces, figures 1 and 8 of the paper on Laplacian autoencoders, and the style of other figures."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def figure_8(methods: dict[str, Method], data: Data, samples: int, seed: int) ->
 
 
 def square_around(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of latent points `[N, 2]`, and the offsets of a grid in each direction from it that goes half as far
-    again as they do."""
+    """The centre of latent points `[N, 2]`, and the offsets of a grid around it that extends half as far again as
+    they do."""
     low, high = z.min(0).values, z.max(0).values
     reach = 0.75 * float((high - low).max())
     return (low + high) / 2, torch.linspace(-reach, reach, GRID)

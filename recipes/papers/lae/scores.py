@@ -1,4 +1,4 @@
-"""Four scores of an autoencoder, each of which is to be larger outside of its data, and how well they tell it."""
+"""Four scores of an autoencoder that should be larger outside of its data, and how well they detect such images."""
 
 from __future__ import annotations
 

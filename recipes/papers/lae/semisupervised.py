@@ -2,13 +2,13 @@
 representations").
 
     python -m recipes.papers.lae.semisupervised            # minutes: some of MNIST, the approximate Hessian
-    python -m recipes.papers.lae.semisupervised --paper    # 55,000 images, the exact Hessian; wants a GPU
+    python -m recipes.papers.lae.semisupervised --paper    # 55,000 images, the exact Hessian; needs a GPU
 
-Autoencoders learn from images without labels. Then 1 to 100 images of each class get their labels, all from the
-validation set, and K-nearest neighbours in latent space classify the rest of it (appendix A.4). A stochastic encoder
-writes every labelled image 100 times, and so says how far its label reaches. K is chosen by two-fold cross-validation
-on the labelled images. All copies of an image are in the same fold, because they would give each other away. (With
-one label per class there is nothing to leave out, and K is 1.) Five repeats.
+Autoencoders learn from images without labels. Then 1 to 100 images of each class get labels, all from the validation
+set, and K-nearest neighbours in latent space classify the rest of it (appendix A.4). A stochastic encoder encodes every
+labelled image 100 times, which shows how far its label extends. K is chosen by two-fold cross-validation on the
+labelled images. All copies of an image are in the same fold, because they would give each other away. (With one label
+per class there is nothing to hold out, and K is 1.) Five repeats.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIKE = 0.02  # of two accuracies
 
 
 def embed(method: Method, x: Tensor, samples: int, seed: int) -> Tensor:
-    """All images by every sampled encoder, one after the other in memory.  # [S, N, 2]"""
+    """All images, encoded by every sampled encoder.  # [S, N, 2]"""
     n = samples if method.stochastic else 1
     parts = []
     for part in x.split(max(1, 20_000 // n)):
@@ -50,7 +50,7 @@ def embed(method: Method, x: Tensor, samples: int, seed: int) -> Tensor:
 
 
 def accuracy(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> float:
-    """Of one draw of labelled images, on all others.  # z [S, N, 2]"""
+    """The accuracy with one draw of labelled images, on all others.  # z [S, N, 2]"""
     order = torch.randperm(len(y), generator=generator)
     labelled = torch.cat([order[y[order] == c][:per_class] for c in y.unique()])
     rest = torch.ones(len(y), dtype=torch.bool)
@@ -60,7 +60,7 @@ def accuracy(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -
 
 
 def choose_neighbours(z: Tensor, y: Tensor, labelled: Tensor, per_class: int) -> int:
-    """The K with most hits in two-fold cross-validation; the smallest of equals."""
+    """The K with the most hits in two-fold cross-validation; ties go to the smallest."""
     if per_class == 1:
         return 1
     first = torch.arange(len(labelled)) % per_class < per_class // 2  # half of every class
@@ -71,8 +71,8 @@ def choose_neighbours(z: Tensor, y: Tensor, labelled: Tensor, per_class: int) ->
 
 
 def hits(z: Tensor, y: Tensor, known: Tensor, asked: Tensor, neighbours: tuple[int, ...]) -> dict[int, float]:
-    """The share of `asked` images, each at the mean of its copies, that the K nearest copies of `known` ones classify
-    rightly, for each K."""
+    """The share of `asked` images, each at the mean of its copies, that the K nearest copies of `known` images classify
+    correctly, for each K."""
     points, labels = z[:, known].flatten(0, 1), y[known].repeat(len(z))  # [S · n, 2], [S · n]
     possible = [K for K in neighbours if len(points) >= K]
     _, nearest = KDTree(points.numpy()).query(z[:, asked].mean(0).numpy(), k=max(possible))
@@ -160,7 +160,7 @@ def main() -> None:
     x, y = data.valid.tensors
     labels = [n for n in LABELS if n < int(y.bincount().min())]
     for name in METHODS:
-        if name != "AE ensemble":  # five latent spaces that have nothing to do with each other
+        if name != "AE ensemble":  # five unrelated latent spaces
             run.collect("accuracy", name, judge, name, methods[name], x, y, labels, settings.samples, run.seed)
     run.save_picture("figure_12", figure_12(*read_results(run.output)))
     run.save_report(report(run.output))

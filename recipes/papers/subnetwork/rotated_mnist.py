@@ -1,10 +1,10 @@
-"""Rotated MNIST after Daxberger et al. (2021), at a smaller scale: how probabilities fare under rotation.
+"""Rotated MNIST after Daxberger et al. (2021), at a smaller scale: how good are probabilities under rotation?
 
 The paper trains a ResNet-18 (11 million weights) on all of MNIST and puts a full covariance on 42,438 of them (0.38 %).
 Here a convolutional network of 56,970 weights trains on 5,000 images, and the subnetwork has 1,500 of them (2.6 %). The
-protocol is otherwise theirs: one trained network; SGD with a constant learning rate from there on gives the snapshots
-of SWAG, whose variances choose the subnetwork; the full GGN over it; the linearised network predicts by the probit
-link. Priors are tuned on validation images, where the authors chose on test images. No temperatures.
+protocol is otherwise the paper's: SGD with a constant learning rate continues from one trained network and gives the
+snapshots of SWAG, whose variances choose the subnetwork; the posterior is the full GGN over it; the linearised network
+predicts with the probit link. Priors are tuned on validation images; the authors used test images. No temperatures.
 
 | method | what it is |
 |---|---|
@@ -79,12 +79,12 @@ SCALES = {
 }  # fmt: skip
 
 
-# -- what is trained, each at most once --------------------------------------------------------------------------------
+# -- training, each network at most once -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Networks and SWAG posteriors of one run, trained when a method asks for them, or read."""
+    """Networks and SWAG posteriors of one run, trained on demand or read from disk."""
 
     run: Run
     data: TensorDataset
@@ -109,7 +109,7 @@ class Trained:
         return module.state_dict()
 
     def _train_further(self, seed: int) -> dict[str, Any]:
-        """Snapshots of a further training at a constant learning rate, four per epoch."""
+        """Snapshots of further training at a constant learning rate, four per epoch."""
         module = self.module(seed)
         L.seed_everything(seed, verbose=False)
         further = copy.deepcopy(module).train()
@@ -181,11 +181,11 @@ METHODS: dict[str, Callable[[Trained, int], Method]] = {
 }
 
 
-# -- all of them at all angles -----------------------------------------------------------------------------------------
+# -- all methods at all angles -----------------------------------------------------------------------------------------
 
 
 def measure(name: str, seed: int, trained: Trained, rotated: Mapping[int, Tensor], y: Tensor) -> Iterator[Row]:
-    trained.swag(seed)  # a method's random numbers do not depend on what has been trained for it
+    trained.swag(seed)  # a method's random numbers do not depend on earlier training
     L.seed_everything(seed, verbose=False)
     method = METHODS[name](trained, seed)
     for angle, x in rotated.items():
@@ -202,7 +202,7 @@ def measure(name: str, seed: int, trained: Trained, rotated: Mapping[int, Tensor
 
 
 def report(folder: Path) -> str:
-    """Means and standard errors over seeds, and whether what the paper shows in its figures holds."""
+    """Means and standard errors over seeds, and whether the results of the paper's figures hold."""
     by_cell = _by_cell(folder)
     methods, angles = _names(by_cell)
     parts = []
@@ -216,7 +216,7 @@ def report(folder: Path) -> str:
     statements = [beats(OWN, rotated["nll"], "NLL of the rotated images", larger=False)]
     statements.append(beats(OWN, rotated["ece"], "calibration error of the rotated images", larger=False))
     own, chance = rotated["nll"][OWN], rotated["nll"]["subnetwork by chance"]
-    statement = "weights of large variance are a better subnetwork than weights by chance"
+    statement = "weights with large variance are a better subnetwork than random weights"
     statements.append(Claim(statement, own < chance, f"{own:.3f}; {chance:.3f}"))
     return "\n\n".join([*parts, verdict(statements)])
 

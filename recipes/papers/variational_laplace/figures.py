@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from recipes.papers.variational_laplace.results import METHODS, Results
 from recipes.program import standard_error
 
-LOOKS = {  # told apart by marker and line too, not by colour alone
+LOOKS = {  # distinguished by marker and line as well as colour
     "VL": {"color": "#D55E00", "marker": "o", "linestyle": "-"},
     "VI (mean)": {"color": "#0072B2", "marker": "s", "linestyle": "--"},
     "VI (10 samples)": {"color": "#56B4E9", "marker": "^", "linestyle": "-."},

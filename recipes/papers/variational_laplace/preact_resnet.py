@@ -1,6 +1,6 @@
 """PreActResNet-18 (He et al. 2016, "Identity mappings in deep residual networks") for small images, with softplus.
 
-Variational Laplace differentiates its own gradient, which a ReLU's kink would spoil; see `replace_activations`.
+Variational Laplace differentiates its gradient, so a ReLU's kink would give wrong results; see `replace_activations`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NORMS = "*norm*"  # a name pattern of the batch-norm layers
 
 
 class PreActBlock(nn.Module):
-    """Norm and activation come before each convolution; nothing but the sum stands between two blocks."""
+    """Norm and activation come before each convolution; only the sum is between two blocks."""
 
     def __init__(self, width_in: int, width: int, stride: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()

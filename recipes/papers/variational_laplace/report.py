@@ -1,5 +1,5 @@
-"""Tables 1 and 2 of the Variational Laplace paper beside those of a folder of `tables.py`, and which of the paper's
-statements are true there."""
+"""Tables 1 and 2 of the Variational Laplace paper beside the results of `tables.py`, and which of the paper's
+statements hold there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAPER_SECONDS = {"VL": 114.9, "VI": 43.2, "MAP": 41.8}  # per epoch of CIFAR-10 
 
 
 def report(folder: Path) -> str:
-    """As Markdown, from the CSVs of the folder alone."""
+    """The report as Markdown, from the CSVs of the folder."""
     results = Results.read(folder)
     parts = ["# Variational Laplace: tables 1 and 2, figures 1 and 2", describe(results)]
     if not results.datasets:
@@ -147,7 +147,7 @@ def table_of_multipliers(results: Results, dataset: str) -> str:
 
 
 def table_2(results: Results) -> str:
-    """And how many of MAP's that is."""
+    """The time, also relative to MAP's."""
     seconds = {m: median(row["seconds"] for row in results.epoch_rows if row["method"] == m) for m in PAPER_SECONDS}
     rows = [
         [m, f"{value:.2f}", f"{value / seconds['MAP']:.2f}", f"{p:.1f}", f"{p / PAPER_SECONDS['MAP']:.2f}"]
@@ -186,7 +186,7 @@ def best(results: Results, dataset: str, method: str, score: str) -> Claim:
 
 
 def order(results: Results, dataset: str, score: str) -> Claim:
-    """Every pair of methods that the paper's number tells apart."""
+    """Every pair of methods with different numbers in the paper."""
     place, sign = list(SCORES).index(score), _sign(score)
     papers = {m: sign * PAPER[dataset][m][place] for m in METHODS}
     values = {m: [sign * value for value in results.chosen(dataset, m, score)] for m in METHODS}
@@ -252,7 +252,7 @@ def early_stopping(results: Results, dataset: str, β: float) -> list[Claim]:
 
 
 def gained(gains: list[float]) -> str:
-    """A difference of two trainings with the same seed: mean, spread, and whether it is more than noise."""
+    """A difference of two training runs with the same seed: mean, spread, and whether it exceeds the noise."""
     text = f"{spread(gains)}, in {sum(gain > 0 for gain in gains)} of {len(gains)} seeds"
     if len(gains) > 1 and abs(mean(gains)) < 2 * standard_error(gains):
         text += ", less than two standard errors"

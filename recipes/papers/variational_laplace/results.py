@@ -1,4 +1,4 @@
-"""What the trainings of `tables.py` have left in a folder: `scores.csv`, `epochs.csv` and `settings.json`."""
+"""The results that `tables.py` saved in a folder: `scores.csv`, `epochs.csv` and `settings.json`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCORES = {"nll": "NLL", "acc": "accuracy", "ece": "ECE"}
 
 @dataclass(frozen=True)
 class Results:
-    """Rows by what they are of. Lists of numbers have one per seed, in the seeds' order.
+    """Rows by dataset, method and setting. Lists have one number per seed, in the order of the seeds.
 
-    Of an unfinished run, the seeds of a dataset that have all their trainings are kept: methods are compared on the
-    same seeds.
+    An unfinished run keeps only the seeds of a dataset with all training runs: methods are compared on the same
+    seeds.
     """
 
     score_rows: list[Row]
@@ -51,24 +51,24 @@ class Results:
     def scores(
         self, dataset: str, method: str, score: str, beta: float, multiplier: float | None = None, split: str = "test"
     ) -> list[float]:
-        """Of a training with the multiplier of table 1, unless another is asked for."""
+        """Scores of a training run, with the multiplier of table 1 unless another is given."""
         multiplier = None if method == "MAP" else multiplier or self.settings["multiplier"]
         wanted = {"dataset": dataset, "method": method, "beta": beta, "multiplier": multiplier, "split": split}
         rows = [row for row in self.score_rows if all(row[name] == value for name, value in wanted.items())]
         return [row[score] for row in sorted(rows, key=lambda row: row["seed"])]
 
     def beta(self, dataset: str, method: str) -> float:
-        """Of the best mean NLL of the validation images."""
+        """The β with the best mean NLL on the validation images."""
         return min(self.betas, key=lambda β: mean(self.scores(dataset, method, "nll", β, split="validation")))
 
     def chosen(self, dataset: str, method: str, score: str) -> list[float]:
-        """Of the test images at that β."""
+        """Scores on the test images at that β."""
         return self.scores(dataset, method, score, self.beta(dataset, method))
 
     def curves(
         self, dataset: str, method: str, beta: float, multiplier: float, what: str = "elbo"
     ) -> list[list[float]]:
-        """Of the epochs, by seed; VI is one method here."""
+        """Rows of the epochs, by seed; VI counts as one method here."""
         wanted = {"dataset": dataset, "method": method, "beta": beta, "multiplier": multiplier}
         rows = [row for row in self.epoch_rows if all(row[name] == value for name, value in wanted.items())]
         seeds = sorted({row["seed"] for row in rows})
@@ -76,7 +76,7 @@ class Results:
 
 
 def _finished(epoch_rows: list[Row], settings: dict[str, Any]) -> set[tuple[str, int]]:
-    """Datasets and seeds of which every training has been written."""
+    """Datasets and seeds whose training runs are all finished."""
     wanted: set[tuple[str, float, float | None]] = {("MAP", β, None) for β in settings["betas"]}
     for method in ("VI", "VL"):
         wanted |= {(method, β, settings["multiplier"]) for β in settings["betas"]}

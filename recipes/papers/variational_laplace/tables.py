@@ -3,23 +3,23 @@ Aitchison, "Variational Laplace for Bayesian neural networks").
 
     python -m recipes.papers.variational_laplace.tables            # minutes: a narrow network on some of FashionMNIST
     python -m recipes.papers.variational_laplace.tables --scale    # three seeds on FashionMNIST and CIFAR-10
-    python -m recipes.papers.variational_laplace.tables --paper    # PreActResNet-18, 200 epochs; wants a GPU
+    python -m recipes.papers.variational_laplace.tables --paper    # PreActResNet-18, 200 epochs; needs a GPU
 
-All methods share one network, one prior (He's scale, tempered by β), one optimizer and one test: MAP; VI, tested by
-the network at the mean and by 10 weight samples; and VL, tested at the mean. Batch-norm has no prior and no posterior.
-Images are not augmented. Each seed has its own split into training and validation images, initial weights, order of
-batches and noise. A method's β is the one with the best mean NLL of the validation images; the paper's table has the
-best test value of each number.
+All methods share one network, one prior (He's scale, tempered by β), one optimizer and one test: MAP; VI, tested at
+the mean and with 10 weight samples; and VL, tested at the mean. Batch norm has no prior and no posterior. Images are
+not augmented. Each seed has a different split into training and validation images, initial weights, batch order and
+noise. A method's β is the one with the best mean NLL on the validation images; the paper's table has the best test
+value of each number.
 
 `--scale` is PreActResNet-10, one block per stage instead of two, of width 8 instead of 64 and with a first convolution
 of stride 2 (77,634 weights for grey images): 1,000 training, 1,000 validation and 2,000 test images of FashionMNIST and
 of CIFAR-10, 20 epochs with batches of 40, Adam with learning rate 0.01 (÷ 10 after 10 and 15 epochs), eight β, three
-seeds, and four multipliers at β = 0.1; 40 minutes of one core. Few images and many epochs, because the paper compares
-methods where MAP overfits. The learning rate was settled on validation images of CIFAR-10: MAP's NLL is as good as with
-0.003, and only the larger one lets log σ come near the prior by a multiplier of 1, as in the paper.
+seeds, and four multipliers at β = 0.1; 40 minutes on one core. There are few images and many epochs, because the paper
+compares methods where MAP overfits. We chose the learning rate on validation images of CIFAR-10: MAP's NLL is as good
+as with 0.003, and only the larger rate lets log σ come near the prior with a multiplier of 1, as in the paper.
 
-Every training is a row of `scores.csv` per way to test it and per split; `epochs.csv` has the ELBO per example, how far
-log σ has moved on average, and the processor time of each epoch. From these two come `table.md` and the pictures.
+Every training run has a row in `scores.csv` per test method and split; `epochs.csv` has the ELBO per example, the mean
+change of log σ, and the processor time of each epoch. `table.md` and the figures come from these two files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCORES = ("nll", "acc", "ece")
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs in minutes on one core."""
+    """The defaults run in minutes on one core."""
 
     datasets: tuple[str, ...] = ("FashionMNIST",)
     width: int = 8
@@ -80,7 +80,7 @@ PAPER = Settings(
     width=64,
     blocks=2,
     stride=1,
-    n_train=None,  # all that are not for validation
+    n_train=None,  # all images except those for validation
     n_validation=5000,
     n_test=None,
     epochs=200,
@@ -117,7 +117,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Training:
-    """One of the trainings: of table 1 and figure 1, which sweep β, or of figure 2, which sweeps the multiplier."""
+    """One training run, for table 1 and figure 1, which sweep β, or for figure 2, which sweeps the multiplier."""
 
     dataset: str
     method: str
@@ -164,7 +164,7 @@ class LitNet(L.LightningModule):
 
 
 class MAP(LitNet):
-    """The log-joint: the prior of the two below, at a single point."""
+    """The log joint, with the same prior as the two methods below."""
 
     def __init__(self, *args: Any, beta: float, n_data: int) -> None:
         super().__init__(*args)
@@ -233,7 +233,7 @@ def mean_log_sigma(module: L.LightningModule) -> float:
 
 
 def split(images: Images, n_validation: int, seed: int) -> dict[str, TensorDataset]:
-    """Training and validation images are the seed's own choice, the test images are the same for all."""
+    """Training and validation images depend on the seed; the test images are the same for all."""
     x, y = images.train.tensors
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     parts = {"validation": order[:n_validation], "train": order[n_validation:]}
@@ -241,7 +241,7 @@ def split(images: Images, n_validation: int, seed: int) -> dict[str, TensorDatas
 
 
 def train(training: Training, images: Images, settings: Settings) -> dict[str, list[Row]]:
-    """Train and test by the Trainer, whatever the method is: rows of the two CSVs."""
+    """Train and test any method with the Trainer; return rows of the two CSVs."""
     parts, watch = split(images, settings.n_validation, training.seed), Watch()
     module = make(training, images, settings, len(parts["train"]))
     trainer = L.Trainer(max_epochs=settings.epochs, callbacks=[watch], **QUIET)
@@ -256,7 +256,7 @@ def train(training: Training, images: Images, settings: Settings) -> dict[str, l
 
 
 def rows_of(run: Run, table: str, training: Training, images: Images) -> list[Row]:
-    """Of a training that is made once for both tables."""
+    """The rows of a training run, which runs once for both tables."""
     which: Row = {"dataset": training.dataset, "method": training.method, "beta": training.beta}
     which |= {"multiplier": training.multiplier, "seed": training.seed}
     return [which | row for row in run.once(str(training), train, training, images, run.settings)[table]]

@@ -47,7 +47,7 @@ def test_an_interrupted_run_goes_on_to_the_same_table(
     ]
     assert all(abs(row["weights"] - 800) < 200 for row in rows)
     assert {row["found"] for row in rows if row["method"].startswith("θ⋆")} == {0}  # in two passes
-    assert "0 of 5 searches of θ⋆ have come to less than a tenth of the first gradient; the others are cut off" in text
+    assert "0 of 5 searches for θ⋆ reached less than a tenth of the first gradient; the others stopped" in text
     lines = (tmp_path / "scores.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "scores.csv").write_text("".join(lines[: 1 + len(of_cnn)]), encoding="utf-8")
     assert run(folder, tmp_path, monkeypatch) == text
@@ -76,9 +76,9 @@ def test_the_table_is_means_over_seeds_and_the_claims_are_those_of_the_numbers(t
     text = table1.report(tmp_path)
     assert "| θ⋆, one λ                  | 0.400 ± 0.100 | 0.700 ± 0.300 |" in text
     assert "| θ⋆, λ per normalised layer | –             | –             |" in text
-    assert "The searches of θ⋆ are cut off after some passes" in text
+    assert "The searches for θ⋆ stopped after some passes" in text
     assert "8 of 8 cells are worse than MAP's" in text
-    assert "Of 4 statements of the paper that could be tested 2 hold" in text
+    assert "2 of 4 statements of the paper that could be tested hold" in text
     assert "holds: FIXUP: θ⋆ is better than θ̃, one λ (0.400; 0.900)" in text
     assert "does not hold: FIXUP: θ⋆ is better than θ̃, λ per layer (0.850; 0.800)" in text
     assert "holds: FIXUP: at θ⋆ λ per layer is worse than one λ" in text
@@ -106,7 +106,7 @@ def test_it_is_said_when_all_searches_came_near_the_optimum(tmp_path: Path) -> N
     row = {"step": "", "network": "FIXUP", "seed": 0, "weights": 2000, "nll": 0.1, "accuracy": 0.9}
     methods = {"MAP": None, "θ̃, one λ": None, "θ⋆, one λ": 1, "θ̃, λ per layer": None, "θ⋆, λ per layer": 1}
     append_rows(tmp_path / "scores.csv", [{**row, "method": m, "found": found} for m, found in methods.items()])
-    assert "All searches of θ⋆ have come to less than a tenth" in table1.report(tmp_path)
+    assert "All searches for θ⋆ reached less than a tenth" in table1.report(tmp_path)
 
 
 @pytest.mark.parametrize(

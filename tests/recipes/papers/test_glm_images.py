@@ -175,6 +175,6 @@ def test_what_is_missing_is_said_before_any_training(
     part = tmp_path / "data"
     shutil.copytree(data, part)
     shutil.rmtree(part / "svhn")
-    with pytest.raises(SystemExit, match=r"SVHN is not in .* put SVHN/\{train,test\}_32x32.mat there, or name another"):
+    with pytest.raises(SystemExit, match=r"SVHN is not in .* put SVHN/\{train,test\}_32x32.mat there, or pass another"):
         run(part, tmp_path / "output")
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["settings.json"]

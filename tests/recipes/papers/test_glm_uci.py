@@ -76,7 +76,9 @@ def test_splits_that_train_at_once_are_those_that_train_alone(
 
 
 def test_a_missing_set_is_said_before_any_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = r"the data set vehicle is not in .*uci_classification: put vehicle.npz there, or name another folder by"
+    sentence = (
+        r"the data set vehicle is not in .*uci_classification: put vehicle.npz there, or pass another folder with"
+    )
     with pytest.raises(SystemExit, match=sentence):
         run(monkeypatch, tmp_path, tmp_path / "output", "--sets", "digits", "vehicle")
     assert not list((tmp_path / "output").glob("steps/*"))

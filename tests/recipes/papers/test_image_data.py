@@ -106,4 +106,4 @@ def test_what_is_missing_is_one_sentence_with_both_ways_out(name: str, place: st
     said = str(error.value)
     assert "\n" not in said
     assert said.startswith(f"{name} is not in {tmp_path / 'nothing'} and cannot be downloaded (")
-    assert said.endswith(f"): put {place} there, or name another folder with --data or LIGHTNING_BAYES_DATA")
+    assert said.endswith(f"): put {place} there, or pass another folder with --data or LIGHTNING_BAYES_DATA")

@@ -56,7 +56,7 @@ def test_an_interrupted_run_goes_on_to_the_same_table(
 def test_a_missing_set_is_said_before_any_training(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match=r"yacht is not in .*: put yacht.npz there, or name another folder by --data"):
+    with pytest.raises(SystemExit, match=r"yacht is not in .*: put yacht.npz there, or pass .* folder with --data"):
         run(tmp_path, tmp_path / "out", monkeypatch)
     assert not list((tmp_path / "out").rglob("*.pt"))
 

@@ -91,7 +91,7 @@ def statements(text: str) -> dict[str, bool]:
         for start, holds in (("- holds: ", True), ("- does not hold: ", False)):
             if row.startswith(start):
                 found[row.removeprefix(start).rsplit(" (", 1)[0]] = holds
-    assert f"Of {len(found)} statements of the paper {sum(found.values())} hold in this run:" in text
+    assert f"In this run, {sum(found.values())} of {len(found)} statements of the paper hold:" in text
     return found
 
 
@@ -208,7 +208,7 @@ def test_missing_images_are_one_sentence_before_any_training(data: Path, tmp_pat
     fewer = tmp_path / "data"
     shutil.copytree(data / "FashionMNIST", fewer / "FashionMNIST")
     with pytest.raises(
-        SystemExit, match=r"MNIST is not in .* or name another folder with --data or LIGHTNING_BAYES_DATA"
+        SystemExit, match=r"MNIST is not in .* or pass another folder with --data or LIGHTNING_BAYES_DATA"
     ):
         call("ood", fewer, tmp_path / "output")
     assert not (tmp_path / "output" / "steps").exists()

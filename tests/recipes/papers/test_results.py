@@ -62,7 +62,7 @@ def test_many_commands_are_named_by_what_they_share(runs: Path) -> None:
     made_by = [{"command": f"{command} --sets {name}", "versions": versions} for name in ("ab", "ac", "b", "ac", "d")]
     path.write_text(json.dumps({**content, "made_by": made_by}), encoding="utf-8")
     (run,) = (run for run in results.measured(runs / "results") if run.name == "zoo")
-    assert results.commands_of(run) == f"`{command}`, in 4 parts that `settings.json` names"
+    assert results.commands_of(run) == f"`{command}`, in 4 parts that `settings.json` lists"
 
 
 def test_a_new_number_in_a_csv_is_a_new_number_on_the_page(runs: Path) -> None:

@@ -201,7 +201,7 @@ def test_statements_of_the_paper_are_judged_with_their_spread(made_up: Path) -> 
     assert "by 0.290 ± 0.000, in 3 of 3 seeds" in worse
     (robust,) = [line for line in said if "depends less on the multiplier" in line]
     assert robust.startswith("- holds")
-    assert f"Of {len(said)} statements" in text
+    assert f"of {len(said)} statements of the paper hold:" in text
 
 
 def test_of_an_unfinished_run_whole_seeds_are_reported(made_up: Path) -> None:
