@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, shown
+from lightning_bayes.arguments import count, format_value
 from lightning_bayes.curvature.accumulate import first_nonfinite
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
 from lightning_bayes.jacobian.plan import Plan
@@ -128,10 +128,12 @@ def check_rank(rank: Any, structure: str) -> None:
     if rank is None:
         return
     if structure not in (WORD, "kron"):
-        raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
+        raise ValueError(
+            f"rank={format_value(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}"
+        )
     if isinstance(rank, str) and (structure == WORD or rank != "auto"):
         raise ValueError(
-            f"rank must be a whole number of at least 1, got {shown(rank)}: 'auto' is for structure='kron' only"
+            f"rank must be a whole number of at least 1, got {format_value(rank)}: 'auto' is for structure='kron' only"
         )
     if rank != "auto":
         count("rank", rank)

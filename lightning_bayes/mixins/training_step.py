@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.jacobian.checks import CHECK_INTERVAL, FirstWrong, check_fit, wrong_in
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
@@ -269,7 +269,7 @@ class StepChecks:
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
-                f"the loss of training_step depends on {some(names)} beside the network's outputs, but a variational "
+                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, but a variational "
                 "step trains through the outputs alone: move everything that maps x to f into the module that "
                 f"variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
             )

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.mixins.training_step import Gradients, Step, StepError, run_step
 from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin, make_variational
 from lightning_bayes.network import Processes
@@ -115,12 +115,12 @@ def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.
     names = [name for name, p in module.named_parameters() if p in unseen | confused]
     if unseen:
         raise StepError(
-            f"local_reparameterization did not see how {some(names)} is used in the training step: call its layer as a "
+            f"local_reparameterization did not see how {format_names(names)} is used in the training step: call its layer as a "
             "module, turn the option off, or make the parameter deterministic"
         )
     if confused:
         raise StepError(
-            f"local_reparameterization cannot repeat the noise of {some(names)} for activation checkpointing, because "
+            f"local_reparameterization cannot repeat the noise of {format_names(names)} for activation checkpointing, because "
             "its layer runs several times in one forward pass: turn one of the two off"
         )
 

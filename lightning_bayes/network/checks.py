@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_bayes.arguments import instance, shown, some, text
+from lightning_bayes.arguments import format_names, format_value, instance, text
 from lightning_bayes.network.containers import forward_parameters, tensors
 from lightning_bayes.network.errors import PLAIN, CurvatureError, DataError, NetworkError
 from lightning_bayes.network.output import network_name
@@ -50,7 +50,7 @@ def check_device(device: Any) -> torch.device:
     try:
         return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
     except (RuntimeError, AssertionError, TypeError):  # what PyTorch raises for a device that does not exist
-        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {shown(device)}") from None
+        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {format_value(device)}") from None
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
@@ -73,7 +73,7 @@ def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batch
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if not iterable or isinstance(loader, (str, bytes, Tensor, type, nn.Module)):
-        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {shown(loader)}")
+        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {format_value(loader)}")
     return loader
 
 
@@ -100,7 +100,7 @@ def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
     leaves = tensors(x)
     shapes, dtypes = [str(list(leaf.shape)) for leaf in leaves], list(dict.fromkeys(leaf.dtype for leaf in leaves))
     noun = "an input of shape" if len(shapes) == 1 else "inputs of shapes"
-    description = f"{noun} {some(shapes)} and {', '.join(map(str, dtypes))}"
+    description = f"{noun} {format_names(shapes)} and {', '.join(map(str, dtypes))}"
     weights = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
     message = " ".join(str(error).split())
     message = message if len(message) <= _QUOTED else f"{message[: _QUOTED - 1]}…"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from lightning_bayes.arguments import count, instance, shown, text
+from lightning_bayes.arguments import count, format_value, instance, text
 from lightning_bayes.metrics.functional.inputs import check_tensors
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def canvas(
         else:
             axes = np.asarray(ax, dtype=object).reshape(-1)
             if not all(isinstance(axis, Axes) for axis in axes):
-                raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
+                raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {format_value(ax)}.")
             if len(axes) != n:
                 raise ValueError(f"ax must hold {n} Axes, one per panel, got {len(axes)}.")
             ax = axes[0] if n == 1 else axes
@@ -122,7 +122,7 @@ def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: 
     text("name", name, "the figure's name")
     count("step", step, 0)
     if not hasattr(figure, "savefig"):
-        raise TypeError(f"figure must be a matplotlib Figure, got {shown(figure)}")
+        raise TypeError(f"figure must be a matplotlib Figure, got {format_value(figure)}")
     instance("directory", directory, (str, PathLike), "a path")
     loggers = list(loggers) if isinstance(loggers, Iterable) else [loggers]
     file_name = f"{name}_{step:06d}.png"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import shown, some
+from lightning_bayes.arguments import format_names, format_value
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
 from lightning_bayes.network.accumulation import number_like
@@ -105,7 +105,7 @@ def check_prior(
         if prior_mean is not None:
             raise ValueError("prior= has a mean: leave prior_mean= out, or pass prior_mean= alone")
         if not isinstance(prior, GaussianPosterior):
-            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
+            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {format_value(prior)}")
         if prior.is_sharded:
             raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
         own = prior.precision.word
@@ -125,13 +125,13 @@ def check_prior(
             raise PriorError("prior_mean must hold weights, but this is a posterior's file: pass it as prior=")
         for name, value in prior_mean.items():
             if not isinstance(value, Tensor):
-                raise PriorError(f"prior_mean must hold tensors, got {shown(value)} for {name!r}")
+                raise PriorError(f"prior_mean must hold tensors, got {format_value(value)} for {name!r}")
     elif isinstance(prior_mean, Tensor):
         if prior_mean.ndim != 1 or not prior_mean.is_floating_point():
-            raise PriorError(f"prior_mean must be a vector of weights [P], got {shown(prior_mean)}")
+            raise PriorError(f"prior_mean must be a vector of weights [P], got {format_value(prior_mean)}")
         _check_values("the vector", prior_mean)
     elif prior_mean is not None:
-        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
+        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {format_value(prior_mean)}")
 
 
 def check_fits(
@@ -153,8 +153,8 @@ def _check_same_subset(prior: GaussianPosterior, subset: Subset) -> None:
     )
     if (own.names, own.shapes) != (subset.names, subset.shapes) or not same_mask:
         raise PriorError(
-            f"prior= is over {own.size} weights ({some(own.names, 2)}), but the fit is over {subset.size} "
-            f"({some(subset.names, 2)}): choose the same subset= of the same network"
+            f"prior= is over {own.size} weights ({format_names(own.names, 2)}), but the fit is over {subset.size} "
+            f"({format_names(subset.names, 2)}): choose the same subset= of the same network"
         )
 
 
@@ -164,7 +164,7 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
         if len(weights) != subset.size:
             raise PriorError(
                 f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights "
-                f"({some(subset.names, 2)}): pass one for each, in the order of posterior.mean"
+                f"({format_names(subset.names, 2)}): pass one for each, in the order of posterior.mean"
             )
         return weights.detach().clone()  # training may change the tensor
     parts = []
@@ -179,7 +179,7 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
 
 def _check_values(name: str, weights: Tensor) -> None:
     if weights.is_meta or not weights.is_floating_point():
-        raise PriorError(f"prior_mean must hold real numbers, but {name} is {shown(weights)}")
+        raise PriorError(f"prior_mean must hold real numbers, but {name} is {format_value(weights)}")
     if not weights.isfinite().all():
         raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
 
@@ -205,7 +205,7 @@ def as_precision(prior_precision: float | Tensor | Sequence[float], subset: Subs
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(
             f"a prior precision of shape {tuple(precision.shape)} is neither a number, one for each of the "
-            f"{len(subset.layers)} layers ({some(subset.layers, 4)}), nor one for each of the {subset.size} parameters"
+            f"{len(subset.layers)} layers ({format_names(subset.layers, 4)}), nor one for each of the {subset.size} parameters"
         )
     return precision
 

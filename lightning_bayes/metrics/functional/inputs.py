@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import integer, shown
+from lightning_bayes.arguments import format_value, integer
 
 
 class MetricInputError(ValueError):
@@ -116,7 +116,7 @@ def check_tensors(**values: Any) -> None:
     """Raise an error for values that are not real (or boolean) tensors."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
-            raise MetricInputError(f"{name} must be a tensor, got {shown(value)}; use torch.as_tensor.")
+            raise MetricInputError(f"{name} must be a tensor, got {format_value(value)}; use torch.as_tensor.")
         if value.is_complex():
             raise MetricInputError(f"{name} must be real, got {value.dtype}.")
 
