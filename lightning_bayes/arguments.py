@@ -14,10 +14,10 @@ from typing import Any
 LARGEST_SEED = 2**63 - 1
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value within a message: short, and on one line.
 
-    >>> shown("ten"), shown([1.0, 2.0])
+    >>> format_value("ten"), format_value([1.0, 2.0])
     ("'ten'", '[1.0, 2.0]')
     """
     if isinstance(value, type):
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def format_names(names: Sequence[str], most: int = 3) -> str:
     """The first of many names within a message."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
@@ -46,13 +46,13 @@ def is_positive(value: Any) -> bool:
 
 def positive(name: str, value: Any, error: type[Exception] = ValueError) -> float:
     if not is_positive(value):
-        raise error(f"{name} must be a positive, finite number, got {shown(value)}")
+        raise error(f"{name} must be a positive, finite number, got {format_value(value)}")
     return value
 
 
 def not_negative(name: str, value: Any, error: type[Exception] = ValueError) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
-        raise error(f"{name} must be a finite number of at least 0, got {shown(value)}")
+        raise error(f"{name} must be a finite number of at least 0, got {format_value(value)}")
     return value
 
 
@@ -60,62 +60,64 @@ def between(
     name: str, value: Any, low: float, high: float, error: type[Exception] = ValueError, borders: bool = True
 ) -> float:
     if not is_number(value):
-        raise error(f"{name} must be a number, got {shown(value)}")
+        raise error(f"{name} must be a number, got {format_value(value)}")
     if not (low <= value <= high if borders else low < value < high):
-        raise error(f"{name} must be {'' if borders else 'strictly '}between {low:g} and {high:g}, got {shown(value)}")
+        raise error(
+            f"{name} must be {'' if borders else 'strictly '}between {low:g} and {high:g}, got {format_value(value)}"
+        )
     return value
 
 
 def count(name: str, value: Any, least: int = 1, error: type[Exception] = ValueError) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise error(f"{name} must be a whole number of at least {least}, got {shown(value)}")
+        raise error(f"{name} must be a whole number of at least {least}, got {format_value(value)}")
     return value  # type: ignore[return-value]
 
 
 def integer(name: str, value: Any, error: type[Exception] = ValueError) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise error(f"{name} must be a whole number, got {shown(value)}")
+        raise error(f"{name} must be a whole number, got {format_value(value)}")
     return value  # type: ignore[return-value]
 
 
 def seed(name: str, value: Any, error: type[Exception] = ValueError) -> int:
     """A whole number that a generator takes."""
     if count(name, value, 0, error) > LARGEST_SEED:
-        raise error(f"{name} must be less than 2**63, got {shown(value)}")
+        raise error(f"{name} must be less than 2**63, got {format_value(value)}")
     return value
 
 
 def flag(name: str, value: Any, error: type[Exception] = ValueError) -> bool:
     """True or False; any string would be true."""
     if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, got {shown(value)}")
+        raise error(f"{name} must be True or False, got {format_value(value)}")
     return value
 
 
 def word(name: str, value: Any, known: Sequence[str | None], error: type[Exception] = ValueError) -> Any:
     if not (value is None or isinstance(value, str)) or value not in known:
-        raise error(f"unknown {name} {shown(value)}: use one of {', '.join(map(repr, known))}")
+        raise error(f"unknown {name} {format_value(value)}: use one of {', '.join(map(repr, known))}")
     return value
 
 
 def text(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> str:
     """A string that is not empty; `meaning` says of what."""
     if not isinstance(value, str) or not value.strip():
-        raise error(f"{name} must be {meaning}, got {shown(value)}")
+        raise error(f"{name} must be {meaning}, got {format_value(value)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], meaning: str) -> Any:
     """An object of that kind; `meaning` says which, and how to come by it."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {meaning}, got {shown(value)}")
+        raise TypeError(f"{name} must be {meaning}, got {format_value(value)}")
     return value
 
 
 def listed(name: str, value: Any, what: str) -> Any:
     """A list (or another sequence) of things."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a list of {what}, got {shown(value)}")
+        raise TypeError(f"{name} must be a list of {what}, got {format_value(value)}")
     return value
 
 

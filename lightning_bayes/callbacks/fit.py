@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, inputs
@@ -129,9 +129,11 @@ def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) 
         hint = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
         if isinstance(module, (str, PathLike)):
             hint = ": of a checkpoint, make it first, YourModule.load_from_checkpoint(path)"
-        raise TypeError(f"module must be a LightningModule, an nn.Module or a Trainer, got {shown(module)}{hint}")
+        raise TypeError(
+            f"module must be a LightningModule, an nn.Module or a Trainer, got {format_value(module)}{hint}"
+        )
     if trainer is not None and not _is_trainer(trainer):
-        raise TypeError(f"trainer must be a Trainer or None, got {shown(trainer)}")
+        raise TypeError(f"trainer must be a Trainer or None, got {format_value(trainer)}")
     if _is_trainer(datamodule):
         raise TypeError("datamodule must be a data module or a loader, got a Trainer: pass it as trainer=")
     if datamodule is not None and not is_datamodule(datamodule):

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.callbacks.fit_data import GivenPrior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.likelihoods import Likelihood
@@ -209,7 +209,7 @@ def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: st
             decayed = [names[p] for p in group["params"] if p in names]
             if decayed and group.get("weight_decay", 0):
                 raise ValueError(
-                    f"{kind} has weight_decay={group['weight_decay']:g} for {some(decayed)}, but {name} is their prior "
+                    f"{kind} has weight_decay={group['weight_decay']:g} for {format_names(decayed)}, but {name} is their prior "
                     "and learns its strength: configure the optimizer with weight_decay=0 (AdamW's own default is 0.01)"
                 )
             if group.get("line_search_fn") is not None:

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, positive, shown, word
+from lightning_bayes.arguments import count, flag, format_value, positive, word
 from lightning_bayes.callbacks.hyperparameters import BestEvidence, Hyperparameters, LossScale, PriorGradient
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
@@ -144,7 +144,7 @@ class MarginalLikelihoodCallback(LaplaceCallback):
     ) -> None:
         if isinstance(subset, Subnetwork):
             raise ValueError(
-                f"subset must name whole layers or parameters, to have a prior in training, got {shown(subset)}"
+                f"subset must name whole layers or parameters, to have a prior in training, got {format_value(subset)}"
             )
         if structure == LOW_RANK:
             raise ValueError(

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, is_number, shown, word
+from lightning_bayes.arguments import count, flag, format_value, is_number, word
 from lightning_bayes.callbacks.fit_data import Epoch, FitData
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network.borrowed import preserved_rng
@@ -113,7 +113,7 @@ class SWAGCallback(PosteriorCallback):
         )  # fmt: skip
         super().__init__(use)
         if not is_number(start) or start < 0 or (not isinstance(start, int) and start >= 1):
-            raise ValueError(f"start must be an epoch, or a share of the training below 1, got {shown(start)}")
+            raise ValueError(f"start must be an epoch, or a share of the training below 1, got {format_value(start)}")
         count("every_n_epochs", every_n_epochs)
         if every_n_steps is not None:
             count("every_n_steps", every_n_steps)

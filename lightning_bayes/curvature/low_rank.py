@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, shown
+from lightning_bayes.arguments import count, format_value
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
 from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_output
@@ -201,10 +201,12 @@ def check_rank(rank: Any, structure: str) -> None:
     if rank is None:
         return
     if structure not in (WORD, "kron"):
-        raise ValueError(f"rank={shown(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}")
+        raise ValueError(
+            f"rank={format_value(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}"
+        )
     if isinstance(rank, str) and (structure == WORD or rank != "auto"):
         raise ValueError(
-            f"rank must be a whole number of at least 1, got {shown(rank)}: 'auto' is a word for structure='kron' alone"
+            f"rank must be a whole number of at least 1, got {format_value(rank)}: 'auto' is a word for structure='kron' alone"
         )
     if rank != "auto":
         count("rank", rank)

@@ -9,7 +9,7 @@
 | | `LinearMeasurement(A)` | images or vectors `[B, …]` | measurements `[B, d_y]` of all outputs |
 """
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.likelihoods.categorical import Categorical
 
 # isort: split
@@ -48,6 +48,6 @@ def resolve(likelihood: str | Likelihood) -> Likelihood:
         return Likelihood.WORDS[likelihood]()
     words = ", ".join(repr(word) for word in Likelihood.WORDS)
     raise LikelihoodError(
-        f"likelihood={shown(likelihood)} is not known; use one of {words}, or a Likelihood such as "
+        f"likelihood={format_value(likelihood)} is not known; use one of {words}, or a Likelihood such as "
         "Gaussian(noise_std=0.3)."
     )

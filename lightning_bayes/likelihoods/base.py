@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, register, shown
+from lightning_bayes.arguments import count, format_value, register
 from lightning_bayes.likelihoods.outputs import (
     LikelihoodError,
     UnknownLikelihoodError,
@@ -279,7 +279,7 @@ class Likelihood(ABC):
 
     def _check_tensor(self, what: str, value: Any) -> None:
         if not isinstance(value, Tensor):
-            raise LikelihoodError(f"{type(self).__name__} needs {what} in a tensor, got {shown(value)}.")
+            raise LikelihoodError(f"{type(self).__name__} needs {what} in a tensor, got {format_value(value)}.")
 
     def _check_shape(self, f: Tensor, y: Tensor, expected: tuple[int, ...]) -> None:
         """Refuse a target that is not exactly of the expected shape: broadcasting would change the model silently."""

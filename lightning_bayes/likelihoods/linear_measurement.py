@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.likelihoods.gaussian import RealTargets
 from lightning_bayes.likelihoods.outputs import LikelihoodError, standard_normal, vector, widen
 from lightning_bayes.likelihoods.predictive import Predictive
@@ -186,7 +186,7 @@ class LinearMap:
         else:
             raise LikelihoodError(
                 "A must be a matrix [measurements, outputs], dense or sparse, or a pair of functions (apply, adjoint), "
-                f"got {shown(A)}."
+                f"got {format_value(A)}."
             )
 
     @property

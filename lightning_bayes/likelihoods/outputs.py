@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, instance, shown
+from lightning_bayes.arguments import count, format_value, instance
 
 
 class LikelihoodError(ValueError):
@@ -152,9 +152,9 @@ def vector(name: str, value: Any, error: type[Exception]) -> Tensor:
             raise TypeError
         numbers = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}") from None
+        raise error(f"{name} must be a number or a vector of numbers, got {format_value(value)}") from None
     if numbers.ndim > 1 or not numbers.numel() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise error(f"{name} must be a number or a vector of numbers, got {shown(value)}")
+        raise error(f"{name} must be a number or a vector of numbers, got {format_value(value)}")
     return numbers
 
 

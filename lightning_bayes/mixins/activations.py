@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_bayes.arguments import instance, shown
+from lightning_bayes.arguments import format_value, instance
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import borrowed
 
@@ -104,7 +104,7 @@ def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {shown(replacement)}"
+            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {format_value(replacement)}"
         )
     return new
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 
 if TYPE_CHECKING:
     MixinBase = LightningModule
@@ -97,5 +97,5 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], argument: str)
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            known = some(names)
+            known = format_names(names)
             raise PatternError(f"no parameter matches the pattern {pattern!r} of {argument}; their names are {known}")

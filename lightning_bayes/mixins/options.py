@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bayes.arguments import count, flag, is_positive, plain_values, positive, shown, some, word
+from lightning_bayes.arguments import count, flag, format_names, format_value, is_positive, plain_values, positive, word
 from lightning_bayes.likelihoods import Categorical, Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.mixins.log_sigma import by_pattern
@@ -95,7 +95,7 @@ def options_from(
     """The given options of a mixin, with its own `name` and `predictive` by default; it has no use for the keys that
     are `unused`."""
     if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"variational must be a dictionary of options, got {shown(given)}")
+        raise OptionError(f"variational must be a dictionary of options, got {format_value(given)}")
     options: dict[str, Any] = plain_values(given or {})
     known = [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)]
     for key in options:
@@ -107,7 +107,7 @@ def options_from(
         options["deterministic"] = (options["deterministic"],)
     patterns = options.get("deterministic") or ()
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"deterministic must be a list of name patterns, got {shown(patterns)}")
+        raise OptionError(f"deterministic must be a list of name patterns, got {format_value(patterns)}")
     options["deterministic"] = tuple(patterns)
     predictive = word("predictive", options.pop("predictive", predictive), tuple(PREDICTIVES), OptionError)
     return VariationalOptions(**{"name": name, "predictive": PREDICTIVES[predictive], **options})
@@ -153,7 +153,7 @@ def find_priors(
     missing = [name for name in weights if name not in words]
     if missing:
         raise PriorStdError(
-            f"prior_std says nothing of {some(missing)}: add a pattern for the rest, such as {{'*': 1.0}}"
+            f"prior_std says nothing of {format_names(missing)}: add a pattern for the rest, such as {{'*': 1.0}}"
         )
     stds = {name: math.sqrt(2 / fan_in[name]) if isinstance(word, str) else word for name, word in words.items()}
     return stds, tuple(name for name, word in words.items() if word == "weight_decay")
@@ -173,7 +173,7 @@ def from_weight_decay(
     without = [name for name, p in weights.items() if p not in decay and name not in known]
     if without:
         raise PriorStdError(
-            f"prior_std='weight_decay', but no optimizer has a weight decay for {some(without)}: give the optimizer "
+            f"prior_std='weight_decay', but no optimizer has a weight decay for {format_names(without)}: give the optimizer "
             "one, or prior_std a number"
         )
     own = set(weights.values())
@@ -196,7 +196,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
     if twice:
         rank_zero_warn(
-            f"the optimizer has a weight decay for {some(twice)} or its log σ, but the KL divergence already pulls "
+            f"the optimizer has a weight decay for {format_names(twice)} or its log σ, but the KL divergence already pulls "
             "both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into the "
             "prior"
         )
@@ -204,7 +204,7 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]
     if untrained and trained:
         rank_zero_warn(
-            f"no optimizer has log σ of {some(untrained)}: give it self.parameters(), or derive from "
+            f"no optimizer has log σ of {format_names(untrained)}: give it self.parameters(), or derive from "
             "LogSigmaMultiplierMixin too, which adds them"
         )
 
@@ -228,5 +228,5 @@ def _checked(value: Any) -> float | str:
         return value
     if not is_positive(value):
         words = ", ".join(map(repr, WORDS))
-        raise PriorStdError(f"prior_std must be a positive number or one of {words}, got {shown(value)}")
+        raise PriorStdError(f"prior_std must be a positive number or one of {words}, got {format_value(value)}")
     return float(value)

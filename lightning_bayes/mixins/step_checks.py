@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.jacobian.checks import EVERY, FirstWrong, check_fit, wrong_in
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import LikelihoodError
@@ -89,7 +89,7 @@ class StepChecks:
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
-                f"the loss of training_step depends on {some(names)} beside the network's outputs, through which alone "
+                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, through which alone "
                 "a variational step trains: put all that maps x to f into the module that variational={'network': …} "
                 f"names, and the rest into weight decay{explicitly(self._module)}"
             )

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.mixins.gaussian_weights import GaussianWeights, Gradients
 from lightning_bayes.mixins.step_checks import StepError
 from lightning_bayes.mixins.variational import VariationalMixin, make_variational
@@ -119,12 +119,12 @@ def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.
     names = [name for name, p in module.named_parameters() if p in unseen | confused]
     if unseen:
         raise StepError(
-            f"local_reparameterization did not see how {some(names)} is used in the training step: call its layer as a "
+            f"local_reparameterization did not see how {format_names(names)} is used in the training step: call its layer as a "
             "module, turn it off, or make the parameter deterministic"
         )
     if confused:
         raise StepError(
-            f"local_reparameterization cannot repeat the noise of {some(names)}, whose layer is called several times "
+            f"local_reparameterization cannot repeat the noise of {format_names(names)}, whose layer is called several times "
             "in one forward pass, for activation checkpointing: turn one of the two off"
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_bayes.arguments import instance, shown, text
+from lightning_bayes.arguments import format_value, instance, text
 from lightning_bayes.network.containers import forward_parameters, tensors
 from lightning_bayes.network.errors import PLAIN, CurvatureError, DataError, NetworkError
 
@@ -47,7 +47,7 @@ def check_device(device: Any) -> torch.device:
     try:
         return torch.empty(0, device=device if isinstance(device, torch.device) else str(device)).device
     except (RuntimeError, AssertionError, TypeError):  # torch's own ways to say that it has no such device
-        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {shown(device)}") from None
+        raise ValueError(f"device must be one of this machine's, such as 'cpu', got {format_value(device)}") from None
 
 
 def submodule(module: nn.Module, path: Any, error: type[Exception]) -> nn.Module:
@@ -70,7 +70,7 @@ def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batch
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     if not iterable or isinstance(loader, (str, bytes, Tensor, type, nn.Module)):
-        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {shown(loader)}")
+        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {format_value(loader)}")
     return loader
 
 

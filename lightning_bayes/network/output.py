@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import integer, shown
+from lightning_bayes.arguments import format_value, integer
 from lightning_bayes.network.errors import OutputError
 
 LOGITS = "logits"  # the entry that is the output where none is named
@@ -40,7 +40,7 @@ class Output:
 
     def __post_init__(self, error: type[Exception]) -> None:
         if self.key is not None and (isinstance(self.key, bool) or not isinstance(self.key, (str, int))):
-            raise error(f"output must be a key, an attribute's name or an index, got {shown(self.key)}")
+            raise error(f"output must be a key, an attribute's name or an index, got {format_value(self.key)}")
         if self.key == "":
             raise error("output must name an entry of what the network returns, got an empty string")
         if self.class_dim is not None and integer("class_dim", self.class_dim, error) == 0:

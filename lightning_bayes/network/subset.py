@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.network.errors import SubsetError
 
 WORDS = ("all", "last_layer")
@@ -107,14 +107,14 @@ def check_subset(subset: Any) -> None:
         return
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise SubsetError(
-            f"unknown subset {shown(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask over the "
+            f"unknown subset {format_value(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask over the "
             "weights"
         )
     if not len(subset):
         raise SubsetError("the list of names in subset is empty: name at least one parameter or module")
     for name in subset:
         if not isinstance(name, str):
-            raise SubsetError(f"the names in subset must be strings, got {shown(name)}")
+            raise SubsetError(f"the names in subset must be strings, got {format_value(name)}")
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Subset:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from lightning_bayes.arguments import count, instance, shown, text
+from lightning_bayes.arguments import count, format_value, instance, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def canvas(
         else:
             given = np.asarray(ax, dtype=object).reshape(-1)
             if not all(isinstance(axis, Axes) for axis in given):
-                raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {shown(ax)}.")
+                raise TypeError(f"ax must be {'a matplotlib Axes' if panels == 1 else 'Axes'}, got {format_value(ax)}.")
             if len(given) != rows * panels:
                 raise ValueError(f"ax must hold {rows * panels} Axes, one per panel, got {len(given)}.")
             ax = given[0] if rows * panels == 1 else given
@@ -119,7 +119,7 @@ def log_figure(loggers: Any, name: str, figure: "Figure", step: int, directory: 
     text("name", name, "the figure's name")
     count("step", step, 0)
     if not hasattr(figure, "savefig"):
-        raise TypeError(f"figure must be a matplotlib Figure, got {shown(figure)}")
+        raise TypeError(f"figure must be a matplotlib Figure, got {format_value(figure)}")
     instance("directory", directory, (str, PathLike), "a path")
     loggers = list(loggers) if isinstance(loggers, Iterable) else [loggers]
     taken = [_send(logger, name, figure, step) for logger in loggers]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.metrics.functional.inputs import check_tensors
 from lightning_bayes.plots.figure import canvas, to_numpy
 
@@ -53,7 +53,7 @@ def _check(image: Tensor, prediction: Any, target: Tensor | None) -> None:
     if image.ndim != 4 or image.shape[1] not in (1, 3) or not len(image):
         raise ValueError(f"image must be [B, 1, H, W] or [B, 3, H, W], got shape {list(image.shape)}.")
     if not all(hasattr(prediction, name) for name in _FIELDS):
-        raise TypeError(f"prediction must be a Prediction, as posterior.predict gives, got {shown(prediction)}.")
+        raise TypeError(f"prediction must be a Prediction, as posterior.predict gives, got {format_value(prediction)}.")
     shape = list(prediction.epistemic.shape)
     if len(shape) != 4 or shape[0] != len(image):
         raise ValueError(f"prediction must be of the {len(image)} images, [B, C, H, W], got shape {shape}.")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, shown
+from lightning_bayes.arguments import count, flag, format_value
 from lightning_bayes.jacobian.output_gaussian import output_gaussian
 from lightning_bayes.jacobian.plan import Plan, make_plan
 from lightning_bayes.likelihoods import Likelihood
@@ -118,7 +118,7 @@ class GaussianPosterior:
         if not isinstance(theta, Tensor) or theta.shape[-1:] != self.mean.shape:  # which broadcasting would let through
             raise ValueError(
                 f"theta must be weight vectors [..., {len(self.mean)}], one number for each weight of the posterior, "
-                f"got {shown(theta)}"
+                f"got {format_value(theta)}"
             )
         distance = self.precision.quadratic((theta - self.mean).unsqueeze(-2))[..., 0, 0]
         return 0.5 * (self.precision.logdet() - distance - self.subset.size * math.log(2 * math.pi))

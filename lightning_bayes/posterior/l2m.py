@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bayes.arguments import count, positive, shown, word
+from lightning_bayes.arguments import count, format_value, positive, word
 from lightning_bayes.curvature import Curvature
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import vector, widen
@@ -360,7 +360,7 @@ def _holding(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) 
     for optimizer in bare:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
-                f"optimizers must be the optimizer that trained the network, or a list of them, got {shown(optimizer)}"
+                f"optimizers must be the optimizer that trained the network, or a list of them, got {format_value(optimizer)}"
             )
     return [o for o in bare if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 

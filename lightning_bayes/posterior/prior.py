@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
 from lightning_bayes.network.accumulation import number_like
@@ -103,7 +103,7 @@ def check_prior(
     if prior is not None and prior_mean is not None:
         raise ValueError("prior= brings a mean of its own: leave prior_mean= out, or pass prior_mean= alone")
     if prior is not None and not isinstance(prior, GaussianPosterior):
-        raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {shown(prior)}")
+        raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {format_value(prior)}")
     if prior is not None and prior.is_sharded:
         raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
     if prior is not None and structure not in (None, "full") and structure not in _same_sum(prior):
@@ -122,13 +122,13 @@ def check_prior(
             raise PriorError("prior_mean must hold weights, but this is a posterior's file: pass it as prior=")
         bad = next((name for name, value in prior_mean.items() if not isinstance(value, Tensor)), None)
         if bad is not None:
-            raise PriorError(f"prior_mean must hold tensors, got {shown(prior_mean[bad])} for {bad!r}")
+            raise PriorError(f"prior_mean must hold tensors, got {format_value(prior_mean[bad])} for {bad!r}")
     elif isinstance(prior_mean, Tensor):
         if prior_mean.ndim != 1 or not prior_mean.is_floating_point():
-            raise PriorError(f"prior_mean must be a vector of weights [P], got {shown(prior_mean)}")
+            raise PriorError(f"prior_mean must be a vector of weights [P], got {format_value(prior_mean)}")
         _check_values("the vector", prior_mean)
     elif prior_mean is not None:
-        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {shown(prior_mean)}")
+        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {format_value(prior_mean)}")
 
 
 def _same_sum(prior: GaussianPosterior) -> set[str]:
@@ -181,7 +181,7 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
 
 def _check_values(name: str, weights: Tensor) -> None:
     if weights.is_meta or not weights.is_floating_point():
-        raise PriorError(f"prior_mean must hold real numbers, but {name} is {shown(weights)}")
+        raise PriorError(f"prior_mean must hold real numbers, but {name} is {format_value(weights)}")
     if not weights.isfinite().all():
         raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, shown, some
+from lightning_bayes.arguments import count, format_names, format_value
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.network import DataError, Processes, SubsetError
@@ -55,7 +55,7 @@ class Subnetwork:
         check_seed("seed", self.seed)
         if not isinstance(self.by, GaussianPosterior) and (not isinstance(self.by, str) or self.by not in CRITERIA):
             known = ", ".join(map(repr, CRITERIA))
-            raise ValueError(f"unknown by {shown(self.by)}: use one of {known}, or a fitted posterior")
+            raise ValueError(f"unknown by {format_value(self.by)}: use one of {known}, or a fitted posterior")
         if isinstance(self.by, GaussianPosterior) and self.by.is_sharded:
             raise ValueError("by is a posterior whose weights are spread over processes: use one that is whole")
 
@@ -152,5 +152,7 @@ def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.P
     outside = [variances.new_full((p.numel(),), -torch.inf) for p in parameters.values()]
     scores = [of_object.get(id(p), other) for p, other in zip(parameters.values(), outside, strict=True)]
     if not of_object or any(len(score) != p.numel() for p, score in zip(parameters.values(), scores, strict=True)):
-        raise SubsetError(f"by is a posterior of another network, over {some(subset.names)}: pass one of this network")
+        raise SubsetError(
+            f"by is a posterior of another network, over {format_names(subset.names)}: pass one of this network"
+        )
     return torch.cat(scores).to(next(iter(parameters.values())).device)

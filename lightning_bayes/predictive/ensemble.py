@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import instance, listed, shown
+from lightning_bayes.arguments import format_value, instance, listed
 from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.network.checks import submodule
@@ -238,7 +238,7 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     try:
         w = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
-        raise PosteriorError(f"weights must be a number for each member, got {shown(weights)}") from None
+        raise PosteriorError(f"weights must be a number for each member, got {format_value(weights)}") from None
     if w.shape != (members,):
         raise PosteriorError(f"there are {members} members, but weights of shape {list(w.shape)}: give one for each")
     if not (w >= 0).all() or not w.isfinite().all() or not w.sum() > 0:
@@ -298,7 +298,7 @@ def _placed(network: nn.Module, device: str | torch.device) -> nn.Module:
         raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:150]
-        raise PosteriorError(f"the network cannot be put on the device {shown(device)}: {reason}") from error
+        raise PosteriorError(f"the network cannot be put on the device {format_value(device)}: {reason}") from error
 
 
 def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkpoint: dict[str, Any]) -> nn.Module:
@@ -311,7 +311,7 @@ def _restore(module: Callable[..., nn.Module], path: str | PathLike[str], checkp
         return module.load_from_checkpoint(path, map_location="cpu")
     if not callable(module):
         raise TypeError(
-            f"module must be a LightningModule's class, or a function that makes a network, got {shown(module)}"
+            f"module must be a LightningModule's class, or a function that makes a network, got {format_value(module)}"
         )
     made = module()
     made.load_state_dict(checkpoint["state_dict"])

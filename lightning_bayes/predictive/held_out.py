@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, positive, shown, word
+from lightning_bayes.arguments import count, format_value, positive, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
@@ -308,7 +308,7 @@ def _check_metric(metric: Any) -> None:
         return
     usable = all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
     if not usable or isinstance(metric, type):
-        raise TypeError(f"metric must be a torchmetrics metric, or None, got {shown(metric)}")
+        raise TypeError(f"metric must be a torchmetrics metric, or None, got {format_value(metric)}")
 
 
 class _NLL:

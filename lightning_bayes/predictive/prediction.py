@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between, listed, shown
+from lightning_bayes.arguments import between, format_value, listed
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
 from lightning_bayes.network import DataError
 
@@ -204,13 +204,13 @@ def _rows(examples: Any, size: int) -> slice | Tensor:
     is_mask = index.dtype == torch.bool
     if isinstance(examples, tuple) or index.is_floating_point() or index.is_complex() or index.ndim > 1:
         raise IndexError(
-            f"a prediction is indexed by its examples, with a number, slice, list or mask, got {shown(examples)}"
+            f"a prediction is indexed by its examples, with a number, slice, list or mask, got {format_value(examples)}"
         )
     if is_mask and index.shape != (size,):
-        raise IndexError(f"a mask needs the shape of the examples, [{size}], got {shown(examples)}")
+        raise IndexError(f"a mask needs the shape of the examples, [{size}], got {format_value(examples)}")
     index = index if is_mask else index.reshape(-1).long()
     if not is_mask and len(index) and not (-size <= int(index.min()) and int(index.max()) < size):
-        raise IndexError(f"there are {size} examples, got the index {shown(examples)}")
+        raise IndexError(f"there are {size} examples, got the index {format_value(examples)}")
     return index
 
 
@@ -222,13 +222,13 @@ def _check_alike(predictions: Sequence[Any]) -> None:
         if isinstance(prediction, dict):
             names = list(prediction)
             raise TypeError(
-                f"predictions has dictionaries, of several callbacks: choose one of {shown(names)}, as in "
-                f"Prediction.cat([batch[{shown(names[0])}] for batch in predictions])"
+                f"predictions has dictionaries, of several callbacks: choose one of {format_value(names)}, as in "
+                f"Prediction.cat([batch[{format_value(names[0])}] for batch in predictions])"
             )
         if isinstance(prediction, (list, tuple)):
             raise TypeError("predictions has lists, of several dataloaders: pass those of one, predictions[0]")
         if not isinstance(prediction, Prediction):
-            raise TypeError(f"predictions must be a list of predictions, got one with {shown(prediction)}")
+            raise TypeError(f"predictions must be a list of predictions, got one with {format_value(prediction)}")
     first = predictions[0]
     for prediction in predictions[1:]:
         if prediction.kind != first.kind:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.network import inputs
 from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.errors import NetworkError
@@ -27,9 +27,9 @@ class ModuleError(RuntimeError):
 def check_module(module: Any, trainer: Any) -> None:
     """What `fit_now` and `evaluate` are handed, of `lightning` or `pytorch_lightning`."""
     if not isinstance(module, nn.Module) or not hasattr(module, "transfer_batch_to_device"):
-        raise TypeError(f"module must be a LightningModule, got {shown(module)}")
+        raise TypeError(f"module must be a LightningModule, got {format_value(module)}")
     if trainer is not None and not hasattr(trainer, "strategy"):
-        raise TypeError(f"trainer must be a Trainer or None, got {shown(trainer)}")
+        raise TypeError(f"trainer must be a Trainer or None, got {format_value(trainer)}")
 
 
 def network_of(module: LightningModule, path: str | None) -> nn.Module:

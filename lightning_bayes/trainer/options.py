@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import InitVar, dataclass
 
-from lightning_bayes.arguments import count, flag, seed, shown, text, word
+from lightning_bayes.arguments import count, flag, format_value, seed, text, word
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.output import Output
 from lightning_bayes.plots.figure import require_matplotlib
@@ -53,4 +53,4 @@ class UseOptions:
         word("predict_step", self.predict_step, ("replace", "keep", "both"), error)
         save = self.save
         if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
-            raise error(f"save must be True, False, None, or the path of a file or folder, got {shown(save)}")
+            raise error(f"save must be True, False, None, or the path of a file or folder, got {format_value(save)}")

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_bayes.arguments import some
+from lightning_bayes.arguments import format_names
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.loaders import bars_made_by
@@ -120,7 +120,7 @@ def block_summary(structure: Structure) -> str:
         if not kind.is_exact:
             parts.append(f"{kind.__name__}: {len(distinct)} layer{'s' if len(distinct) > 1 else ''}")
         else:
-            parts.append(f"{kind.__name__.lower()}: {len(distinct)} ({some(distinct)})")
+            parts.append(f"{kind.__name__.lower()}: {len(distinct)} ({format_names(distinct)})")
     return "; ".join(parts)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, integer, shown, word
+from lightning_bayes.arguments import count, format_value, integer, word
 
 
 class MetricInputError(ValueError):
@@ -111,7 +111,7 @@ def check_tensors(**given: Any) -> None:
     """Refuse what is no tensor of real numbers (or of truth values)."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            raise MetricInputError(f"{name} must be a tensor, got {shown(value)}; use torch.as_tensor.")
+            raise MetricInputError(f"{name} must be a tensor, got {format_value(value)}; use torch.as_tensor.")
         if value.is_complex():
             raise MetricInputError(f"{name} must be real, got {value.dtype}.")
 

@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import shown
+from lightning_bayes.arguments import format_value
 from lightning_bayes.metrics.functional.binning import cell_sums, running_sum, tie_sums
 from lightning_bayes.metrics.functional.inputs import MetricInputError, check_count, score_inputs
 
@@ -59,7 +59,7 @@ def check_histogram(resolution: int | None, score_range: tuple[float, float] | N
         except (TypeError, ValueError):
             low = high = math.nan
         if not -math.inf < low < high < math.inf:
-            raise MetricInputError(f"score_range must be (low, high) with low < high, got {shown(score_range)}.")
+            raise MetricInputError(f"score_range must be (low, high) with low < high, got {format_value(score_range)}.")
 
 
 def _ood_rows(score: Tensor, is_ood: Tensor, validate: bool) -> Tensor:
