@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, instance, word
+from lightning_bayes.arguments import count, flag, instance
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, Undecomposed
+from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.curvature_sum import Curvature, CurvatureSum, data_totals, name_totals
-from lightning_bayes.curvature.diagonal.batch_diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.diagonal.batch_diagonal import DiagonalSum
-from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
-from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
+from lightning_bayes.curvature.low_rank import LowRankSum
 from lightning_bayes.jacobian.checks import BatchChecks
 from lightning_bayes.jacobian.normalised import normalised_layers
-from lightning_bayes.jacobian.output_columns import CURVATURES, choose_curvature
+from lightning_bayes.jacobian.output_columns import choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
@@ -33,31 +31,25 @@ from lightning_bayes.network.containers import Sequences, Together
 from lightning_bayes.network.loaders import ShownLoader
 from lightning_bayes.network.output import output_of, read_as, unviewed, viewed
 from lightning_bayes.network.subset import check_subset, resolve_subset
+from lightning_bayes.options.network import Network, output_option
+from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption, curvature_estimate, structure_option
 
 logger = logging.getLogger("lightning_bayes")
-
-GROWING = ("full", "diag", "kron")  # structures to which data can be added
 
 
 def fit_curvature(
     network: nn.Module,
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
-    structure: str = "kron",
+    structure: str | StructureOption = "kron",
     subset: str | Sequence[str] | Tensor | Subset = "all",
-    curvature: str = "ggn",
+    curvature: str | FisherMC = "auto",
     *,
-    samples: int = 1,
     seed: int = 0,
-    weight_sharing: str = "expand",
-    hessian: str = "exact",
-    rank: int | str | None = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
-    output: str | int | None = None,
-    class_dim: int | None = None,
-    updatable: bool = False,
+    output: str | int | Network | None = None,
     first_example: int = 0,
 ) -> Curvature:
     """The curvature of `network`'s loss, summed over the `(x, y)` batches of `loader`.
@@ -67,40 +59,33 @@ def fit_curvature(
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag", "kron", "ekfac", which takes a second pass over the loader, or "lowrank", which takes
-            several.
+        structure: "full", "diag", "kron", "ekfac" (a second pass over the loader), "lowrank" (several passes), or an
+            option such as `Kron(rank="auto")`.
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, or a mask over (or
             positions of) the trainable weights, or the `subset` of a posterior.
-        curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
-            of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc" for images and other
-            outputs at many positions.
-        samples: labels drawn per example for "fisher_mc".
-        seed: of those labels; each example has its own random numbers, whatever batch it comes in.
-        weight_sharing: how "kron" treats weights that are shared over positions: "expand" or "reduce"; of "ekfac", for
-            its eigenvectors.
-        hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or by one backward
-            pass "approx", "mixed" or "auto"; see `lightning_bayes.curvature.backprop`.
-        rank: how many eigenpairs "lowrank" keeps, of which it takes several passes over `loader`; 100 by default. Of
-            "kron", how many each factor keeps beside a remainder: at most so many, or, "auto", those of factors wider
-            than 1,000 that hold 99 % of the trace, up to a half; all by default.
+        curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc", `FisherMC(samples)`)
+            or the outer product of the example's own gradient ("empirical_fisher"). "auto" is "ggn", and "fisher_mc"
+            for images and other outputs at many positions.
+        seed: of the labels drawn for "fisher_mc"; each example has its own random numbers in any batch.
         progress: show a progress bar.
         processes: those that share the data, each with every `size`-th example from its `rank`; the sums are then
             over all of them.
         probe: an input to trace the network on, for a process whose own share of the data may be empty; by default
             that of the first batch. Then nothing is learned from the shape of the targets.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
-        updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
+        output: the key, attribute or index of f in what the network returns, by default a tensor, or its `logits`; or
+            `Network(output=…, class_dim=…)`.
         first_example: the number of the first example, for what is drawn: how many were fitted before these.
     """
-    check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
-    count("samples", samples)
+    structure = structure_option(structure)
+    estimate, samples = curvature_estimate(curvature, structure)
+    if not isinstance(subset, Subset):
+        check_subset(subset)
+    flag("progress", progress)
     check_seed("seed", seed)
     check_processes(processes)
-    check_updatable(updatable, structure)
     count("first_example", first_example, least=0)
-    likelihood = resolve(likelihood)
-    network = read_as(check_network(unwrap(network)), output, class_dim)
+    likelihood, read = resolve(likelihood), output_option(output)
+    network = read_as(check_network(unwrap(network)), read.output, read.class_dim)
     check_loader(loader)
     check_passes(structure, loader)
     total: CurvatureSum | LowRankSum | None = None
@@ -124,17 +109,16 @@ def fit_curvature(
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             begun: CurvatureSum | LowRankSum
-            if hessian == "exact":
-                kind = choose_curvature(curvature, likelihood, plan.output_shape, isinstance(processes, Undecomposed))
+            if structure.method == "exact":
+                kind = choose_curvature(estimate, likelihood, plan.output_shape, isinstance(processes, Undecomposed))
                 drawn = (kind, samples, seed, processes)
-                if structure == LOW_RANK:
-                    assert not isinstance(rank, str)
-                    begun = LowRankSum(network, plan, likelihood, rank, *drawn, batches)
+                if isinstance(structure, LowRank):
+                    begun = LowRankSum(network, plan, likelihood, structure.rank, *drawn, batches)
                 else:
-                    options = (structure, weight_sharing, *drawn, None, updatable, first_example, rank)
-                    begun = CurvatureSum(network, plan, likelihood, *options)
+                    options = (*drawn, None, structure.updatable, first_example, structure.rank)
+                    begun = CurvatureSum(network, plan, likelihood, structure.kind, structure.weight_sharing, *options)
             else:
-                begun = DiagonalSum(network, plan, likelihood, hessian, processes)
+                begun = DiagonalSum(network, plan, likelihood, structure.method, processes)
             describe(begun.blocks())
             normalised = normalised_layers(network, x, chosen)
             return begun
@@ -153,7 +137,13 @@ def fit_curvature(
         if isinstance(total, CurvatureSum):
             fitted = total.refitted(fitted, batches(", eigenvalues"))
         fitted = replace(fitted, normalised=normalised, output=output_of(network))
-        return replace(fitted, weight_sharing=weight_sharing, hessian=hessian, samples=samples, seed=seed)
+        return replace(
+            fitted,
+            weight_sharing=structure.weight_sharing,
+            hessian=structure.method,
+            samples=samples,
+            seed=seed,
+        )
 
 
 def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihood) -> nn.Module:
@@ -176,41 +166,13 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     return viewed(network, output)
 
 
-def check_options(
-    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
-) -> None:
-    """Refuse what is known to be wrong without a network or data."""
-    word("structure", structure, (*STRUCTURES, LOW_RANK))
-    check_rank(rank, structure)
-    word("curvature", curvature, tuple(CURVATURES))
-    word("hessian", hessian, HESSIANS)
-    if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
-        raise ValueError(
-            f"hessian={hessian!r} is a diagonal of the GGN and needs structure='diag' and curvature='ggn', got "
-            f"structure={structure!r} and curvature={curvature!r}"
-        )
-    word("weight_sharing", weight_sharing, tuple(SHARINGS))
-    if not isinstance(subset, Subset):
-        check_subset(subset)
-    flag("progress", progress)
-
-
-def check_passes(structure: str, loader: Any) -> None:
-    """Refuse an iterator for a structure that takes several passes."""
-    if (structure == LOW_RANK or STRUCTURES[structure].passes > 1) and reads_once(loader):
+def check_passes(structure: StructureOption, loader: Any) -> None:
+    """Raise for an iterator if the structure takes several passes."""
+    if not structure.passes_once and reads_once(loader):
         raise DataError(
-            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which gives "
-            "them once: pass a list or a DataLoader"
+            f"structure={structure.kind!r} takes several passes over the data, but the loader is an iterator, which "
+            "gives them once: pass a list or a DataLoader"
         )
-
-
-def check_updatable(updatable: Any, structure: str) -> bool:
-    if flag("updatable", updatable) and structure not in GROWING:
-        raise ValueError(
-            f"updatable=True is for structure={', '.join(map(repr, GROWING))}: {structure!r} takes several passes over "
-            "all data"
-        )
-    return bool(updatable)
 
 
 def check_processes(processes: Any) -> None:

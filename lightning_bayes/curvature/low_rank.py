@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, format_value
 from lightning_bayes.curvature.accumulate import Undecomposed
 from lightning_bayes.curvature.curvature_sum import Curvature, data_totals, name_totals
 from lightning_bayes.jacobian.checks import REMEDY, WANTED, BatchChecks, PassOrder, check_output
@@ -44,7 +43,6 @@ from lightning_bayes.structures import LowRank
 logger = logging.getLogger("lightning_bayes")
 
 WORD = "lowrank"
-RANK = 100  # by default
 BLOCK = 16  # vectors in a block, at least
 Batches = Callable[[str], Iterable[tuple[Any, Tensor]]]  # of one more pass, with what a progress bar says of it
 
@@ -57,7 +55,7 @@ class LowRankSum:
         network: nn.Module,
         plan: Plan,
         likelihood: Likelihood,
-        rank: int | None,
+        rank: int,
         curvature: str,
         samples: int,
         seed: int,
@@ -182,34 +180,18 @@ class LowRankSum:
         return self._plan.subset.name_at(int(bad[0])) if len(bad) else None
 
 
-def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
+def _sizes(P: int, rank: int, outputs: int) -> tuple[int, int, int]:
     """The rank, and how many vectors a block and the basis have. Outputs may repeat an eigenvalue once for each, which
     only a block that is as wide would see; more than `rank` of them are not asked for."""
-    rank = min(RANK if rank is None else rank, P)
+    rank = min(rank, P)
     width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)
 
 
-def n_vectors(P: int, rank: int | None, outputs: int) -> int:
+def n_vectors(P: int, rank: int, outputs: int) -> int:
     """The vectors of all weights that a fit holds: its basis, the block after it, its product, and the result."""
     rank, width, most = _sizes(P, rank, outputs)
     return most + 3 * width + rank
-
-
-def check_rank(rank: Any, structure: str) -> None:
-    """How many eigenpairs; None is the default."""
-    if rank is None:
-        return
-    if structure not in (WORD, "kron"):
-        raise ValueError(
-            f"rank={format_value(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}"
-        )
-    if isinstance(rank, str) and (structure == WORD or rank != "auto"):
-        raise ValueError(
-            f"rank must be a whole number of at least 1, got {format_value(rank)}: 'auto' is a word for structure='kron' alone"
-        )
-    if rank != "auto":
-        count("rank", rank)
 
 
 ZERO = 1  # times the rounding of the largest eigenvalue: below it, a direction has vanished

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, positive, word
-from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.linear_model import LinearModel, check_refit, forcing, gradient_norm
 from lightning_bayes.evidence.prior_groups import PriorGroups
 from lightning_bayes.evidence.tuning import LARGEST, fixed_point, say_bound
@@ -33,13 +31,13 @@ from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.loaders import progress_bar
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
 logger = logging.getLogger("lightning_bayes")
 
-FISHERS = ("weights", "optimum")
 _AHEAD = 1.0  # in a logarithm, at most
 _INNER = 1000  # steps of a fixed point, at most
 _NEAR = 0.1  # a relative gradient below which the optimum follows the prior
@@ -50,32 +48,16 @@ _LARGE = 0.1  # a relative gradient that is worth a warning
 def iterated(
     posterior: LaplacePosterior,
     loader: Iterable[Any] | None,
-    per_layer: bool,
-    noise: bool = True,
-    prior_groups: str | None = None,
-    passes: int = 10,
-    tolerance: float = 1e-3,
-    fisher: str = "weights",
+    tuning: Tuning,
     progress: bool = False,
     processes: Processes | None = None,
 ) -> LaplacePosterior:
-    """The posterior with the prior, and a regression's noise, of the linear model's evidence.
-
-    Args:
-        posterior: around `θ̃`.
-        loader: the training data `(x, y)`.
-        per_layer: the same as `prior_groups="layers"`.
-        noise: whether to tune a regression's noise, too.
-        prior_groups: None, "layers" or "normalised".
-        passes: over the data, at most; each product with a Hessian and each gradient is one.
-        tolerance: of the gradient, relative to that at `θ̃`, and of the logarithms of prior and noise.
-        fisher: "weights" or "optimum".
-        progress: show a progress bar.
-        processes: those that share the data.
-    """
-    _check(posterior, loader, noise, passes, tolerance, fisher, progress, processes)
+    """The posterior with the prior, and a regression's noise, of the linear model's evidence. Each product with a
+    Hessian and each gradient is one of the `tuning.passes` over the training data in `loader`."""
+    _check(posterior, loader, tuning.fisher, processes)
     assert loader is not None
-    groups = PriorGroups.of(posterior, per_layer, prior_groups)
+    groups, noise, passes = PriorGroups.of(posterior, tuning.groups), tuning.noise, tuning.passes
+    tolerance = tuning.tolerance or 1e-3
     with progress_bar("Laplace: tuning the prior", passes, progress, "pass") as bar:
         model = LinearModel(loader, processes=processes, on_pass=bar.update)
         known = posterior.curvature.gradient is not None and posterior.curvature.knows_likelihood
@@ -83,7 +65,7 @@ def iterated(
         start = posterior if known else model.at(posterior, own_shift)
         at, moved = _tuned(start, groups, noise, tolerance)
         residual, secant = 1.0, _Secant()
-        refits = fisher == "optimum"  # each of which is a pass
+        refits = tuning.fisher == "optimum"  # each of which is a pass
         while max(residual, moved) > tolerance and (left := passes - model.passes - refits) >= 2:
             step = model.step(at, forcing(max(residual, tolerance), tolerance), left)
             if step is None:
@@ -98,28 +80,13 @@ def iterated(
     return _with_prior_of(posterior, at)
 
 
-def _check(
-    posterior: LaplacePosterior,
-    loader: Any,
-    noise: Any,
-    passes: Any,
-    tolerance: Any,
-    fisher: Any,
-    progress: Any,
-    processes: Any,
-) -> None:
-    flag("noise", noise)
-    count("passes", passes, 2)
-    positive("tolerance", tolerance)
-    word("fisher", fisher, FISHERS)
-    flag("progress", progress)
-    check_processes(processes)
+def _check(posterior: LaplacePosterior, loader: Any, fisher: str, processes: Processes | None) -> None:
     if loader is None:
-        raise ValueError("tune_prior('linear', iterate=True) makes passes over the training data: pass them as loader=")
+        raise ValueError("Tuning('linear', iterate=True) makes passes over the training data: pass them as loader=")
     check_loader(loader)
     if isinstance(loader, Iterator):
         raise DataError(
-            "tune_prior('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
+            "Tuning('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
             "DataLoader"
         )
     if not posterior.likelihood.is_convex:

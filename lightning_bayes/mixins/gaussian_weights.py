@@ -55,7 +55,7 @@ class GaussianWeights:
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
         self.n_data = options.n_data  # N; None until training starts, if it is to be counted
-        self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
+        self.read_as = Output(options.network.output, options.network.class_dim)  # completed by the first batch
         self.draws = 0  # random draws so far; each has its number
         self.called_vl_loss = False  # by the training step that runs
         self.checks = StepChecks(module, options.likelihood)
@@ -97,7 +97,7 @@ class GaussianWeights:
 
     @property
     def network(self) -> nn.Module:
-        return network_of(self.module, self.options.network)
+        return network_of(self.module, self.options.network.name)
 
     @property
     def trainer(self) -> Trainer | None:

@@ -89,9 +89,9 @@ class StepChecks:
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
-                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, through which alone "
-                "a variational step trains: put all that maps x to f into the module that variational={'network': …} "
-                f"names, and the rest into weight decay{explicitly(self._module)}"
+                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, through "
+                "which alone a variational step trains: put all that maps x to f into the module that "
+                f"variational={{'network': …}} names, and the rest into weight decay{explicitly(self._module)}"
             )
         fit = compare_gradients(self._likelihood, loss, [returned], y, 1.0, read)
         if fit is None:  # which says nothing

@@ -7,7 +7,7 @@ What they do is in `GaussianWeights`, the module's one private attribute `_varia
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +17,8 @@ from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights
 from lightning_bayes.mixins.log_sigma import LogSigma, MixinBase
 from lightning_bayes.mixins.options import options_from, plain
 from lightning_bayes.network.output import unviewed
+from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.use import UseOptions
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.strategy import refuse_sharded
@@ -62,7 +64,12 @@ class VariationalMixin(MixinBase):
 
 
 def make_variational(
-    module: VariationalMixin, given: Mapping[str, Any] | None, *, name: str, predictive: str, unused: tuple[str, ...]
+    module: VariationalMixin,
+    given: Mapping[str, Any] | None,
+    *,
+    name: str,
+    predictive: PredictiveOption,
+    unused: tuple[str, ...],
 ) -> None:
     """In a mixin's `__init__`; for the arguments see `options_from`."""
     options = options_from(given, name=name, predictive=predictive, unused=unused)
@@ -76,7 +83,8 @@ class VariationalCallback(PosteriorCallback):
     """Uses the posterior that the module has now; it stores nothing, since the module's weights do."""
 
     def __init__(self, q: GaussianWeights) -> None:
-        super().__init__(q.options)
+        options = {field.name: getattr(q.options, field.name) for field in fields(UseOptions)}
+        super().__init__(q.options.likelihood, **options)
         self._q = q
 
     def _find_posterior(self) -> GaussianPosterior | None:

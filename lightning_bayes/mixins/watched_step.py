@@ -114,7 +114,7 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     loss = _loss_of(returned)
     if loss is None:
         return returned
-    call = _one_call(calls, module, options.network, q.read_as)
+    call = _one_call(calls, module, options.network.name, q.read_as)
     x, y = split_batch(module, batch)
     if isinstance(y, Tensor):
         q.read_as = q.read_as.with_targets(call.returned, y, options.likelihood.chooses_one_class)

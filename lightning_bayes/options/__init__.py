@@ -1,4 +1,4 @@
-"""Option objects: settings that belong together, checked when they are made. A word stands for one with its defaults."""
+"""Option objects: settings that belong together. They check themselves; a word stands for one with its defaults."""
 
 from lightning_bayes.options.memory import Memory
 from lightning_bayes.options.network import FitData, Network

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def resolve(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
     """The option of one of several `kinds` that an argument means: an object, a word, or `to_plain` of an object."""
-    if isinstance(value, tuple(kinds.values())):
+    if type(value) in kinds.values():
         return value
     if isinstance(value, Mapping):
         plain = plain_values(value)

@@ -66,7 +66,9 @@ class Kron(StructureOption):
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, str) and self.rank != "auto":
-            raise ValueError(f"rank must be a whole number of at least 1, 'auto' or None, got {format_value(self.rank)}")
+            raise ValueError(
+                f"rank must be a whole number of at least 1, 'auto' or None, got {format_value(self.rank)}"
+            )
         if self.rank is not None and self.rank != "auto":
             count("rank", self.rank)
         word("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
@@ -144,13 +146,23 @@ class FisherMC:
 STRUCTURES: dict[str, type[StructureOption]] = {kind.kind: kind for kind in (Kron, EKFAC, Diag, Full, LowRank)}
 
 
+def register_structure(word: str, passes: int) -> None:
+    """Make `structure=word` known for an accumulator that is defined elsewhere."""
+    if word not in STRUCTURES:
+        STRUCTURES[word] = type(word, (StructureOption,), {"kind": word, "passes_once": passes == 1})
+
+
 def structure_option(structure: Any) -> StructureOption:
     """The option that `structure=` means."""
     return resolve("structure", structure, STRUCTURES)
 
 
-def curvature_estimate(curvature: Any) -> tuple[str, int]:
-    """The estimator's word, and the labels to draw for each example."""
+def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str, int]:
+    """The word of the estimator, and the labels to draw for each example, if it suits the structure."""
+    estimate, samples = curvature, 1
     if isinstance(curvature, FisherMC):
-        return "fisher_mc", curvature.samples
-    return word("curvature", curvature, CURVATURES), 1
+        estimate, samples = "fisher_mc", curvature.samples
+    word("curvature", estimate, CURVATURES)
+    if structure.method != "exact" and estimate not in ("auto", "ggn"):
+        raise ValueError(f"{structure} is a diagonal of the GGN and needs curvature='ggn', got curvature={estimate!r}")
+    return estimate, samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_bayes.arguments import flag, format_value, seed, text, word
 from lightning_bayes.options.network import Network
@@ -17,7 +17,7 @@ class UseOptions:
 
     name: str  # suffix of logged numbers, key among several callbacks, part of a file's name
     predictive: PredictiveOption
-    network: Network = Network()
+    network: Network = field(default_factory=Network)
     calibrate: str | None = "auto"
     ood: bool = False
     plots: bool = False
@@ -40,4 +40,6 @@ class UseOptions:
         flag("progress", self.progress)
         save = self.save
         if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
-            raise ValueError(f"save must be True, False, None, or the path of a file or folder, got {format_value(save)}")
+            raise ValueError(
+                f"save must be True, False, None, or the path of a file or folder, got {format_value(save)}"
+            )

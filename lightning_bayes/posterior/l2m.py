@@ -6,8 +6,7 @@
 `v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without replacement
 from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the diagonal of
 the dataset's centred empirical Fisher. For a loss of `c` times the mean negative log-likelihood, this is the `H` of the
-second line. The paper writes the prior's *variance* `1/λ` where a precision is meant; so does
-`scaling="paper_literal"`.
+second line. The paper writes the prior's *variance* `1/λ` where a precision is meant.
 
 Where no prior is given, it is the one that weight decay `wd` stands for: `δ = N·wd/c` within the gradient, and, beside
 the gradient as in AdamW, whose stationary point is `∇ + wd·(√v̂ + ε)·θ = 0`, `δᵢ = N·wd·(√v̂ᵢ + ε)/c`. In the paper's
@@ -52,14 +51,15 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.processes import is_sharded, local, reshard
 from lightning_bayes.network.subset import trainable
+from lightning_bayes.options.prior import Prior, prior_option
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.prior import Prior, Weights, check_precision, check_prior
+from lightning_bayes.posterior.prior import GaussianPrior, check_precision, check_prior
 from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
-SCALINGS = ("dataset", "paper", "paper_literal")
+SCALINGS = ("dataset", "paper")
 DEAD = 1e-3  # the share of a parameter's typical √v̂ + ε below which a weight counts as one without a gradient
 
 
@@ -72,7 +72,7 @@ def fit_l2m(
     batch_size: float,
     scaling: str = "dataset",
     prior_precision: float | Tensor | Sequence[float] | None = None,
-    prior_mean: Weights | None = None,
+    prior: Prior | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
 ) -> LaplacePosterior:
@@ -85,9 +85,9 @@ def fit_l2m(
         n_data: examples in the training data.
         batch_size: examples whose mean gradient one step has used, over all processes and accumulated batches; of
             uneven batches the harmonic mean.
-        scaling: "dataset", "paper" or "paper_literal".
+        scaling: "dataset" or "paper".
         prior_precision: a number, one per layer, or one per parameter; None takes the optimizer's weight decay for it.
-        prior_mean: the weights that the prior is around in the evidence, by default zero; see `fit_laplace`.
+        prior: `Prior(mean=…)`, the weights that the prior is around in the evidence, by default zero.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             own losses: `1/n_outputs`, but for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
         n_outputs: targets of one example, over which the loss averages too; for that default alone.
@@ -99,9 +99,9 @@ def fit_l2m(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
-    check_prior(None, prior_mean)
-    if prior_mean is not None and is_sharded(network):
-        raise PosteriorError("prior_mean= belongs to the evidence, which a posterior that is sharded does not have")
+    given = mean_only(prior)
+    if given.mean is not None and is_sharded(network):
+        raise PosteriorError("prior= belongs to the evidence, which a posterior that is sharded does not have")
     reshard(network)
     parameters = trainable(network)
     moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
@@ -129,7 +129,16 @@ def fit_l2m(
     )
     if is_sharded(network):
         return ShardedPosterior.from_curvature(network, curvature, δ)
-    return from_curvature(network, curvature, δ, prior=Prior.of(None, prior_mean, curvature.subset))
+    return from_curvature(network, curvature, δ, prior=GaussianPrior.of(given, curvature.subset))
+
+
+def mean_only(prior: Any) -> Prior:
+    """The option that `prior=` means, which may set a mean only."""
+    given = prior_option(prior)
+    check_prior(given)
+    if given.posterior is not None or given.temperature != 1:
+        raise ValueError("L2M takes the prior's mean only, Prior(mean=…): use fit_laplace for another prior")
+    return given
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:
@@ -160,7 +169,7 @@ def decay_precision(weight_decay: float, scaling: str, n_over_c: float) -> float
     """The prior precision that weight decay stands for, `N·wd/c`; 1 without weight decay."""
     if weight_decay == 0:
         return 1.0
-    return {"dataset": n_over_c * weight_decay, "paper": weight_decay, "paper_literal": 1 / weight_decay}[scaling]
+    return n_over_c * weight_decay if scaling == "dataset" else weight_decay
 
 
 def adamw_precision(m: SecondMoment, δ: float, mean: float, out: Tensor) -> Tensor:
@@ -360,7 +369,8 @@ def _holding(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) 
     for optimizer in bare:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
-                f"optimizers must be the optimizer that trained the network, or a list of them, got {format_value(optimizer)}"
+                f"optimizers must be the optimizer that trained the network, or a list of them, got "
+                f"{format_value(optimizer)}"
             )
     return [o for o in bare if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 

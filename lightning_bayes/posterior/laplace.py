@@ -23,17 +23,15 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.implementation import implementation
-from lightning_bayes.posterior.options import TuningOptions
-from lightning_bayes.posterior.prior import Prior, as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior import GaussianPrior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import BlockDiagonal, Eigenbasis, Structure
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _FORMED = ("prior_precision", "precision")  # by `around` with a function, when one of them is asked for
 Laplace = TypeVar("Laplace", bound="LaplacePosterior")
@@ -45,7 +43,7 @@ class LaplacePosterior(GaussianPosterior):
 
     curvature: Curvature = field(repr=False, kw_only=True)
     prior_precision: Tensor = field(kw_only=True)  # δ
-    prior: Prior = field(default_factory=Prior, repr=False, kw_only=True)
+    prior: GaussianPrior = field(default_factory=GaussianPrior, repr=False, kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
     points: TrainingPoints | None = field(default=None, repr=False)  # of its Gaussian process
@@ -60,7 +58,7 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: float | Tensor | Sequence[float] | Callable[[], Tensor | float],
         temperature: float = 1.0,
         damping: str | None = None,
-        prior: Prior | None = None,
+        prior: GaussianPrior | None = None,
     ) -> Laplace:
         """The posterior around these weights, which have this fingerprint. A prior precision that is a function, of
         nothing that changes, is called when it is asked for."""
@@ -74,7 +72,7 @@ class LaplacePosterior(GaussianPosterior):
             fingerprint=fingerprint,
             curvature=curvature,
             prior_precision=mean.new_ones(()),
-            prior=(prior or Prior()).to(mean),
+            prior=(prior or GaussianPrior()).to(mean),
             temperature=temperature,
             damping=damping,
         )
@@ -287,26 +285,32 @@ class LaplacePosterior(GaussianPosterior):
 
     def tune_prior(
         self,
-        method: str = "auto",
+        method: str | Tuning = "auto",
         loader: Iterable[Any] | None = None,
-        per_layer: bool = False,
-        **options: Unpack[TuningOptions],
+        *,
+        predictive: str | PredictiveOption = "glm",
+        calibrate: str | None = "auto",
+        seed: int = 0,
+        progress: bool = False,
+        processes: Processes | None = None,
     ) -> LaplacePosterior:
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
             method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
-                "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
+                "linear" (the evidence at the linear model's optimum) or "grid" (validation data); or an option such as
+                `Tuning("linear", groups="layers")`.
             loader: batches `(x, y)`: validation data for "auto" and "grid"; the training data for `iterate=True`, and
                 for a posterior that has seen no data, as that of L2M.
-            per_layer: one prior precision per layer instead of one for all.
-            options: see `TuningOptions`. Of "marglik", "mackay" and "linear", `prior_groups="normalised"` has one prior
-                precision for each layer directly before a normalisation and one for the rest. Of "linear",
-                `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
-                the training data.
+            predictive: for "auto" and "grid": as in `predict`.
+            calibrate: for "auto": "probs" or "auto" keeps a temperature of the probabilities, "outputs" one of the
+                network's outputs, and None none.
+            seed: for "auto" and "grid": of what is drawn.
+            progress: for `iterate=True`: show a progress bar.
+            processes: for `iterate=True`: those that share the data.
         """
         with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
-            return implementation("tune_prior")(self, method, loader, per_layer, **options)
+            return implementation("tune_prior")(self, method, loader, predictive, calibrate, seed, progress, processes)
 
     def refine(
         self,

@@ -14,14 +14,15 @@ from typing import Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
-from lightning_bayes.curvature.fit import GROWING
 from lightning_bayes.network import Processes
+from lightning_bayes.options.structure import FisherMC, StructureOption, structure_option
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.used_data import UsedData
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
+GROWING = ("full", "diag", "kron")  # structures to which data can be added
 
 
 @implements("update")
@@ -38,22 +39,26 @@ def update(
         posterior.network,
         used.watched,
         likelihood=posterior.likelihood,
-        structure=str(old.structure.word),
+        structure=_structure(old),
         subset=posterior.subset,
-        curvature=old.kind,
-        samples=old.samples,
+        curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else old.kind,
         seed=old.seed,
-        weight_sharing=old.weight_sharing,
-        hessian=old.hessian,
         progress=progress,
         processes=processes,
         probe=probe,
-        updatable=True,
         first_example=old.n_data,
     )
     both = _sum(old, new)
     known = replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
     return used.noted(known)
+
+
+def _structure(old: Curvature) -> StructureOption:
+    """The option that the curvature was fitted with, keeping the factors of "kron"."""
+    fields: dict[str, dict[str, Any]] = {"kron": {"weight_sharing": old.weight_sharing, "updatable": True}}
+    fields["diag"] = {"method": old.hessian}
+    kind = str(old.structure.word)
+    return structure_option({"kind": kind, **fields.get(kind, {})})
 
 
 def _sum(old: Curvature, new: Curvature) -> Curvature:
@@ -85,5 +90,5 @@ def _check(posterior: LaplacePosterior) -> None:
     if not all(block.can_grow for _, block in H.named_blocks):
         raise PosteriorError(
             "this Kronecker posterior has kept the decompositions of its factors alone: to add data, fit it with "
-            "updatable=True"
+            "structure=Kron(updatable=True)"
         )

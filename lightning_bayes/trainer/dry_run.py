@@ -68,7 +68,7 @@ class DryRun:
             raise DataError(f"the targets of a batch must be a tensor, but they are {type(y).__name__}: {_SPLIT}")
         if not is_sharded(network):  # whose first forward pass must be the step's own
             with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
-                self.f, modules = _run(network, callback.network, x, size)
+                self.f, modules = _run(network, callback.network.name, x, size)
                 callback.read_by_targets(module, x, y)
                 before, network = output_of(network), callback.network_in(module)
                 after = output_of(network)
