@@ -8,6 +8,7 @@ classes is a Monte-Carlo estimate.
 
 from __future__ import annotations
 
+from lightning_bayes import Kron
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ TITLE = "Growth"
 PICTURE = "growth.png"
 FITS: dict[str, dict[str, Any]] = {
     "kron": {},
-    "kron, low rank": {"rank": "auto"},
+    "kron, low rank": {"structure": Kron(rank="auto")},
     "kron, Monte Carlo": {"curvature": "fisher_mc"},
     "diag": {"structure": "diag"},
     "diag, Monte Carlo": {"structure": "diag", "curvature": "fisher_mc"},

@@ -6,6 +6,7 @@ images, of which an eighth is run. Where `timm` is not installed there is nothin
 
 from __future__ import annotations
 
+from lightning_bayes import Kron
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.networks import CLASSES, Network, plain_epoch
 from benchmarks.rows import OURS
 
 TITLE = "Kronecker fit of a ResNet-18"
-FITS: dict[str, dict[str, Any]] = {"exact factors": {}, "low rank": {"rank": "auto"}}
+FITS: dict[str, dict[str, Any]] = {"exact factors": {}, "low rank": {"structure": Kron(rank="auto")}}
 SECONDS = {"exact factors": 100, "low rank": 90}
 IMAGES, EPOCH, PART = 64, 1024, 128
 

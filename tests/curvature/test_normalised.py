@@ -10,7 +10,7 @@ from helpers.tensors import real
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes import GaussianPosterior, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 IMAGE = (1, 4, 4)
@@ -177,9 +177,9 @@ def test_they_are_kept_in_the_state_and_found_from_data_where_they_are_not_known
     assert isinstance(older, LaplacePosterior)
     assert older.curvature.normalised is None
     with pytest.raises(PosteriorError, match="this posterior was made without: pass loader="):
-        older.tune_prior("mackay", prior_groups="normalised")
-    tuned = older.tune_prior("mackay", loader, prior_groups="normalised").prior_precision
-    torch.testing.assert_close(tuned, posterior.tune_prior("mackay", prior_groups="normalised").prior_precision)
+        older.tune_prior(Tuning("mackay", groups="normalised"))
+    tuned = older.tune_prior(Tuning("mackay", groups="normalised"), loader).prior_precision
+    torch.testing.assert_close(tuned, posterior.tune_prior(Tuning("mackay", groups="normalised")).prior_precision)
     assert tuned.shape == (3,)
     assert tuned[1] == tuned[2] != tuned[0]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.options import predictive_of
 from predictive_cases import Shaped, mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -357,7 +358,7 @@ def test_every_kind_of_target_and_predictive_has_sets_or_intervals(predictive: s
     ]:
         posterior = fit_laplace(network, [(x[:20], y[:20])], likelihood)
         conformal = posterior.conformalize(
-            [(x[20:30], y[20:30]), (x[30:], y[30:])], 0.8, predictive=predictive, samples=5
+            [(x[20:30], y[20:30]), (x[30:], y[30:])], 0.8, predictive=predictive_of(predictive, samples=5)
         )
         result = conformal.predict(x[30:])
         assert (result[0] if isinstance(result, tuple) else result).shape == shape
@@ -368,7 +369,7 @@ def test_every_kind_of_target_and_predictive_has_sets_or_intervals(predictive: s
 
 def test_examples_that_were_used_before_are_warned_of(digits: Any, tmp_path: Path) -> None:
     fitted, x, y = digits
-    tuned = fitted.tune_prior("auto", loader(x[:200], y[:200]), calibrate=False)
+    tuned = fitted.tune_prior("auto", loader(x[:200], y[:200]), calibrate=None)
     used = tuned.calibrate(loader(x[200:400], y[200:400]))
     used.save(tmp_path / "posterior.pt")
     again = GaussianPosterior.load(tmp_path / "posterior.pt", used.network)

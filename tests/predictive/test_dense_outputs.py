@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplaceCallback, fit_laplace
+from lightning_bayes import GLM, Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplaceCallback, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.posterior import LaplacePosterior
@@ -117,7 +117,7 @@ def test_many_outputs_are_functions_of_the_posterior_s_own_weights(monkeypatch: 
     f = at_weights(posterior.network, posterior.mean, KNOWN_NAMES, x)
     J = jacobian(posterior.network, x)
     p = (f + torch.einsum("bcp,sp->sbc", J, moves).reshape(9, *f.shape)).softmax(2)
-    prediction, used = posterior.predict(x, samples=9, generator=(used := seeded(5))), used
+    prediction, used = posterior.predict(x, GLM(samples=9), generator=(used := seeded(5))), used
     torch.testing.assert_close(prediction.probs, p.mean(0), **TIGHT)
     torch.testing.assert_close(prediction.epistemic, p.var(0, correction=0), **TIGHT)
     torch.testing.assert_close(prediction.aleatoric, (p * (1 - p)).mean(0), **TIGHT)
