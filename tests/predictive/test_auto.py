@@ -200,9 +200,7 @@ def test_a_variance_of_any_size_is_found(size: float, words: dict[str, Any]) -> 
     """Where noise and prior cannot be scaled together, by the factor itself."""
     net = network(2)
     x, held_out = real(30, 3), real(90, 3, seed=1)
-    posterior = fit_laplace(
-        net, [(x, size * targets("real", net(x).detach(), 2))], Gaussian(1.0), structure="kron", **words
-    )
+    posterior = fit_laplace(net, [(x, size * targets("real", net(x).detach(), 2))], Gaussian(1.0), **words)
     y = size * targets("real", net(held_out).detach(), 3)
     prediction = posterior.tune_prior("auto", [(held_out, y)]).predict(held_out)
     ratio = float(((y - prediction.mean).square() / prediction.variance).mean())

@@ -153,7 +153,7 @@ def test_nothing_else_changes_and_the_state_keeps_it(kind: str) -> None:
     # The number belongs to the predictive and link it was found with.
     assert torch.equal(answer(calibrated, predictive="map"), answer(posterior, predictive="map"))
     if kind == "classes":
-        assert torch.equal(answer(calibrated, link="probit"), answer(posterior, link="probit"))
+        assert torch.equal(answer(calibrated, predictive=GLM("probit")), answer(posterior, predictive=GLM("probit")))
     again = GaussianPosterior.from_state_dict(posterior.network, calibrated.state_dict())
     assert again.calibrations == calibrated.calibrations
     assert torch.equal(answer(again), answer(calibrated))

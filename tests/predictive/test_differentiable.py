@@ -68,9 +68,13 @@ def values(prediction: Prediction) -> tuple[Tensor, ...]:
     return tuple(value for value in stored if value is not None)
 
 
-def prediction_is_right(posterior: LaplacePosterior, x: Tensor = X[:2], **words: Any) -> bool:
+def prediction_is_right(
+    posterior: LaplacePosterior, x: Tensor = X[:2], predictive: str = "glm", link: str | None = None, **words: Any
+) -> bool:
+    option = predictive_of(predictive, link, 4)
+
     def predict(x: Tensor, differentiable: bool = True) -> tuple[Tensor, ...]:
-        return values(posterior.predict(x, GLM(samples=4), generator=seeded(), differentiable=differentiable, **words))
+        return values(posterior.predict(x, option, generator=seeded(), differentiable=differentiable, **words))
 
     x = x.clone().requires_grad_()
     for with_graph, without in zip(predict(x), predict(x, differentiable=False), strict=True):

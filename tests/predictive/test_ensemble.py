@@ -219,7 +219,7 @@ def exact_mixture(ensemble: DeepEnsemble) -> MixtureSameFamily:
     """Over the members' Gaussians, by torch's own."""
     parts = [posterior.predict(X_TEST) for posterior in ensemble.posteriors]
     μ, v = torch.stack([p.mean for p in parts], -1), torch.stack([p.variance for p in parts], -1)  # [B, C, M]
-    return MixtureSameFamily(Classes(torch.tensor(ensemble.weights).double().expand_as(μ)), Normal(μ, v.sqrt()))
+    return MixtureSameFamily(Classes(torch.tensor(ensemble.member_weights).double().expand_as(μ)), Normal(μ, v.sqrt()))
 
 
 @pytest.mark.parametrize("kind", ["regression", "predicted noise"])
@@ -325,10 +325,10 @@ def test_it_is_a_value() -> None:
     ensemble = DeepEnsemble(members, torch.tensor([1.0, 3.0]))
     members.clear()
     assert len(ensemble) == 2
-    assert ensemble.weights == (0.25, 0.75)
-    assert DeepEnsemble(ensemble.posteriors).weights == (0.5, 0.5)
+    assert ensemble.member_weights == (0.25, 0.75)
+    assert DeepEnsemble(ensemble.posteriors).member_weights == (0.5, 0.5)
     with pytest.raises(FrozenInstanceError):
-        ensemble.weights = None  # type: ignore[misc]
+        ensemble.member_weights = None  # type: ignore[misc]
 
 
 def test_nothing_of_the_members_networks_is_changed() -> None:
@@ -619,5 +619,6 @@ class TestEvaluate:
 def test_replacing_the_weights_of_an_ensemble() -> None:
     ensemble = DeepEnsemble(regressions())
     same_prediction(
-        replace(ensemble, weights=WEIGHTS).predict(X_TEST), DeepEnsemble(ensemble.posteriors, WEIGHTS).predict(X_TEST)
+        replace(ensemble, member_weights=WEIGHTS).predict(X_TEST),
+        DeepEnsemble(ensemble.posteriors, WEIGHTS).predict(X_TEST),
     )
