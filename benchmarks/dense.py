@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
 from benchmarks.rows import Row, memory_beside
+from lightning_bayes import GLM, Diag
 
 TITLE = "Dense outputs"
 CLASSES, SIDE = 21, 256
@@ -27,7 +28,7 @@ FITS: dict[str, dict[str, Any]] = {
     "fit, Kronecker": {},
     "fit, diagonal": {"structure": "diag"},
     "fit, last layer": {"subset": "last_layer"},
-    "fit, approximate diagonal": {"structure": "diag", "curvature": "ggn", "hessian": "approx"},
+    "fit, approximate diagonal": {"curvature": "ggn", "structure": Diag(method="approx")},
 }
 USES = ("predict", "evaluate", "calibrate", "tune")
 MOST = 4.0  # passes' memory
@@ -83,7 +84,7 @@ def measure(work: str, batch_size: int, side: int) -> Result:
 
     small = UNet().eval()  # setup at first use does not count
     warm = fit_laplace(small, [(x[:1, :, :16, :16], y[:1, :16, :16])], curvature="fisher_mc")
-    warm.predict(x[:1, :, :16, :16], samples=2)
+    warm.predict(x[:1, :, :16, :16], GLM(samples=2))
     if work == PASS:
         return side_by_side(lambda: plain_pass, plain_pass, 0)
     if work in FITS:

@@ -88,7 +88,7 @@ def posteriors(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[tuple[str, 
         times = []
         for _ in range(3):
             start = time.process_time()
-            fitted[word] = fit_laplace(network, loader, likelihood, word)
+            fitted[word] = fit_laplace(network, loader, likelihood, structure=word)
             times.append(time.process_time() - start)
         yield word, fitted[word], min(times)
     full, layers = fitted["full"].curvature, fitted["kron"].curvature.structure

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from benchmarks.practice.datasets import images
 from benchmarks.report import table
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import Kron, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.structures import BlockDiagonal, Factor, Kronecker, Structure, factor
 from lightning_bayes.structures.factor import Rank
@@ -152,7 +152,7 @@ def rows(make: Callable[[], nn.Module], data: str, seed: int) -> dict[str, dict[
     network, (x, y), (x_test, y_test) = make(), pictures(data, True, 10_000), pictures(data, False, 1000)
     train(network, x, y)
     batches = list(zip(x[:2048].split(128), y[:2048].split(128), strict=True))
-    fitted = fit_laplace(network, batches, curvature="fisher_mc", updatable=True)
+    fitted = fit_laplace(network, batches, curvature="fisher_mc", structure=Kron(updatable=True))
     δ = fitted.tune_prior("marglik").prior_precision
     found: dict[str, dict[str, float]] = {}
     exact: dict[str, Tensor] = {}

@@ -22,12 +22,13 @@ from benchmarks.isolate import Job
 from benchmarks.measure import Result, exponent, side_by_side
 from benchmarks.networks import Batches, plain_epoch
 from benchmarks.rows import Row, measured
+from lightning_bayes import Kron
 
 TITLE = "Growth"
 PICTURE = "growth.png"
 FITS: dict[str, dict[str, Any]] = {
     "kron": {},
-    "kron, low rank": {"rank": "auto"},
+    "kron, low rank": {"structure": Kron(rank="auto")},
     "kron, Monte Carlo": {"curvature": "fisher_mc"},
     "diag": {"structure": "diag"},
     "diag, Monte Carlo": {"structure": "diag", "curvature": "fisher_mc"},

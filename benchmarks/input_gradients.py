@@ -34,10 +34,10 @@ def measure(network: str, structure: str, what: str, repeats: int) -> Result:
     if network == "small MLP":  # that of the recipe, 501 weights
         net: nn.Module = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
         x = torch.rand(BATCH, 2)
-        posterior = fit_laplace(net, [(x, x[:, :1])], "regression", structure)
+        posterior = fit_laplace(net, [(x, x[:, :1])], "regression", structure=structure)
     else:
         case = NETWORKS[network]
-        posterior = fit_laplace(case.fresh(), case.data(EXAMPLES, 8), "classification", structure)
+        posterior = fit_laplace(case.fresh(), case.data(EXAMPLES, 8), "classification", structure=structure)
         x, _ = next(iter(case.data(BATCH, BATCH)))
     return side_by_side(lambda: partial(WORK[what], posterior, x), partial(posterior.functional, x), repeats)
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.ekfac import PROBLEMS, Problem, print_medians, score, train
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, LaplacePosterior, LowRank, fit_laplace
 
 SEEDS = 3
 FITS: dict[str, dict[str, Any]] = {
     "kron": {"structure": "kron"},
-    **{f"lowrank, {rank}": {"structure": "lowrank", "rank": rank} for rank in (20, 50, 100, 200)},
+    **{f"lowrank, {rank}": {"structure": LowRank(rank=rank)} for rank in (20, 50, 100, 200)},
     "full": {"structure": "full"},
 }
 

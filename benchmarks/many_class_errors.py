@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, LaplacePosterior, fit_laplace
 from lightning_bayes.predictive import Prediction
 
 EXAMPLES, FITTED, TESTED, EPOCHS, BATCH = 30_000, 8_192, 256, 4, 128
@@ -75,7 +75,7 @@ def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor, seed: int) -> n
 
 def report(name: str, posterior: LaplacePosterior, x: Tensor, y: Tensor) -> None:
     plain = posterior.predict(x, "map", calibrated=False)
-    true = posterior.predict(x, samples=REFERENCE, generator=torch.Generator().manual_seed(99))
+    true = posterior.predict(x, GLM(samples=REFERENCE), generator=torch.Generator().manual_seed(99))
     accuracy = (plain.label == y).float().mean()
     print(f"{name}: accuracy {accuracy:.3f}, NLL {_nll(plain, y):.3f}, of {REFERENCE:,} samples {_nll(true, y):.3f}")
     for samples in SAMPLES:
@@ -84,7 +84,7 @@ def report(name: str, posterior: LaplacePosterior, x: Tensor, y: Tensor) -> None
 
 
 def _errors(posterior: LaplacePosterior, x: Tensor, y: Tensor, samples: int, seed: int, true: Prediction) -> Tensor:
-    drawn = posterior.predict(x, samples=samples, generator=torch.Generator().manual_seed(seed))
+    drawn = posterior.predict(x, GLM(samples=samples), generator=torch.Generator().manual_seed(seed))
     assert drawn.probs is not None
     assert true.probs is not None
     top = true.probs.argmax(1, keepdim=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.isolate import Job
 from benchmarks.measure import Result, side_by_side
 from benchmarks.rows import OURS
+from lightning_bayes import GLM
 
 TITLE = "A thousand classes"
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,7 @@ def measure_predictive(network: str, images: int, repeats: int) -> Result:
     posterior = _fit(net, x, y)
 
     def predict() -> Any:
-        return posterior.predict(x, samples=SAMPLES, generator=torch.Generator().manual_seed(0))
+        return posterior.predict(x, GLM(samples=SAMPLES), generator=torch.Generator().manual_seed(0))
 
     return side_by_side(lambda: predict, partial(_forward, net, x), repeats, scale=SAMPLES)
 
@@ -56,7 +57,7 @@ def measure_predictive(network: str, images: int, repeats: int) -> Result:
 def _fit(net: nn.Module, x: Tensor, y: Tensor) -> Any:
     from lightning_bayes import fit_laplace
 
-    posterior = fit_laplace(net, [(x, y)], "classification", "kron", curvature="fisher_mc")
+    posterior = fit_laplace(net, [(x, y)], "classification", curvature="fisher_mc", structure="kron")
     posterior.log_marginal_likelihood()  # with all eigendecompositions
     return posterior
 

@@ -64,7 +64,7 @@ def _fit_ours(case: Network, structure: str, call: str) -> Callable[[Tensor], An
 
     examples = OWN_EXAMPLES.get(case.name, FIT_EXAMPLES)
     data = case.data(examples, case.batch if examples > FIT_EXAMPLES else FIT_BATCH)
-    posterior = fit_laplace(case.fresh(), data, "classification", structure)
+    posterior = fit_laplace(case.fresh(), data, "classification", structure=structure)
     return posterior.functional if call == FUNCTIONAL else partial(posterior.predict, split=call == OURS)
 
 

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import Prediction, fit_laplace
+from lightning_bayes import GLM, Prediction, fit_laplace
 
 TEST, PRIOR = 600, 1.0
 
@@ -69,7 +69,7 @@ def learn(settings: Settings, name: str, seed: int) -> list[float]:
         data = (x[labelled], y[labelled])
         posterior = fit_laplace(train(*data, settings.steps), [data], prior_precision=PRIOR)
         accuracies.append(float((posterior.predict(x[test], "map").label == y[test]).float().mean()))
-        score = METHODS[name](posterior.predict(x[pool], link="mc", samples=settings.samples))
+        score = METHODS[name](posterior.predict(x[pool], GLM(link="mc", samples=settings.samples)))
     return accuracies
 
 

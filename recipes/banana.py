@@ -20,7 +20,7 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import Prediction, fit_laplace, metrics
+from lightning_bayes import GLM, Prediction, fit_laplace, metrics
 
 N_TRAIN, PRIOR_PRECISION = 265, 1.0
 PREDICTIVES = {"MAP": "map", "BNN": "bnn", "GLM": "glm"}
@@ -75,12 +75,12 @@ def believe(run: Run, x: Tensor, y: Tensor) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     settings, data, test = run.settings, (x[:N_TRAIN], y[:N_TRAIN]), slice(N_TRAIN, N_TRAIN + 1000)
     network = train(*data, settings.steps, settings.width)
-    posterior = fit_laplace(network, [data], "binary", "full", prior_precision=PRIOR_PRECISION)
+    posterior = fit_laplace(network, [data], "binary", prior_precision=PRIOR_PRECISION, structure="full")
     table = {name: judge(posterior.predict(x[test], word), y[test]) for name, word in PREDICTIVES.items()}
     axis = torch.linspace(-4, 4, settings.side)
     grid = torch.cartesian_prod(axis, axis).flip(1)  # the second coordinate varies slowest
     panels = {name: posterior.predict(grid, predictive).probs for name, predictive in PREDICTIVES.items()}
-    glm = posterior.predict(grid, samples=1000)
+    glm = posterior.predict(grid, GLM(samples=1000))
     return {"table": table, "panels": {**panels, "GLM: aleatoric": glm.aleatoric, "GLM: epistemic": glm.epistemic}}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction, metrics, plots
+from lightning_bayes import GLM, GaussianPosterior, LaplaceCallback, Prediction, metrics, plots
 
 NOISE = 0.3
 Pairs = tuple[Tensor, Tensor]
@@ -69,7 +69,7 @@ def make_data(settings: Settings, seed: int) -> tuple[TensorDataset, TensorDatas
 
 def train(run: Run, data: TensorDataset, validation: TensorDataset) -> GaussianPosterior:
     L.seed_everything(run.seed, verbose=False)
-    laplace = LaplaceCallback(likelihood="regression", samples=run.settings.samples, save=False)
+    laplace = LaplaceCallback(likelihood="regression", save=False, predictive=GLM(samples=run.settings.samples))
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[laplace], accelerator="cpu", **WITH_BAR)
     trainer.fit(Denoiser(), DataLoader(data, 32, shuffle=True), DataLoader(validation, 50))
     return laplace.posterior
@@ -96,7 +96,9 @@ def main() -> None:
     plain = posterior.calibrate(DataLoader(validation, 50), "map")
 
     def predict(x: Tensor) -> Prediction:
-        return posterior.predict(x, samples=run.settings.samples, generator=torch.Generator().manual_seed(run.seed))
+        return posterior.predict(
+            x, GLM(samples=run.settings.samples), generator=torch.Generator().manual_seed(run.seed)
+        )
 
     for name, (x, y) in tests.items():
         table |= {f"MAP, {name}": judge(plain.predict(x, "map"), y), f"Laplace, {name}": judge(predict(x), y)}

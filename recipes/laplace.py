@@ -15,7 +15,7 @@ from program import progress, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace, metrics, plots
+from lightning_bayes import Gaussian, LaplacePosterior, Tuning, fit_laplace, metrics, plots
 
 NOISE, GAP = 0.2, 1.0  # no data for |x| < GAP
 POSTERIORS = {
@@ -83,7 +83,7 @@ def main() -> None:
     fits = {
         name: fit_laplace(network, loader, Gaussian(noise_std=NOISE), **words) for name, words in POSTERIORS.items()
     }
-    tuned = {name: posterior.tune_prior("marglik", noise=False) for name, posterior in fits.items()}
+    tuned = {name: posterior.tune_prior(Tuning("marglik", noise=False)) for name, posterior in fits.items()}
     test, gap = draw(1000, GAP, math.pi, generator), draw(1000, 0, GAP, generator)
     print(f"{len(x)} points on sin(2x) with noise {NOISE}, none for |x| < {GAP:g}:")
     run.save_table("table", {name: judge(posterior, test, gap) for name, posterior in tuned.items()})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import MarginalLikelihoodCallback, fit_laplace
+from lightning_bayes import Learning, MarginalLikelihoodCallback, fit_laplace
 
 Scores = dict[str, float]
 
@@ -59,7 +59,7 @@ def train(run: Run, part: TensorDataset, data: Digits, seed: int, decay: float |
     """Train on a part of the data; without a weight decay, learn the priors."""
     L.seed_everything(seed, verbose=False)
     model = Net(part.tensors[0].shape[1], int(part.tensors[1].max()) + 1, decay or 0.0, run.settings.epochs)
-    marglik = MarginalLikelihoodCallback(burn_in_epochs=20, every_n_epochs=5, steps=30, save=False)
+    marglik = MarginalLikelihoodCallback(burn_in_epochs=20, every_n_epochs=5, save=False, evidence=Learning(steps=30))
     words = {"max_epochs": run.settings.epochs, "accelerator": "cpu", **QUIET}
     L.Trainer(callbacks=[marglik] if decay is None else [], **words).fit(model, DataLoader(part, 32, shuffle=True))
     model, loader, tests = model.eval(), DataLoader(part, 200), {"test": data.test, "validation": data.validation}

@@ -17,7 +17,7 @@ from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
+from lightning_bayes import Diag, Gaussian, LaplacePosterior, OnlineLaplaceCallback, Tuning, fit_laplace
 
 NOISE = 0.2
 
@@ -59,8 +59,8 @@ def train(run: Run, digits: Digits, *callbacks: L.Callback) -> Autoencoder:
 def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
     """`hessian="approx"` takes one backward pass, "exact" one for each of the 64 pixels."""
     x, _ = digits.train.tensors
-    posterior = fit_laplace(train(run, digits), [(x, x)], Gaussian(NOISE), structure="diag", hessian="approx")
-    return posterior.tune_prior("marglik", noise=False)
+    posterior = fit_laplace(train(run, digits), [(x, x)], Gaussian(NOISE), structure=Diag(method="approx"))
+    return posterior.tune_prior(Tuning("marglik", noise=False))
 
 
 def online(run: Run, digits: Digits) -> LaplacePosterior:

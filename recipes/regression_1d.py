@@ -19,13 +19,13 @@ from program import Run, progress, require, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import Gaussian, Prediction, Subnetwork, fit_laplace, metrics
+from lightning_bayes import Gaussian, Prediction, Subnetwork, Tuning, fit_laplace, metrics
 
 POSTERIORS: dict[str, dict[str, Any]] = {
     **{"full": {"structure": "full"}, "Kronecker": {"structure": "kron"}, "diagonal": {"structure": "diag"}},
     "last layer": {"structure": "full", "subset": "last_layer"},
     "60 weights": {"structure": "full", "subset": Subnetwork(60)},
-    "GP, 40 points": {"structure": "full", "gp_points": 40},
+    "GP, 40 points": {"structure": "full", "gp": 40},
 }
 GAPS = {"sine": (2, 4), "Snelson": (1.5, 3)}
 Pairs = tuple[Tensor, Tensor]  # x and y [N, 1]
@@ -70,7 +70,9 @@ def believe(run: Run, line: Tensor, data: Pairs, gap: Pairs) -> dict[str, Any]:
     network, beliefs = train(*data, run.settings.steps), {}
     noise = fit_laplace(network, [data], "regression", structure="full").tune_prior("marglik").likelihood.noise_std
     for method, words in POSTERIORS.items():
-        posterior = fit_laplace(network, [data], Gaussian(float(noise)), **words).tune_prior("marglik", noise=False)
+        posterior = fit_laplace(network, [data], Gaussian(float(noise)), **words).tune_prior(
+            Tuning("marglik", noise=False)
+        )
         predictive = "gp" if method.startswith("GP") else "glm"
         at_line, at_data, at_gap = (posterior.predict(x, predictive) for x in (line, data[0], gap[0]))
         curves = torch.cat([at_line.mean, at_line.variance.sqrt(), at_line.epistemic.sqrt()], 1)  # [line, 3]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction, plots
+from lightning_bayes import GLM, GaussianPosterior, LaplaceCallback, Prediction, plots
 
 NOISE, UNKNOWN = 0.1, -100  # the latter marks pixels without a label
 
@@ -79,7 +79,7 @@ def coverage(probs: Tensor, y: Tensor, level: float = 0.95) -> float:
 
 def train(run: Run, data: TensorDataset, validation: TensorDataset) -> GaussianPosterior:
     L.seed_everything(run.seed, verbose=False)
-    laplace = LaplaceCallback(likelihood="classification", samples=run.settings.samples, save=False)
+    laplace = LaplaceCallback(likelihood="classification", save=False, predictive=GLM(samples=run.settings.samples))
     trainer = L.Trainer(max_epochs=run.settings.epochs, callbacks=[laplace], accelerator="cpu", **WITH_BAR)
     trainer.fit(Segmentation(), DataLoader(data, 32, shuffle=True), DataLoader(validation, 50))
     return laplace.posterior

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Gaussian, LaplacePosterior, Subnetwork, SWAGCallback, fit_laplace, metrics
+from lightning_bayes import Gaussian, LaplacePosterior, Subnetwork, SWAGCallback, Tuning, fit_laplace, metrics
 
 NOISE, GAP = Gaussian(noise_std=0.2), 1.0  # no data for |x| < GAP
 
@@ -94,7 +94,7 @@ def main() -> None:
     x, y = draw(120, GAP, math.pi, generator)
     swag = run.posterior("training", Net(run.settings.width, run.settings.epochs).net, train, run, x, y)
     fit = partial(fit_laplace, swag.network, list(zip(x.split(30), y.split(30), strict=True)), NOISE)
-    full, diagonal = (fit(structure).tune_prior("marglik", noise=False) for structure in ("full", "diag"))
+    full, diagonal = (fit(structure).tune_prior(Tuning("marglik", noise=False)) for structure in ("full", "diag"))
     posteriors = {"all weights": full, "all weights, diagonal": diagonal}
     # With this prior, the chosen weights give the outputs as much prior variance as all weights do.
     prior = float(full.prior_precision) * chosen / full.subset.size

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.curvature.accumulate import Accumulator, BlockAccumulator, JacobianAccumulator
 from lightning_bayes.jacobian.plan import Plan
 from lightning_bayes.likelihoods import Likelihood, resolve
@@ -178,7 +178,7 @@ def ggn(net: nn.Module, s: float = 1.0) -> Tensor:
 
 def test_words_are_known_once_their_classes_are() -> None:
     assert resolve("counts") == Poisson()
-    assert fit_laplace(network(), batches(), "counts", "identity").likelihood == Poisson()
+    assert fit_laplace(network(), batches(), "counts", structure="identity").likelihood == Poisson()
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "identity", "blocks"])
@@ -193,14 +193,14 @@ def test_an_own_likelihood_has_its_exact_curvature(structure: str) -> None:
         "identity": H.trace() / P * torch.eye(P, dtype=F64),
         "blocks": H * layers,
     }
-    found = fit_laplace(net, batches(), Poisson(exposure=2.0), structure).curvature.structure
+    found = fit_laplace(net, batches(), Poisson(exposure=2.0), structure=structure).curvature.structure
     torch.testing.assert_close(found.to_dense(), expected[structure], **TIGHT)
 
 
 @pytest.mark.parametrize("structure", ["identity", "blocks"])
 def test_an_own_structure_predicts_through_the_linearised_network(structure: str) -> None:
     net = network()
-    posterior = fit_laplace(net, batches(), "counts", structure, prior_precision=0.7)
+    posterior = fit_laplace(net, batches(), "counts", prior_precision=0.7, structure=structure)
     f, Σ = posterior.functional(X[:5])
     J, P = jacobian(net, X[:5]), posterior.precision.to_dense()
     torch.testing.assert_close(f, net(X[:5]).detach(), **TIGHT)
@@ -211,19 +211,19 @@ def test_an_own_structure_predicts_through_the_linearised_network(structure: str
     flat = J.flatten(0, 1)
     torch.testing.assert_close(together, flat @ torch.linalg.solve(P, flat.mT), **TIGHT)
     # The mean of a log-normal rate.
-    found = posterior.predict(X[:5], samples=200_000, generator=torch.Generator().manual_seed(0))
+    found = posterior.predict(X[:5], GLM(samples=200_000), generator=torch.Generator().manual_seed(0))
     assert found.mean is not None
     torch.testing.assert_close(found.mean, (f + 0.5 * variance).exp(), rtol=0.02, atol=0)
 
 
 def test_single_weights_have_no_block_of_their_own() -> None:
     with pytest.raises(SubsetError, match="single weights of a layer have no block form: use structure='full' or"):
-        fit_laplace(network(), batches(), "counts", "blocks", subset=torch.tensor([0, 3]))
+        fit_laplace(network(), batches(), "counts", subset=torch.tensor([0, 3]), structure="blocks")
 
 
 def test_an_own_structure_has_an_evidence_to_tune() -> None:
     net = network()
-    posterior = fit_laplace(net, batches(), "counts", "identity")
+    posterior = fit_laplace(net, batches(), "counts", structure="identity")
     θ, P = posterior.mean, posterior.precision.to_dense()
     fit = torch.distributions.Poisson(net(X).detach().exp()).log_prob(Y).sum()
     expected = fit - 0.5 * (torch.logdet(P) + θ @ θ)
@@ -235,7 +235,7 @@ def test_an_own_structure_has_an_evidence_to_tune() -> None:
 @pytest.mark.parametrize("structure", ["identity", "blocks"])
 def test_a_file_holds_both(tmp_path: Path, structure: str) -> None:
     net = network()
-    posterior = fit_laplace(net, batches(), Poisson(exposure=2.0), structure, prior_precision=0.7)
+    posterior = fit_laplace(net, batches(), Poisson(exposure=2.0), prior_precision=0.7, structure=structure)
     posterior.save(tmp_path / "posterior.pt")
     torch.load(tmp_path / "posterior.pt", weights_only=True)
     loaded = GaussianPosterior.load(tmp_path / "posterior.pt", net)
@@ -270,7 +270,7 @@ def test_a_root_of_ones_own_says_again_whether_it_is_diagonal() -> None:
     assert not Coupled().has_diagonal_fisher
     net = network()
     J = jacobian(net, X).sum(1)
-    found = fit_laplace(net, batches(), Coupled(), "full").curvature.structure
+    found = fit_laplace(net, batches(), Coupled(), structure="full").curvature.structure
     torch.testing.assert_close(found.to_dense(), J.mT @ J, **TIGHT)
 
 
@@ -284,5 +284,5 @@ def test_a_structure_without_a_name_cannot_be_saved() -> None:
 
 def test_accumulators_without_a_word_are_not_offered() -> None:
     with pytest.raises(ValueError, match="unknown structure None"):
-        fit_laplace(network(), batches(), "counts", None)  # type: ignore[arg-type]
+        fit_laplace(network(), batches(), "counts", structure=None)  # type: ignore[arg-type]
     assert Accumulator.word is None

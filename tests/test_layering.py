@@ -1,7 +1,7 @@
 """The layers of the package, enforced by reading every import.
 
     arguments ── all others
-    network ── likelihoods ─┐
+    options · network ── likelihoods ─┐
                structures ──┴─ jacobian ── curvature ── posterior ── evidence ── predictive ── trainer ─┬─ callbacks
     metrics ── plots                                        └── inverse                                 └─ mixins
 
@@ -27,9 +27,10 @@ ROOT = Path(lightning_bayes.__file__).parent
 # What each layer may import, besides itself and the checks of arguments.
 ALLOWED: dict[str, set[str]] = {
     "arguments": set(),
+    "options": set(),
     "network": set(),
-    "likelihoods": {"network"},
-    "structures": {"network"},
+    "likelihoods": {"network", "options"},
+    "structures": {"network", "options"},
     "metrics": set(),
     "plots": {"metrics"},
 }

@@ -12,12 +12,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.options import predictive_of
 from torch import Tensor, nn
 
 import lightning_bayes
 from lightning_bayes import (
+    GLM,
+    GP,
     Conformal,
     DeepEnsemble,
+    Diag,
     GaussianPosterior,
     HeteroscedasticGaussian,
     L2MCallback,
@@ -25,6 +29,7 @@ from lightning_bayes import (
     LaplacePosterior,
     LogSigmaMultiplierMixin,
     MarginalLikelihoodCallback,
+    Memory,
     OnlineLaplaceCallback,
     Prediction,
     Subnetwork,
@@ -389,7 +394,7 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         [],
     ),
     "curvature": (lambda word: fit(curvature=word), ["ggn", "fisher_mc", "empirical_fisher"], []),
-    "hessian of fit_laplace": (lambda word: fit(hessian=word), ["exact", "approx", "mixed", "auto"], []),
+    "hessian of fit_laplace": (lambda word: fit(structure=Diag(method=word)), ["exact", "approx", "mixed", "auto"], []),
     "prior_precision": (lambda word: fit(prior_precision=word), [2.0, [3.0], torch.ones(12)], []),
     "likelihood": (likelihoods.resolve, ["classification", "binary", "regression"], []),
     "tune_prior": (
@@ -397,22 +402,22 @@ WORDS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
         ["auto", "marglik", "mackay", "linear", "grid"],
         [],
     ),
-    "predictive": (lambda word: fit(gp_points=4).predict(X, word, samples=2), ["glm", "bnn", "map", "gp"], []),
+    "predictive": (lambda word: fit(gp=4).predict(X, predictive_of(word, samples=2)), ["glm", "bnn", "map", "gp"], []),
     "predictive of functions": (lambda word: fit().sample_function(predictive=word), ["glm", "bnn"], []),
-    "gp_points": (lambda word: fit(gp_points=word), [0, 4, None], []),
-    "gp_selection": (lambda word: fit(gp_points=4, gp_selection=word), ["random", "leverage"], []),
-    "gp_weighting": (lambda word: fit(gp_points=4, gp_weighting=word), ["prior", "data"], []),
-    "gp_outputs": (lambda word: fit(gp_points=4, gp_outputs=word), ["auto", "joint", "independent"], []),
-    "link": (lambda word: fit().predict(X, link=word, samples=2), ["pairwise", "probit", "bridge", "mc"], []),
+    "gp_points": (lambda word: fit(gp=word), [0, 4, None], []),
+    "gp_selection": (lambda word: fit(gp=GP(points=4, selection=word)), ["random", "leverage"], []),
+    "gp_weighting": (lambda word: fit(gp=GP(points=4)), ["prior", "data"], []),
+    "gp_outputs": (lambda word: fit(gp=GP(points=4, outputs=word)), ["auto", "joint", "independent"], []),
+    "link": (lambda word: fit().predict(X, GLM(link=word, samples=2)), ["pairwise", "probit", "bridge", "mc"], []),
     "scaling of L2M": (lambda word: L2MCallback(scaling=word), ["dataset", "paper"], []),
     "hessian of online Laplace": (
         lambda word: OnlineLaplaceCallback(hessian=word),
         ["auto", "exact", "approx", "mixed"],
         [],
     ),
-    "at": (lambda word: OnlineLaplaceCallback(at=word), ["mean", "sample"], []),
+    "at": (lambda word: OnlineLaplaceCallback(memory=Memory(curvature_at=word)), ["mean", "sample"], []),
     "evidence": (lambda word: MarginalLikelihoodCallback(evidence=word), ["marglik", "linear"], []),
-    "mode": (lambda word: MarginalLikelihoodCallback(mode=word), ["gradient", "mackay"], []),
+    "mode": (lambda word: MarginalLikelihoodCallback(evidence=word), ["gradient", "mackay"], []),
     "norm": (lambda word: metrics.CalibrationError(norm=word), ["l1", "l2", "max"], []),
     "binning": (lambda word: metrics.CalibrationError(binning=word), ["width", "mass"], []),
 }

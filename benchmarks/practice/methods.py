@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.practice.scores import Classes, Predicted, Predictor, Reals, of_posterior, score
 from benchmarks.practice.subject import Subject
 from benchmarks.practice.training import EVALUATION_BATCH, make_trainer
-from lightning_bayes import L2MCallback, LaplaceCallback
+from lightning_bayes import GLM, L2MCallback, LaplaceCallback, Tuning
 
 MAP, TEMPERATURE, ENSEMBLE, PEER = "MAP", "MAP + temperature", "ensemble of 5", "laplace-torch"
 DEFAULT, UNVALIDATED, MARGLIK, L2M = "default", "default, no validation", "kron marglik probit", "L2M"
@@ -129,13 +129,13 @@ def laplace(
             raise NotApplicable("a regression has no link")
         posterior = subject.fit(structure, subset)
         tuned = (
-            posterior.tune_prior(tune, loader=subject.val, link=link)
+            posterior.tune_prior(tune, loader=subject.val, predictive=GLM(link=link))
             if tune in ("grid", "auto")
             else posterior.tune_prior(tune)
         )
         if calibrate is not None:
-            tuned = tuned.calibrate(subject.val, link=link, of=calibrate)
-        return of_posterior(lambda x: tuned.predict(x, link=link, generator=torch.Generator().manual_seed(0)))
+            tuned = tuned.calibrate(subject.val, GLM(link=link), of=calibrate)
+        return of_posterior(lambda x: tuned.predict(x, GLM(link=link), generator=torch.Generator().manual_seed(0)))
 
     return method
 
@@ -144,7 +144,7 @@ def known_noise(subject: Subject) -> Predictor:
     """Regression: the noise is the training RMSE, the prior is tuned by evidence."""
     if not subject.is_regression:
         raise NotApplicable("classes have no noise")
-    tuned = subject.fit(noise_std=subject.train_rmse()).tune_prior("marglik", noise=False)
+    tuned = subject.fit(noise_std=subject.train_rmse()).tune_prior(Tuning("marglik", noise=False))
     return of_posterior(tuned.predict)
 
 
@@ -189,17 +189,17 @@ METHODS: dict[str, Callable[[Subject], Predictor]] = {
     ENSEMBLE: ensemble,
     DEFAULT: default,
     UNVALIDATED: default_without_validation,
-    MARGLIK: laplace(tune="marglik", link="probit"),
+    MARGLIK: laplace(tune="marglik", predictive=GLM(link="probit")),
     "kron linear": laplace(tune="linear"),
-    "kron grid probit": laplace(tune="grid", link="probit"),
+    "kron grid probit": laplace(tune="grid", predictive=GLM(link="probit")),
     "kron grid": laplace(tune="grid"),
     "kron marglik, outputs calibrated": laplace(tune="marglik", calibrate="outputs"),
     "kron marglik, probs calibrated": laplace(tune="marglik", calibrate="probs"),
-    "kron auto probit": laplace(link="probit"),
-    "kron auto mc": laplace(link="mc"),
+    "kron auto probit": laplace(predictive=GLM(link="probit")),
+    "kron auto mc": laplace(predictive=GLM(link="mc")),
     "diag auto": laplace("diag"),
     "ekfac auto": laplace("ekfac"),
-    "ekfac marglik probit": laplace("ekfac", tune="marglik", link="probit"),
+    "ekfac marglik probit": laplace("ekfac", tune="marglik", predictive=GLM(link="probit")),
     "last layer auto": laplace(subset="last_layer"),
     "training RMSE, marglik": known_noise,
     L2M: l2m,

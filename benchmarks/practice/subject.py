@@ -67,7 +67,9 @@ class Subject:
         what = (structure, subset, noise_std)
         if what not in self._fits:
             start = time.perf_counter()
-            posterior = fit_laplace(self.network, self.train, self.likelihood(noise_std), structure, subset)
+            posterior = fit_laplace(
+                self.network, self.train, self.likelihood(noise_std), structure=structure, subset=subset
+            )
             self._fits[what] = posterior, time.perf_counter() - start
         else:
             self._charged += self._fits[what][1]

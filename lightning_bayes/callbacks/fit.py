@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
@@ -23,9 +24,11 @@ from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.options.network import network_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.trainer.data import is_datamodule
 from lightning_bayes.trainer.module import ModuleError
+from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import (
     callbacks_of,
     convert_input,
@@ -35,7 +38,12 @@ from lightning_bayes.trainer.private import (
     set_callbacks,
 )
 
-WORDS = tuple(name for name in inspect.signature(LaplaceCallback).parameters if name != "likelihood")
+ARGUMENTS = tuple(
+    name
+    for kind in (LaplaceCallback, PosteriorCallback)
+    for name, parameter in inspect.signature(kind).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
 
 
 def fit(
@@ -60,16 +68,16 @@ def fit(
         val_dataloader: held-out batches, to choose prior and temperature on; by default those of `datamodule`.
         likelihood: as in `LaplaceCallback`.
         trainer: a Trainer that will test or predict with the posterior; the fit runs on its device.
-        options: the words of `LaplaceCallback`.
+        options: further arguments of `LaplaceCallback`.
     """
     if _is_trainer(module):
         trainer, module = _own_trainer(module, trainer), _module_of(module)
     _check(module, datamodule, trainer, options)
     words: dict[str, Any] = {"likelihood": likelihood, **options}
     if not hasattr(module, "transfer_batch_to_device"):
-        module, inside = _PlainNetwork(module), options.get("network")
+        module, inside = _PlainNetwork(module), network_option(options.get("network"))
         datamodule, val_dataloader = _as_loader(datamodule), _as_loader(val_dataloader)
-        words["network"] = "net" if inside is None else f"net.{inside}"
+        words["network"] = replace(inside, name="net" if inside.name is None else f"net.{inside.name}")
     callback = _callback(trainer, words, is_plain=likelihood == "classification" and not options)
     data = _training_data(module, datamodule, trainer)
     with _on_device_of(trainer, module) as home:
@@ -121,10 +129,10 @@ def _module_of(trainer: Any) -> Any:
 
 def _check(module: Any, datamodule: Any, trainer: Any, options: dict[str, Any]) -> None:
     for name in options:
-        if name not in WORDS:
-            close = get_close_matches(name, WORDS, n=1)
+        if name not in ARGUMENTS:
+            close = get_close_matches(name, ARGUMENTS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"fit has no argument {name!r}: its words are those of LaplaceCallback{hint}")
+            raise TypeError(f"fit has no argument {name!r}: it takes those of LaplaceCallback{hint}")
     if not isinstance(module, nn.Module):
         hint = ": the data come second, fit(module, datamodule)" if isinstance(datamodule, nn.Module) else ""
         if isinstance(module, (str, PathLike)):

@@ -1,12 +1,9 @@
-"""The data of a post-hoc fit: those of training, or others that the user names, as far as they go.
-
-The prior of a callback, `prior=` and `prior_mean=`: objects, or, for a configuration file, paths to them.
-"""
+"""What a callback's fit is made from: its data (`FitLoader`, `Epoch`) and its prior (`CallbackPrior`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -14,91 +11,91 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, text
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.options.network import data_option
+from lightning_bayes.options.prior import Prior
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.files import read, read_any
-from lightning_bayes.posterior.prior import Prior, check_prior
+from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.trainer.data import ExactPass, exact_pass, is_sized, owner_among, owner_of, passed_batches, single
 from lightning_bayes.trainer.strategy import data_processes
 
 _OPEN = (
-    "the training data have no length, and training has not seen their end: the posterior is that of {} batches, as "
-    "many as training has taken in an epoch; max_batches= sets another number"
+    "the training data have no length, and training has not reached their end: the posterior uses {} batches, as many "
+    "as an epoch took; FitData(max_batches=…) sets another number"
 )
 _WHOLE = (
-    "the posterior's pass takes all training data, although limit_train_batches={} ends an epoch before: max_batches= "
-    "or data= limits it"
+    "the fit takes all training data, although limit_train_batches={} ends an epoch earlier: limit it with "
+    "data=FitData(max_batches=…)"
 )
 _RANDOM = (
-    "the data differ each time they are read, as augmented data do, so that the posterior depends on the random seed: "
-    "give data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or "
-    "module that returns one)"
+    "the data differ each time they are read, as augmented data do, so the posterior depends on the random seed: pass "
+    "data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or module "
+    "that returns one)"
 )
 
 
 @dataclass
 class Epoch:
-    """What training has seen of data that do not say how many they are; plain numbers, which a checkpoint holds."""
+    """How far training has read data without a length. A checkpoint stores it."""
 
     batches: int = 0  # of the longest epoch so far
-    has_ended: bool = False  # whether the data of one have come to their end
+    has_ended: bool = False  # whether an epoch has exhausted the data
 
     def count(self, batch_idx: int, is_last: bool) -> None:
         self.batches, self.has_ended = max(self.batches, batch_idx + 1), self.has_ended or is_last
 
     def is_open(self, loader: Any) -> bool:
-        """Whether nothing is known of the data's end, which may never come."""
+        """Whether the data may be endless, as far as training knows."""
         return self.batches > 0 and not self.has_ended and not is_sized(single(loader))
 
 
-class FitData:
-    """`data` is None for the training data, a loader, or the name of a method that returns one."""
+class FitLoader:
+    """The data of a fit after training, as `data=` says: the training data, a loader, or the name of one."""
 
-    def __init__(self, data: Any, max_batches: int | None) -> None:
-        if isinstance(data, str):
-            text("data", data, "a loader, or the name of a method that returns one")
-        elif data is not None:
-            check_loader(data, "data", "batches")
-        if max_batches is not None:
-            count("max_batches", max_batches)
-        self._data, self._max_batches = data, max_batches
-        self.epoch, self._warned, self._said_whole = Epoch(), False, False
+    def __init__(self, data: Any) -> None:
+        option = data_option(data)
+        self.source, self._max_batches = option.loader, option.max_batches
+        if self.source is not None and not isinstance(self.source, str):
+            check_loader(self.source, "data", "batches")
+        self.epoch, self._warned_random, self._reported_whole = Epoch(), False, False
 
     def check_name(self, trainer: Trainer, module: LightningModule) -> None:
-        """An error for a name that neither the data module nor the module knows."""
-        if isinstance(self._data, str):
-            owner_of(trainer, module, self._data)
+        """Raise for a name that neither the data module nor the module has."""
+        if isinstance(self.source, str):
+            owner_of(trainer, module, self.source)
 
     def check_training_data(self, trainer: Trainer, check: Callable[[Any], None] = lambda loader: None) -> None:
-        """If those are the data: an error for several training dataloaders, and whatever `check` says of the one; none
-        is loaded before training starts."""
-        if self._data is None:
+        """Raise for several training dataloaders, and run `check` on the one, if the fit uses the training data."""
+        if self.source is None:
             check(single(trainer.train_dataloader))
 
     def loader(self, trainer: Trainer, module: LightningModule) -> Any:
-        if self._data is None:
+        if self.source is None:
             return trainer.train_dataloader
-        if not isinstance(self._data, str):
-            return self._data
-        loader = getattr(owner_of(trainer, module, self._data), self._data)
-        return loader() if callable(loader) else loader
+        owner = owner_of(trainer, module, self.source) if isinstance(self.source, str) else None
+        return self._from(owner)
 
     def loader_of(self, owner: Any, module: LightningModule, train: Any) -> Any:
-        """Outside of a Trainer's run: that of a data module, or `train`, which is its training data."""
-        if not isinstance(self._data, str):
-            return train if self._data is None else self._data
-        loader = getattr(owner_among([owner, module], self._data), self._data)
+        """Outside of a Trainer's run: the loader of a data module, whose training data are `train`."""
+        if self.source is None:
+            return train
+        return self._from(owner_among([owner, module], self.source) if isinstance(self.source, str) else None)
+
+    def _from(self, owner: Any) -> Any:
+        if not isinstance(self.source, str):
+            return self.source
+        loader = getattr(owner, self.source)
         return loader() if callable(loader) else loader
 
     def exact_pass(
         self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
     ) -> ExactPass:
-        """As far as `max_batches`, or what training has seen, goes: this process's share, or, `alone`, all of it."""
+        """This process's share of the data, or all of them if it works `alone`."""
         limit = None
-        if trainer is not None and self._data is None:
+        if trainer is not None and self.source is None:
             limit = passed_batches(trainer, loader)
             if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
                 limit = self.epoch.batches
@@ -106,66 +103,56 @@ class FitData:
         processes = Processes() if alone else data_processes(trainer)
         data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
         if trainer is not None and limit is None:
-            self._say_whole(trainer, loader)
-        if not alone and not self._warned and data.is_random():
-            self._warned = True
+            self._report_whole(trainer, loader)
+        if not alone and not self._warned_random and data.is_random():
+            self._warned_random = True
             rank_zero_warn(_RANDOM)
         return data
 
-    def _say_whole(self, trainer: Trainer, loader: Any) -> None:
-        """Once, if the pass takes more batches than an epoch of training."""
+    def _report_whole(self, trainer: Trainer, loader: Any) -> None:
+        """Say once that the fit takes more batches than an epoch of training."""
         limit, loader = trainer.limit_train_batches, single(loader)
-        if self._said_whole or self._data is not None or self._max_batches is not None or not is_sized(loader):
+        if self._reported_whole or self.source is not None or self._max_batches is not None or not is_sized(loader):
             return
         if (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader):
-            self._said_whole = True
+            self._reported_whole = True
             rank_zero_info(_WHOLE.format(limit))
 
 
-class GivenPrior:
-    """What is wrong for any network is refused when it is made; files are read when they are first needed.
+class CallbackPrior:
+    """The prior of a callback, whose mean or posterior may be files. They are read when they are first needed.
 
     Args:
-        prior: a posterior, or the file of one.
-        prior_mean: weights, flat or as the state dict of the module or its network; or a file of one of these, such as
-            a checkpoint.
-        within: the submodule of the LightningModule that is the network, if it is not the module itself.
-        others: of `check_prior`.
+        prior: its state dict may be that of the module or of its network.
+        within: the name of the network in the module, if it is a submodule.
+        check: raises for a prior that does not go with the other settings.
     """
 
-    def __init__(self, prior: Any, prior_mean: Any, within: str | None, **others: Any) -> None:
-        self._prior, self._within, self._others = prior, within, others
-        self._mean = _copied(prior_mean)  # a state dict has the very weights that are about to train
-        if prior is not None and prior_mean is not None:
-            check_prior(prior, prior_mean)
-        self._check()
+    def __init__(self, prior: Prior, within: str | None, check: Callable[[Prior], Any]) -> None:
+        # A state dict holds the very weights that are about to train.
+        self.prior, self._within, self._check = replace(prior, mean=_copied(prior.mean)), within, check
+        check(self.prior)
 
-    @property
-    def is_posterior(self) -> bool:
-        return self._prior is not None
-
-    @property
-    def has_mean(self) -> bool:
-        return self._mean is not None
-
-    def words(self, network: nn.Module) -> dict[str, Any]:
-        """The arguments of `fit_laplace`, for this network."""
-        if isinstance(self._prior, (str, PathLike)):
+    def read(self, network: nn.Module) -> Prior:
+        """The prior for this network, with its files read."""
+        prior = self.prior
+        if isinstance(prior.posterior, (str, PathLike)):
             # The network may have other weights than the posterior was fitted to.
-            self._prior = GaussianPosterior.from_state_dict(network, read(self._prior))
-        if isinstance(self._mean, (str, PathLike)):
-            saved = read_any(self._mean, "prior mean")
-            self._mean = saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved
-        self._check()
-        mean = self._mean
-        if isinstance(mean, Mapping):
-            mean = {name: self._weight(name) for name, _ in unwrap(network).named_parameters()}
-            mean = {name: weight for name, weight in mean.items() if weight is not None}
-        return {"prior": self._prior, "prior_mean": mean}
+            prior = replace(prior, posterior=GaussianPosterior.from_state_dict(network, read(prior.posterior)))
+        if isinstance(prior.mean, (str, PathLike)):
+            saved = read_any(prior.mean, "prior mean")
+            prior = replace(prior, mean=saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved)
+        if prior is not self.prior:
+            self._check(prior)
+            self.prior = prior
+        if not isinstance(prior.mean, Mapping):
+            return prior
+        weights = {name: self._weight(name) for name, _ in unwrap(network).named_parameters()}
+        return replace(prior, mean={name: weight for name, weight in weights.items() if weight is not None})
 
     def means(self, network: nn.Module, subset: Subset) -> dict[str, Tensor]:
-        """`m` of each parameter; none where it is zero."""
-        m = Prior.of(None, self.words(network)["prior_mean"], subset).mean
+        """`m` of each parameter; empty if it is zero."""
+        m = GaussianPrior.of(self.read(network), subset).mean
         if m is None:
             return {}
         parts = m.split([shape.numel() for shape in subset.shapes])
@@ -173,12 +160,7 @@ class GivenPrior:
 
     def _weight(self, name: str) -> Tensor | None:
         """By its name in the network, or in the module around it."""
-        assert isinstance(self._mean, Mapping)
-        return self._mean.get(name, self._mean.get(f"{self._within}.{name}"))
-
-    def _check(self) -> None:
-        prior, mean = (None if isinstance(given, (str, PathLike)) else given for given in (self._prior, self._mean))
-        check_prior(prior, mean, **self._others)
+        return self.prior.mean.get(name, self.prior.mean.get(f"{self._within}.{name}"))
 
 
 def _copied(weights: Any) -> Any:

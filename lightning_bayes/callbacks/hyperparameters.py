@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_names
-from lightning_bayes.callbacks.fit_data import GivenPrior
+from lightning_bayes.callbacks.fit_data import CallbackPrior
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
@@ -94,7 +94,7 @@ class PriorGradient:
         network_in: Callable[[LightningModule], nn.Module],
         subset: str | list[str],
         prior_precision: Any,
-        prior: GivenPrior,
+        prior: CallbackPrior,
         scale: LossScale,
     ) -> None:
         self._name, self._network_in, self._of = name, network_in, subset
@@ -209,8 +209,9 @@ def check_optimizers(optimizers: Iterable[Any], parameters: Parameters, name: st
             decayed = [names[p] for p in group["params"] if p in names]
             if decayed and group.get("weight_decay", 0):
                 raise ValueError(
-                    f"{kind} has weight_decay={group['weight_decay']:g} for {format_names(decayed)}, but {name} is their prior "
-                    "and learns its strength: configure the optimizer with weight_decay=0 (AdamW's own default is 0.01)"
+                    f"{kind} has weight_decay={group['weight_decay']:g} for {format_names(decayed)}, but {name} is "
+                    "their prior and learns its strength: configure the optimizer with weight_decay=0 (AdamW's default "
+                    "is 0.01)"
                 )
             if group.get("line_search_fn") is not None:
                 raise ValueError(

@@ -30,12 +30,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
-from lightning_bayes.callbacks.fit_data import GivenPrior
-from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.callbacks.fit_data import CallbackPrior
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
+from lightning_bayes.options.prior import prior_option
+from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, PosteriorError
 from lightning_bayes.posterior.l2m import (
@@ -46,13 +48,13 @@ from lightning_bayes.posterior.l2m import (
     fisher_factor,
     fit_l2m,
     longest_memory,
+    mean_only,
 )
 from lightning_bayes.trainer import data
 from lightning_bayes.trainer.checkpoints import is_of_weights
 from lightning_bayes.trainer.dry_run import split_training_batch
-from lightning_bayes.trainer.held_out_choice import check_tuning, choose_on_validation
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
-from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import bars_of, describe, report
@@ -60,7 +62,6 @@ from lightning_bayes.trainer.report import bars_of, describe, report
 _LAST_ONLY = (
     "an optimizer's second moment belongs to the last weights alone, so test those, or use LaplaceCallback for the best"
 )
-METHODS = ("auto", "marglik", "mackay", "grid")  # "linear" needs the gradient of the training loss
 _UNREADABLE = {"FSDPStrategy", "XLAFSDPStrategy", "DeepSpeedStrategy"}
 
 
@@ -68,98 +69,69 @@ class L2MCallback(PosteriorCallback):
     """A diagonal Laplace posterior from the optimizer's second moment, and its predictions in `test` and `predict`.
 
     Args:
-        likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
-        network: the submodule that maps x to f; by default the module's own `forward`.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        likelihood: "classification", "binary" or "regression", or a `Likelihood`.
 
-        scaling: "dataset", the curvature of the dataset's own log-likelihood; "paper", `v̂ + δ + ε` as it is; or
-            "paper_literal", with the prior's variance instead of its precision, as the paper prints it.
-        prior_precision: a number, or one per layer; None takes the optimizer's weight decay for it.
-        prior_mean: the weights that the prior is around when it is tuned by the evidence; see `LaplaceCallback`.
-        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
-            own losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error.
-            It is compared with the loss of the first batch: one that sums over targets, or is half the squared error,
-            is taken for what it is; any other scale is a warning.
+        scaling: "dataset", the curvature of the dataset's log-likelihood, or "paper", `v̂ + δ + ε` as it is.
+        prior_precision: a number, or one per layer; None takes the optimizer's weight decay.
+        prior: `Prior(mean=…)`, the weights that the prior is around when the evidence tunes it.
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. The default is that of torch's
+            losses, which average over all targets of an example: `1/C`, and `2σ²/C` for the mean squared error. It is
+            compared with the loss of the first batch: a sum over targets, or half the squared error, is recognised; any
+            other scale is a warning.
         n_data: examples in the training data; None counts them.
 
         tune: how to choose the prior at the end: "auto" (on the first validation dataloader; without one the weight
             decay stays), "marglik" or "mackay", which make one forward pass over the training data for their
-            likelihood, "grid" (on the first validation dataloader), or None.
-        per_layer: tune one prior per layer, for "marglik" and "mackay".
-        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
-            corrected, "outputs" a temperature of the network's outputs; None finds none.
-
-        predictive: "glm", "bnn" or "map".
-        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
-        samples: drawn where a prediction draws.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
-        seed: of everything that is drawn.
-
+            likelihood, "grid" (on the first validation dataloader), `Tuning(method, groups, …)`, or None.
         name: suffix of the logged numbers, and key among several callbacks.
-        ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
-        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
-            logger and checkpoints are off and it would go into the working directory.
+        use: network, predictive, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        network: str | None = None,
-        output: str | int | None = None,
-        class_dim: int | None = None,
         scaling: str = "dataset",
         prior_precision: float | list[float] | None = None,
-        prior_mean: Any = None,
+        prior: Any = None,
         loss_scale: float | None = None,
         n_data: int | None = None,
-        tune: str | None = "auto",
-        per_layer: bool = False,
-        calibrate: str | None = "auto",
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
-        predict_step: str = "replace",
-        seed: int = 0,
+        tune: str | Tuning | None = "auto",
         name: str = "l2m",
-        ood: bool = False,
-        plots: bool = False,
-        save: bool | str | None = None,
+        **use: Any,
     ) -> None:
-        use = UseOptions(
-            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
-            network=network, output=output, class_dim=class_dim,
-            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
-        )  # fmt: skip
-        super().__init__(use)
+        super().__init__(likelihood, name=name, **use)
         self.scaling, self.prior_precision = word("scaling", scaling, SCALINGS), plain_values(prior_precision)
-        check_tuning(tune, per_layer, calibrate, methods=METHODS)
         check_l2m(self.prior_precision, loss_scale)
-        self._given = GivenPrior(None, prior_mean, network)
-        if n_data is not None:
-            count("n_data", n_data)
-        self.loss_scale, self.n_data = loss_scale, n_data
-        self.tune, self.per_layer, self.calibrate = tune, per_layer, calibrate
-        self._counts = scaling == "dataset"  # whether the sizes of batches and data matter
+        self._prior = CallbackPrior(prior_option(prior), self.network.name, mean_only)
+        self.loss_scale, self.n_data = loss_scale, None if n_data is None else count("n_data", n_data)
+        self.tune = tuning_option(tune)
+        if self._method == "linear":
+            raise ValueError(
+                "tune='linear' needs the gradient of the training loss, which L2M does not have: use 'marglik'"
+            )
+        self._counts = scaling == "dataset"  # whether it counts batch sizes and data
         self._batches, self._resumed, self._decay = EffectiveBatchSize(), False, 1.0
+
+    @property
+    def _method(self) -> str | None:
+        return None if self.tune is None else self.tune.method
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> LaplacePosterior:
-        """Read the optimizers of a running or finished `fit`, around the module's present weights."""
+        """Read the optimizers of a running or finished `fit`, around the module's current weights."""
         self._module = module
-        self._count_step(trainer, module)  # another callback may ask before it is this one's turn
+        self._count_step(trainer, module)  # another callback may ask before this one's hook runs
         if self._counts and not self._batches.steps:
             raise RuntimeError(
                 f"L2MCallback {self.name!r} has seen no step of an optimizer: make it one of the callbacks of the "
                 "Trainer that trains, or call fit_l2m with n_data= and batch_size="
             )
         reshard(module)
-        tuned = self.prior_precision is None and self.tune not in (None, "auto")
+        tuned = self.prior_precision is None and self._method not in (None, "auto")
         with warnings.catch_warnings():
-            if self.tune == "auto" and trainer.val_dataloaders is not None:  # they say what weight decay does not
+            if self._method == "auto" and trainer.val_dataloaders is not None:  # they replace weight decay
                 warnings.filterwarnings("ignore", "the optimizer has no weight decay")
             network = self.network_in(module)
             posterior = fit_l2m(
@@ -170,7 +142,7 @@ class L2MCallback(PosteriorCallback):
                 batch_size=self._batches.size,
                 scaling=self.scaling,
                 prior_precision=1.0 if tuned else self.prior_precision,
-                prior_mean=self._given.words(network)["prior_mean"],
+                prior=self._prior.read(network),
                 loss_scale=self.loss_scale or self._batches.loss_scale or None,
                 n_outputs=self._batches.n_targets or 1,
             )
@@ -178,7 +150,7 @@ class L2MCallback(PosteriorCallback):
             with preserved_rng(module.device), forward_context(trainer), bars_of(trainer):
                 if self._needs_evidence(trainer):
                     posterior = self._by_evidence(trainer, module, posterior)
-                posterior, _ = choose_on_validation(trainer, module, posterior, self.use, self.tune, self.calibrate)
+                posterior, _ = choose_on_validation(trainer, module, posterior, self.use, self.tune)
         self._posterior = posterior
         return posterior
 
@@ -187,16 +159,16 @@ class L2MCallback(PosteriorCallback):
         processes, limit = Processes.current(), data.drawn_batches(trainer)
         batches = data.exact_pass(trainer.train_dataloader, module, trainer, limit, processes)
         known = posterior.with_log_likelihood(batches, processes)
-        return known.tune_prior(self.tune, per_layer=self.per_layer)
+        return known.tune_prior(self.tune)
 
     def _needs_evidence(self, trainer: Trainer) -> bool:
-        """A run of a batch or two is not for that."""
-        return self.tune in ("marglik", "mackay") and not is_dev_run(trainer)
+        """Whether the evidence tunes the prior; not in a run of a batch or two."""
+        return self.tune is not None and self.tune.by_evidence and not is_dev_run(trainer)
 
     def _missing(self) -> str:
         return f"{super()._missing()}; {_LAST_ONLY}"
 
-    # -- before training: what cannot work is better known than after it ---------------------------------------------
+    # -- before training ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -212,11 +184,11 @@ class L2MCallback(PosteriorCallback):
         super().on_fit_start(trainer, pl_module)
         network = self.network_in(pl_module)
         check_optimizers(trainer.optimizers, trainable(network))
-        self._given.words(network)  # a file that is not there
-        if is_sharded(network) and self.predictive == "glm":
+        self._prior.read(network)  # raises for a missing file
+        if is_sharded(network) and self.predictive.is_linear:
             raise RuntimeError(f"predictive='glm' {NEEDS_WHOLE}: use predictive='bnn' or 'map'")
-        if is_sharded(network) and self.tune not in (None, "auto"):
-            raise RuntimeError(f"tune={self.tune!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
+        if is_sharded(network) and self._method not in (None, "auto"):
+            raise RuntimeError(f"tune={self._method!r} {NEEDS_WHOLE}: give prior_precision= or weight decay")
         if self._counts and self.loss_scale is None:
             default_loss_scale(self.likelihood, 1)
         if trainer.gradient_clip_val:
@@ -231,8 +203,8 @@ class L2MCallback(PosteriorCallback):
             self._batches = EffectiveBatchSize(self.n_data or 0, global_step=trainer.global_step)
         self._resumed = False
         self._decay = longest_memory(trainer.optimizers, trainable(self.network_in(pl_module)))
-        self._count_step(trainer, pl_module)  # of a checkpoint that was written before this callback's turn
-        if self.tune == "grid":
+        self._count_step(trainer, pl_module)  # of a checkpoint written before this callback's hook
+        if self._method == "grid":
             data.check_validation(trainer)
         if not self._counts and not self._needs_evidence(trainer):
             return
@@ -247,8 +219,8 @@ class L2MCallback(PosteriorCallback):
         counted = data.count_examples(trainer)
         if self.n_data not in (None, counted):
             raise ValueError(
-                f"n_data is {self.n_data}, but tune={self.tune!r} evaluates the likelihood of the training data, and "
-                f"those are {counted} examples: leave n_data= out, or give prior_precision= in place of tune="
+                f"n_data is {self.n_data}, but tune={self._method!r} evaluates the likelihood of the training data, "
+                f"which are {counted} examples: leave n_data= out, or give prior_precision= instead of tune="
             )
         return counted
 

@@ -21,14 +21,14 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import between, flag, not_negative, positive, word
+from lightning_bayes.arguments import between, positive
 from lightning_bayes.curvature import Curvature, choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal, choose_mode
 from lightning_bayes.likelihoods import Likelihood
@@ -36,6 +36,7 @@ from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import at_weights, call_with, generator_on, preserved_rng
 from lightning_bayes.network.private import refuse_recomputation
 from lightning_bayes.network.subset import resolve_subset
+from lightning_bayes.options.memory import Memory
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.module import ReplacedMethod, split_batch
@@ -115,7 +116,7 @@ class SampledStep(ReplacedMethod):
         # A checkpointed layer runs again after the functional call has ended, at other weights.
         recomputed = RuntimeError(
             "activation checkpointing recomputes a layer in the backward pass, when the weights of a functional call "
-            "are gone: use samples=1"
+            "are gone: use train_samples=1"
         )
         with refuse_recomputation(recomputed):
             for number, moves in enumerate(drawn):
@@ -192,38 +193,31 @@ EVERY = 64  # steps between two looks at whether all was finite
 PIECE = 2**18  # weights that are worked on at a time, so that what is computed on the way stays in a CPU's cache
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryRule:
     """Pure functions of the curvature `C`."""
 
     memory_factor: float = 1e-4  # α
     prior_precision: float = 1.0  # δ
-    scale: float = 1.0
-    average: bool = False  # whether the new term is multiplied by α
-    scaling: str = "dataset"  # the factor N/b; "batch": 1
-    initial_curvature: float = 0.0  # C₀
     max_std: float | None = None  # of a drawn weight
+    memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
-        word("scaling", self.scaling, ("dataset", "batch"))
         between("memory_factor", self.memory_factor, 0, 1)
         positive("prior_precision", self.prior_precision)
-        positive("scale", self.scale)
-        flag("average", self.average)
-        not_negative("initial_curvature", self.initial_curvature)
         positive("max_std", 1 if self.max_std is None else self.max_std)
 
     def update(
         self, C: Tensor, diagonal: Tensor, n_data: int, examples: float | Tensor, out: Tensor | None = None
     ) -> Tensor:
         """Eq. (65), with `Σ_batch diag(JᵀΛJ)` over the batch of all processes; `out` may be the diagonal.  # [P]"""
-        factor = n_data / examples if self.scaling == "dataset" else 1.0
-        factor *= self.memory_factor if self.average else 1.0
+        factor = n_data / examples if self.memory.extrapolate else 1.0
+        factor *= self.memory_factor if self.memory.average else 1.0
         return torch.add(torch.mul(diagonal, factor, out=out), C, alpha=1 - self.memory_factor, out=out)
 
     def move(self, C: Tensor, noise: Tensor, out: Tensor | None = None) -> Tensor:
         """From the mean to the sample of eq. (64): `ε/√H`; `out` may be the noise.  # [P]"""
-        std = (self.scale * C).add_(self.prior_precision).rsqrt_()
+        std = (self.memory.scale * C).add_(self.prior_precision).rsqrt_()
         return torch.mul(noise, std if self.max_std is None else std.clamp_max_(self.max_std), out=out)
 
 
@@ -304,8 +298,9 @@ class CurvatureMemory:
     def posterior(self, network: nn.Module, likelihood: Likelihood) -> LaplacePosterior:
         """Around the network's present weights."""
         self.check()
+        scale = self.rule.memory.scale
         curvature = Curvature(
-            structure=Diagonal(self.C if self.rule.scale == 1 else self.C * self.rule.scale),
+            structure=Diagonal(self.C if scale == 1 else self.C * scale),
             subset=self.subset,
             likelihood=likelihood,
             kind="ggn",

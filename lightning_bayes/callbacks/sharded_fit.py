@@ -1,15 +1,15 @@
 """A Laplace fit of a network whose weights are sharded over processes (`ModelParallelStrategy`, FSDP2).
 
-| words                                                                    | what each process holds                |
-|--------------------------------------------------------------------------|----------------------------------------|
-| `subset="last_layer"`, `structure="full"`, "kron" or "diag"              | the last layer and its posterior, whole |
-| `structure="diag"` of all weights, `curvature="fisher_mc"` or             | the posterior of its own weights       |
-| "empirical_fisher"                                                       |                                        |
+| settings                                                        | what each process holds                 |
+|-----------------------------------------------------------------|-----------------------------------------|
+| `subset="last_layer"`, `structure="full"`, "kron" or "diag"     | the last layer and its posterior, whole |
+| `structure="diag"` of all weights, `curvature="fisher_mc"` or   | the posterior of its own weights        |
+| "empirical_fisher"                                              |                                         |
 
-What else there is needs the whole network on every process. It is refused by name, before training.
+Other settings need the whole network on every process and raise an error before training.
 
-A sharded network runs on all processes or on none. So all of them go through their data in step, and one that has come
-to the end of its share runs along until the last one has.
+A sharded network runs on all processes or on none. All of them therefore read their data in lockstep, and a process
+that has reached the end of its share steps on a spare batch until all have finished.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning_bayes.curvature.sharded_diagonal import CURVATURES, ShardedDiagon
 from lightning_bayes.network import DataError, NetworkError, Processes, inputs
 from lightning_bayes.network.gathered_layer import GatheredLayer, LayerWatch, watching
 from lightning_bayes.network.output import output_of, unwrap_output
+from lightning_bayes.options.structure import curvature_estimate
 from lightning_bayes.posterior import ShardedPosterior
 from lightning_bayes.trainer.data import ExactPass, is_countable
 from lightning_bayes.trainer.private import class_name
@@ -43,68 +44,71 @@ _WAY_OUT = (
 
 
 def check_sharded(callback: LaplaceCallback, trainer: Trainer) -> None:
-    """Refuse what cannot run under the Trainer's strategy."""
-    who = type(callback).__name__
+    """Raise for settings that cannot run under the Trainer's strategy."""
     if class_name(trainer.strategy, {_SHARDED}) is None or not callback.fits_shards:
-        refuse_sharded(trainer, who)
+        refuse_sharded(trainer, type(callback).__name__)
     else:
-        check_sharded_words(callback)
+        check_settings(callback)
 
 
-def check_sharded_words(callback: LaplaceCallback) -> None:
-    """Refuse what cannot run where weights are sharded over processes."""
-    who = type(callback).__name__
+def check_settings(callback: LaplaceCallback) -> None:
+    """Raise for settings that cannot run on sharded weights."""
+    kind, options, tune = type(callback).__name__, callback.options, callback.tune
     if callback.subset != "last_layer" and not is_diagonal(callback):
         raise RuntimeError(
-            f"{who} needs every process to hold the whole network, which {_SHARDED} does not: {_WAY_OUT}"
+            f"{kind} needs every process to hold the whole network, which {_SHARDED} does not: {_WAY_OUT}"
         )
-    refused = {
-        f"structure={callback.structure!r}": callback.structure not in STRUCTURES,
-        "gp_points=": callback.points.points != 0,
-        "iterate=True": callback.iterate,
+    unsupported = {
+        f"structure={options.structure.kind!r}": options.structure.kind not in STRUCTURES,
+        "predictive='gp'": options.gp is not None,
+        "iterate=True": tune is not None and tune.iterate,
         "weights='best'": callback.weights == "best",
-        "prior=": callback.has_prior,
+        "prior=": options.prior.posterior is not None,
     }
     if is_diagonal(callback):
-        refused |= {
-            "predictive='glm' (not 'bnn' or 'map')": callback.predictive not in ("bnn", "map"),
-            f"tune={callback.tune!r}": callback.tune not in (None, "auto"),
-            "temperature=": callback.temperature != 1,
-            "prior_mean=": callback.has_prior_mean,
+        unsupported |= {
+            "predictive='glm' (not 'bnn' or 'map')": callback.predictive.kind not in ("bnn", "map"),
+            f"tune={tune and tune.method!r}": tune is not None and tune.method != "auto",
+            "Prior(temperature=…)": options.prior.temperature != 1,
+            "Prior(mean=…)": options.prior.mean is not None,
         }
-    for words in [words for words, is_refused in refused.items() if is_refused]:
-        raise RuntimeError(
-            f"{who} with {words} needs every process to hold the whole network, which {_SHARDED} does not: leave it "
-            "out, or use strategy='ddp' or a single device"
-        )
+    for setting, is_unsupported in unsupported.items():
+        if is_unsupported:
+            raise RuntimeError(
+                f"{kind} with {setting} needs every process to hold the whole network, which {_SHARDED} does not: "
+                "leave it out, or use strategy='ddp' or a single device"
+            )
 
 
 def is_diagonal(callback: LaplaceCallback) -> bool:
-    """Whether it fits a diagonal over all weights that can stay in shards."""
-    return (callback.subset, callback.structure) == ("all", "diag") and callback.curvature in CURVATURES
+    """Whether it fits a diagonal over all weights, which can stay sharded."""
+    options = callback.options
+    estimate, _ = curvature_estimate(options.curvature, options.structure)
+    return (options.subset, options.structure.kind) == ("all", "diag") and estimate in CURVATURES
 
 
 def fit_diagonal(
     callback: LaplaceCallback, network: nn.Module, data: ExactPass, spare: tuple[Any, Tensor], processes: Processes
 ) -> ShardedPosterior:
-    """The diagonal posterior over all weights, in shards; on all processes."""
-    words = (callback.curvature, callback.mc_samples, callback.seed, processes)
-    total = ShardedDiagonalSum(network, callback.likelihood, *words)
-    for batch in in_step(data, processes, inputs.device_of(network)):
+    """The sharded diagonal posterior over all weights. All processes must call it."""
+    options = callback.options
+    estimate, samples = curvature_estimate(options.curvature, options.structure)
+    total = ShardedDiagonalSum(network, callback.likelihood, estimate, samples, callback.seed, processes)
+    for batch in in_lockstep(data, processes, inputs.device_of(network)):
         total.add(*(spare if batch is None else batch), counts=batch is not None)
-    return ShardedPosterior.from_curvature(network, total.finish(), callback.prior_precision)
+    return ShardedPosterior.from_curvature(network, total.finish(), options.prior_precision)
 
 
 def check_sharded_data(loader: Any) -> None:
     if not is_countable(loader):
         raise DataError(
-            f"under {_SHARDED} all processes go through the data in step, but these have no length: use a dataset with "
-            "a length, or strategy='ddp'"
+            f"under {_SHARDED} all processes read the data in lockstep, but these have no length: use a dataset with a "
+            "length, or strategy='ddp'"
         )
 
 
-def in_step(data: ExactPass, processes: Processes, device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
-    """The batches of a process's share, and None while others have some left."""
+def in_lockstep(data: ExactPass, processes: Processes, device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
+    """The batches of this process's share, then None until all processes have finished."""
     batches = iter(data)
     while True:
         error: Exception | None = None
@@ -124,14 +128,14 @@ def in_step(data: ExactPass, processes: Processes, device: torch.device) -> Iter
         yield batch
 
 
-class InStep:
-    """The batches of a process's share as features of a last layer; all processes take as many steps."""
+class LockstepLoader:
+    """The batches of this process's share as features of a last layer. All processes take the same number of steps."""
 
     def __init__(self, network: GatheredLayer, data: ExactPass, spare: Any, processes: Processes) -> None:
         self._network, self._data, self._spare, self._processes = network, data, spare, processes
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        for batch in in_step(self._data, self._processes, inputs.device_of(self._network)):
+        for batch in in_lockstep(self._data, self._processes, inputs.device_of(self._network)):
             features = self._network.features(self._spare if batch is None else batch[0])
             if batch is not None:
                 yield features, batch[1]
@@ -144,21 +148,21 @@ class InStep:
         return self._data.reads_once
 
 
-class FirstStep:
-    """The first training step shows whether the last layer of a sharded network can be gathered."""
+class LastLayerProbe:
+    """Finds out in the first training step whether the last layer of a sharded network can be gathered."""
 
     def __init__(self, network: nn.Module) -> None:
         self._stack, self._read_as = ExitStack(), output_of(network)
         self._watch: LayerWatch = self._stack.enter_context(watching(network))
         self._problem: NetworkError | None = None
-        self._stack.callback(unwrap_output(network).register_forward_pre_hook(self._begin).remove)
-        self._stack.callback(unwrap_output(network).register_forward_hook(self._look).remove)
+        self._stack.callback(unwrap_output(network).register_forward_pre_hook(self._forget_calls).remove)
+        self._stack.callback(unwrap_output(network).register_forward_hook(self._check_output).remove)
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _forget_calls(self, module: nn.Module, args: Any) -> None:
         self._watch.calls.clear()
 
-    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
-        """At each run of the network, of which a step may have several."""
+    def _check_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After each run of the network; a step may have several."""
         f = self._read_as.select(output)
         self._watch.f = None if f is None else f.detach()
         try:
@@ -168,8 +172,8 @@ class FirstStep:
             self._problem = problem
 
     def end(self) -> None:
-        """Before the optimizer's step: an error for a layer that cannot be gathered. A step that does not call the
-        network as the fit will shows nothing."""
+        """Raise, before the optimizer's step, if the layer cannot be gathered. A step that does not call the network
+        finds out nothing."""
         self.stop()
         if self._problem is not None:
             raise self._problem

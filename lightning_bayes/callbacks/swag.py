@@ -19,20 +19,20 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, format_value, is_number, word
-from lightning_bayes.callbacks.fit_data import Epoch, FitData
-from lightning_bayes.likelihoods import Likelihood, resolve
+from lightning_bayes.arguments import count, format_value, is_number
+from lightning_bayes.callbacks.fit_data import Epoch, FitLoader
+from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
 from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior
 from lightning_bayes.trainer.data import as_list, count_examples, is_countable
-from lightning_bayes.trainer.held_out_choice import CALIBRATIONS, choose_on_validation
+from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.loss_check import LossFit
-from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
 from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import bars_of, report, shows_bars
@@ -48,88 +48,54 @@ _AVERAGE_ONLY = (
 class SWAGCallback(PosteriorCallback):
     """A diagonal Gaussian from the weights of the last epochs, and its predictions in `test` and `predict`.
 
-    Training itself is not touched, but the module ends it with the averaged weights. The checkpoints of the last
-    weights get them too; the weights that the optimizer ended with are kept beside them, and training resumes from
-    those.
+    Training itself does not change, but the module ends it with the averaged weights, and so do the checkpoints of the
+    last weights. They also store the weights that the optimizer ended with, from which training resumes.
 
     Args:
-        likelihood: "classification", "binary" or "regression" (or a `Likelihood`).
-        network: the submodule that maps x to f; by default the module's own `forward`.
-        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: the dimension of f that counts classes; by default the shape of the targets says which it is.
+        likelihood: "classification", "binary" or "regression", or a `Likelihood`.
 
-        start: from when on weights are taken in: an epoch, counted from 0, or a share of the training.
-        every_n_epochs: weights are taken in at the end of every so many epochs.
-        every_n_steps: if given, after every so many steps of the optimizer instead.
-        data: what the pass for batch norms goes over instead of the training data: a DataLoader, or the name of a
-            method or attribute of the data module or module.
-        max_batches: that pass ends after so many batches.
-        progress: show a progress bar during that pass.
+        start: when to start averaging: an epoch, counted from 0, or a fraction of the training.
+        every_n_epochs: add the weights at the end of every n-th epoch.
+        every_n_steps: if given, add them after every n-th step of the optimizer instead.
+        data: what the pass for batch norms goes over instead of the training data: a DataLoader, the name of a method
+            or attribute of the data module or module, or `FitData(loader, max_batches)`.
 
-        calibrate: "auto" finds one number on the first validation dataloader, if there is one, by which predictions are
-            corrected, "outputs" a temperature of the network's outputs; None finds none.
-        predictive: "bnn", "glm" or "map".
-        link: "probit", "pairwise", "bridge" or "mc"; by default that of the calibration, or the likelihood's first.
-        samples: drawn where a prediction draws.
-        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
-        seed: of everything that is drawn.
-
+        predictive: "bnn", "glm" or "map", or an option such as `BNN(samples=30)`.
         name: suffix of the logged numbers, and key among several callbacks.
-        ood: dataloaders after the first hold out-of-distribution data.
-        plots: write a reliability diagram (of a regression, its calibration curve) to the logger, or as a PNG file.
-        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
-            logger and checkpoints are off and it would go into the working directory.
+        use: network, calibrate, ood, plots, save, predict_step, seed and progress; see `PosteriorCallback`.
     """
 
-    priority = 0  # the other callbacks' posteriors are those of the averaged weights
+    priority = 0  # other callbacks fit the averaged weights
 
     def __init__(
         self,
         likelihood: str | Likelihood = "classification",
         *,
-        network: str | None = None,
-        output: str | int | None = None,
-        class_dim: int | None = None,
         start: int | float = 0.75,
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
         data: Any = None,
-        max_batches: int | None = None,
-        progress: bool = True,
-        calibrate: str | None = "auto",
-        predictive: str = "bnn",
-        link: str | None = None,
-        samples: int = 100,
-        predict_step: str = "replace",
-        seed: int = 0,
+        predictive: str | PredictiveOption = "bnn",
         name: str = "swag",
-        ood: bool = False,
-        plots: bool = False,
-        save: bool | str | None = None,
+        **use: Any,
     ) -> None:
-        use = UseOptions(
-            name=name, likelihood=resolve(likelihood), predictive=predictive, link=link, samples=samples,
-            network=network, output=output, class_dim=class_dim,
-            ood=ood, plots=plots, seed=seed, predict_step=predict_step, save=save,
-        )  # fmt: skip
-        super().__init__(use)
+        super().__init__(likelihood, predictive=predictive, name=name, **use)
         if not is_number(start) or start < 0 or (not isinstance(start, int) and start >= 1):
-            raise ValueError(f"start must be an epoch, or a share of the training below 1, got {format_value(start)}")
-        count("every_n_epochs", every_n_epochs)
-        if every_n_steps is not None:
-            count("every_n_steps", every_n_steps)
-        self.start, self.every_n_epochs, self.every_n_steps = start, every_n_epochs, every_n_steps
-        self.progress, self.calibrate = flag("progress", progress), word("calibrate", calibrate, CALIBRATIONS)
-        self._data = FitData(data, max_batches)
+            raise ValueError(
+                f"start must be an epoch, or a fraction of the training below 1, got {format_value(start)}"
+            )
+        self.start, self.every_n_epochs = start, count("every_n_epochs", every_n_epochs)
+        self.every_n_steps = None if every_n_steps is None else count("every_n_steps", every_n_steps)
+        self._data = FitLoader(data)
         self._moments, self._step, self._resumed = WeightMoments(), 0, False
-        self._trained: dict[str, Tensor] | None = None  # what the optimizer ended with, once the average is in place
+        self._trained: dict[str, Tensor] | None = None  # the optimizer's last weights, once the average replaces them
         self._too_few = ""  # why there is no posterior
 
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(self, trainer: Trainer, module: LightningModule) -> GaussianPosterior:
-        """The posterior of the weights that were taken in. The module has their average then; or, after an exception,
-        the weights that it had."""
+        """The posterior of the weights that were added. The module then has their average, or after an exception the
+        weights it had."""
         self._module = module
         if not self._moments.snapshots:
             raise RuntimeError(self._missing())
@@ -143,9 +109,7 @@ class SWAGCallback(PosteriorCallback):
                         update_statistics(network, self._batches(trainer, module))
                 share(list(module.buffers()))
                 posterior: Any = moments.posterior(network, self.likelihood, _count_data(trainer))
-                posterior, _ = choose_on_validation(
-                    trainer, module, posterior, self.use, None, self.calibrate, progress=self.progress
-                )
+                posterior, _ = choose_on_validation(trainer, module, posterior, self.use)
         except BaseException:
             _restore(network, trained)
             raise
@@ -153,7 +117,7 @@ class SWAGCallback(PosteriorCallback):
         return posterior
 
     def _batches(self, trainer: Trainer, module: LightningModule) -> Iterator[Any]:
-        """All data on all processes: each ends with the statistics that one alone would have."""
+        """All data on every process, which then has the statistics that a single process would have."""
         self._data.check_training_data(trainer)
         batches = self._data.exact_pass(trainer, module, self._data.loader(trainer, module), alone=True)
         shown = self.progress and shows_bars(trainer)
@@ -169,7 +133,7 @@ class SWAGCallback(PosteriorCallback):
         refuse_sharded(trainer, "SWAGCallback")
         if sum(isinstance(callback, SWAGCallback) for callback in posterior_callbacks(trainer)) > 1:
             raise ValueError("training ends with the weights of one average: give the Trainer one SWAGCallback")
-        self._resumed, self._data.epoch = False, Epoch()  # what a checkpoint holds comes after this
+        self._resumed, self._data.epoch = False, Epoch()  # a checkpoint is loaded after this
         if stage == "fit":
             self._moments, self._step, self._trained, self._too_few = WeightMoments(), 0, None, ""
 
@@ -197,7 +161,7 @@ class SWAGCallback(PosteriorCallback):
         epochs = trainer.max_epochs or 0
         if not isinstance(self.start, int) and epochs <= 0 and trainer.max_steps <= 0:
             raise ValueError(
-                f"start={self.start} is a share of the training, but the Trainer does not know how long it is: give "
+                f"start={self.start} is a fraction of the training, but the Trainer does not know how long it is: give "
                 "start= as an epoch, or max_epochs="
             )
         steps = trainer.estimated_stepping_batches
@@ -220,7 +184,7 @@ class SWAGCallback(PosteriorCallback):
         return False
 
     def judge_loss(self, fit: LossFit, outputs: Tensor | None) -> None:
-        """The path of an optimizer is one for any loss."""
+        """SWAG works with any loss."""
 
     # -- during and after training -----------------------------------------------------------------------------------
 
@@ -230,7 +194,7 @@ class SWAGCallback(PosteriorCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._data.epoch.count(batch_idx, trainer.is_last_batch)
         step, self._trained = trainer.global_step, None
-        # With the last batch, not with the end of the epoch: a checkpoint after validation has it then.
+        # With the last batch instead of the epoch's end, so that a checkpoint after validation has it.
         due = (
             step % self.every_n_steps == 0
             if self.every_n_steps is not None
@@ -289,7 +253,7 @@ class SWAGCallback(PosteriorCallback):
 
 
 def _count_data(trainer: Trainer) -> int:
-    """Of the training data; 0 where they cannot be counted, for nothing depends on it."""
+    """The number of training examples, or 0 if they cannot be counted; nothing depends on it."""
     loaders = as_list(getattr(trainer.train_dataloader, "flattened", trainer.train_dataloader))
     return count_examples(trainer) if len(loaders) == 1 and is_countable(loaders[0]) else 0
 

@@ -39,6 +39,7 @@ from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.network import Processes, Subset, SubsetError
 from lightning_bayes.network.loaders import Bar, progress_bar
+from lightning_bayes.options.structure import register_structure
 from lightning_bayes.structures import (
     EKFAC,
     BlockDiagonal,
@@ -53,7 +54,6 @@ from lightning_bayes.structures import (
 )
 from lightning_bayes.structures.factor import Rank
 
-SHARINGS = ("expand", "reduce")
 LARGEST_DENSE = 1024  # parameters of an exact dense block; larger exact blocks are diagonal
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
 
@@ -84,6 +84,8 @@ class Accumulator(ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         register(STRUCTURES, cls, "word")
+        if cls.word is not None:
+            register_structure(cls.word, cls.passes)
 
     @abstractmethod
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None: ...

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, flag, instance, word
+from lightning_bayes.arguments import count, flag, instance
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import SHARINGS, STRUCTURES, FactorOptions
+from lightning_bayes.curvature.accumulate import FactorOptions
 from lightning_bayes.curvature.column_sum import ColumnSum
 from lightning_bayes.curvature.data_pass import BatchSum, Curvature, DataPass, Fisher
-from lightning_bayes.curvature.diagonal.batch_diagonal import MODES as HESSIANS
 from lightning_bayes.curvature.diagonal.batch_diagonal import DiagonalSum
-from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
-from lightning_bayes.curvature.low_rank import LowRankSum, check_rank
+from lightning_bayes.curvature.low_rank import LowRankSum
 from lightning_bayes.jacobian.normalised import normalised_layers
-from lightning_bayes.jacobian.output_columns import CURVATURES, choose_curvature
+from lightning_bayes.jacobian.output_columns import choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
@@ -35,32 +33,25 @@ from lightning_bayes.network.containers import WholeInput
 from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
-from lightning_bayes.structures.factor import Rank
+from lightning_bayes.options.network import Network, output_option
+from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption, curvature_estimate, structure_option
 
 logger = logging.getLogger("lightning_bayes")
-
-UPDATABLE = ("full", "diag", "kron")  # structures to which data can be added
 
 
 def fit_curvature(
     network: nn.Module,
     loader: Iterable[Any],
     likelihood: str | Likelihood = "classification",
-    structure: str = "kron",
+    structure: str | StructureOption = "kron",
     subset: str | Sequence[str] | Tensor | Subset = "all",
-    curvature: str = "ggn",
+    curvature: str | FisherMC = "auto",
     *,
-    samples: int = 1,
     seed: int = 0,
-    weight_sharing: str = "expand",
-    hessian: str = "exact",
-    rank: Rank = None,
     progress: bool = False,
     processes: Processes | None = None,
     probe: Any = None,
-    output: str | int | None = None,
-    class_dim: int | None = None,
-    updatable: bool = False,
+    output: str | int | Network | None = None,
     first_example: int = 0,
     dry_run: bool = False,
 ) -> Curvature:
@@ -71,42 +62,36 @@ def fit_curvature(
         loader: an iterable of pairs, of dicts with `labels`, or of graphs; x may be a tuple or dict of tensors for a
             network with several inputs.
         likelihood: "classification", "binary", "regression", or a `Likelihood`.
-        structure: "full", "diag", "kron", "ekfac" (two passes over the loader) or "lowrank" (several passes).
+        structure: "full", "diag", "kron", "ekfac" (two passes over the loader), "lowrank" (several passes), or an
+            option such as `Kron(rank="auto")`.
         subset: "all" trainable parameters, the "last_layer", a list of parameter or module names, a mask over (or
             positions of) the trainable weights, or the `subset` of a posterior.
-        curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc") or the outer product
-            of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but "fisher_mc" for images
-            and other outputs at many positions.
-        samples: labels drawn per example for "fisher_mc".
-        seed: for those labels; the labels of an example do not depend on its batch.
-        weight_sharing: how "kron" and the eigenvectors of "ekfac" treat weights that are shared over positions:
-            "expand" or "reduce".
-        hessian: how the diagonal of the GGN is computed: "exact" (a backward pass for each output), or in one backward
-            pass by "approx", "mixed" or "auto"; see `lightning_bayes.curvature.diagonal`.
-        rank: the number of eigenpairs that "lowrank" keeps, 100 by default. For "kron", the largest number that each
-            factor keeps beside a remainder; "auto" keeps 99 % of the trace, at most half of the eigenpairs, of factors
-            wider than 1,000. By default all.
+        curvature: `Λₙ` is the exact output Fisher ("ggn"), its Monte-Carlo estimate ("fisher_mc", `FisherMC(samples)`)
+            or the outer product of the gradient of the example's own label ("empirical_fisher"). "auto" is "ggn", but
+            "fisher_mc" for images and other outputs at many positions.
+        seed: for the labels drawn by "fisher_mc"; the labels of an example do not depend on its batch.
         progress: show a progress bar.
         processes: the processes that share the data, each with every `size`-th example from its `rank`. Sums are over
             all of them.
         probe: an input to trace the network on, for a process whose share of the data may be empty; by default the
             first batch. With a probe, the shape of the targets is not used.
-        output: the key, attribute or index of f in the network's output; by default a tensor, or its `logits`.
-        class_dim: the class dimension of f; by default it follows from the shape of the targets.
-        updatable: keep the factors of "kron" beside their decompositions, so that data can be added later.
+        output: the key, attribute or index of f in the network's output, by default a tensor, or its `logits`; or
+            `Network(output=…, class_dim=…)`.
         first_example: the number of the first example, for sampled labels: how many examples were fitted before.
         dry_run: check the fit without its expensive parts: factors are not decomposed, a low rank is 1, and "ggn" is
             "fisher_mc" for many outputs. The result is not a curvature.
     """
-    check_options(structure, subset, curvature, weight_sharing, progress, hessian, rank)
-    count("samples", samples)
+    structure = structure_option(structure)
+    estimate, samples = curvature_estimate(curvature, structure)
+    if not isinstance(subset, Subset):
+        check_subset(subset)
+    flag("progress", progress)
     check_seed("seed", seed)
     check_processes(processes)
-    check_updatable(updatable, structure)
     count("first_example", first_example, least=0)
     flag("dry_run", dry_run)
-    likelihood = resolve(likelihood)
-    network = read_as(check_network(unwrap(network)), output, class_dim)
+    likelihood, read = resolve(likelihood), output_option(output)
+    network = read_as(check_network(unwrap(network)), read.output, read.class_dim)
     check_loader(loader)
     check_passes(structure, loader)
     normalised: tuple[str, ...] = ()
@@ -128,16 +113,16 @@ def fit_curvature(
             stack.enter_context(borrowed(network, chosen.names))
             plan = make_plan(network, x, chosen)
             total: ColumnSum | DiagonalSum | LowRankSum
-            if hessian != "exact":
-                total = DiagonalSum(network, chosen, likelihood, hessian)
+            if structure.method != "exact":
+                total = DiagonalSum(network, chosen, likelihood, structure.method)
             else:
-                fisher = Fisher(choose_curvature(curvature, likelihood, plan.output_shape, dry_run), samples, seed)
-                if structure == LOW_RANK:
-                    assert not isinstance(rank, str)
-                    total = LowRankSum(network, plan, likelihood, fisher, rank, dry_run)
+                fisher = Fisher(choose_curvature(estimate, likelihood, plan.output_shape, dry_run), samples, seed)
+                if isinstance(structure, LowRank):
+                    total = LowRankSum(network, plan, likelihood, fisher, structure.rank, dry_run)
                 else:
-                    factors = FactorOptions(updatable, rank, dry_run, progress)
-                    total = ColumnSum(network, plan, likelihood, structure, weight_sharing, fisher, factors)
+                    factors = FactorOptions(structure.updatable, structure.rank, dry_run, progress)
+                    kind, sharing = structure.kind, structure.weight_sharing
+                    total = ColumnSum(network, plan, likelihood, kind, sharing, fisher, factors)
             describe(total.blocks())
             normalised = normalised_layers(network, x, chosen)
             return total
@@ -151,8 +136,8 @@ def fit_curvature(
             fitted,
             normalised=normalised,
             output=output_of(network),
-            weight_sharing=weight_sharing,
-            hessian=hessian,
+            weight_sharing=structure.weight_sharing,
+            hessian=structure.method,
             samples=samples,
             seed=seed,
         )
@@ -178,41 +163,13 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
     return wrap_output(network, output)
 
 
-def check_options(
-    structure: Any, subset: Any, curvature: Any, weight_sharing: Any, progress: Any, hessian: Any, rank: Any = None
-) -> None:
-    """Check the options that need no network or data."""
-    word("structure", structure, (*STRUCTURES, LOW_RANK))
-    check_rank(rank, structure)
-    word("curvature", curvature, tuple(CURVATURES))
-    word("hessian", hessian, HESSIANS)
-    if hessian != "exact" and (structure != "diag" or curvature not in ("auto", "ggn")):
-        raise ValueError(
-            f"hessian={hessian!r} is a diagonal of the GGN and needs structure='diag' and curvature='ggn', got "
-            f"structure={structure!r} and curvature={curvature!r}"
-        )
-    word("weight_sharing", weight_sharing, tuple(SHARINGS))
-    if not isinstance(subset, Subset):
-        check_subset(subset)
-    flag("progress", progress)
-
-
-def check_passes(structure: str, loader: Any) -> None:
+def check_passes(structure: StructureOption, loader: Any) -> None:
     """Raise an error for an iterator if the structure takes several passes."""
-    if (structure == LOW_RANK or STRUCTURES[structure].passes > 1) and reads_once(loader):
+    if not structure.passes_once and reads_once(loader):
         raise DataError(
-            f"structure={structure!r} takes several passes over the data, but the loader is an iterator, which can be "
-            "read only once: pass a list or a DataLoader"
+            f"structure={structure.kind!r} takes several passes over the data, but the loader is an iterator, which "
+            "can be read only once: pass a list or a DataLoader"
         )
-
-
-def check_updatable(updatable: Any, structure: str) -> bool:
-    if flag("updatable", updatable) and structure not in UPDATABLE:
-        raise ValueError(
-            f"updatable=True is for structure={', '.join(map(repr, UPDATABLE))}: {structure!r} takes several passes "
-            "over all data"
-        )
-    return bool(updatable)
 
 
 def check_processes(processes: Any) -> None:

@@ -17,12 +17,10 @@ eigenvalues of `T` that are only rounding. In a null space half of the rounding 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.arguments import count, format_value
 from lightning_bayes.curvature.accumulate import first_nonfinite
 from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
 from lightning_bayes.jacobian.plan import Plan
@@ -35,7 +33,6 @@ from lightning_bayes.structures import LowRank
 logger = logging.getLogger("lightning_bayes")
 
 WORD = "lowrank"
-RANK = 100  # by default
 BLOCK = 16  # vectors in a block, at least
 ZERO = 1  # times the rounding of the largest eigenvalue: a smaller direction has vanished
 NOTHING = 10  # times the same: a smaller product shows that nothing is left
@@ -53,7 +50,7 @@ class LowRankSum(BatchSum):
         plan: Plan,
         likelihood: Likelihood,
         fisher: Fisher,
-        rank: int | None = None,
+        rank: int,
         dry_run: bool = False,
     ) -> None:
         super().__init__(network, plan.subset, likelihood, fisher)
@@ -110,33 +107,18 @@ class LowRankSum(BatchSum):
         self._start = in_float64(self._lanczos.block[:, :8]).clone()  # to compare the vectors of all processes
 
 
-def _sizes(P: int, rank: int | None, outputs: int) -> tuple[int, int, int]:
+def _sizes(P: int, rank: int, outputs: int) -> tuple[int, int, int]:
     """The rank, and the numbers of vectors in a block and in the basis. An eigenvalue may be repeated for each output,
     which only a block of that width finds; no more than `rank` of them are needed."""
-    rank = min(RANK if rank is None else rank, P)
+    rank = min(rank, P)
     width = max(BLOCK, min(outputs, rank), -(-rank // 4))
     return rank, width, min(2 * rank + 4 * width, P)
 
 
-def n_vectors(P: int, rank: int | None, outputs: int) -> int:
+def n_vectors(P: int, rank: int, outputs: int) -> int:
     """The number of vectors that a fit holds: the basis, the next block, its product, and the result."""
     rank, width, most = _sizes(P, rank, outputs)
     return most + 3 * width + rank
-
-
-def check_rank(rank: Any, structure: str) -> None:
-    if rank is None:
-        return
-    if structure not in (WORD, "kron"):
-        raise ValueError(
-            f"rank={format_value(rank)} belongs to structure='lowrank' or 'kron', got structure={structure!r}"
-        )
-    if isinstance(rank, str) and (structure == WORD or rank != "auto"):
-        raise ValueError(
-            f"rank must be a whole number of at least 1, got {format_value(rank)}: 'auto' is for structure='kron' only"
-        )
-    if rank != "auto":
-        count("rank", rank)
 
 
 class BlockLanczos:

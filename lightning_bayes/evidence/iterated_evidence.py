@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, positive, word
-from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.evidence.prior_groups import PriorGroups
 from lightning_bayes.evidence.tuning import LARGEST, fixed_point, warn_at_bound
@@ -33,13 +31,13 @@ from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.loaders import progress_bar
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 
 logger = logging.getLogger("lightning_bayes")
 
-FISHERS = ("weights", "optimum")
 _FIXED_POINT_STEPS = 1000
 _LARGEST_JUMP = 1.0  # of the extrapolation, in a logarithm
 _NEAR = 0.1  # the relative gradient below which to extrapolate
@@ -50,32 +48,16 @@ _LARGE_GRADIENT = 0.1  # worth a warning
 def iterated(
     posterior: LaplacePosterior,
     loader: Iterable[Any] | None,
-    per_layer: bool,
-    noise: bool = True,
-    prior_groups: str | None = None,
-    passes: int = 10,
-    tolerance: float = 1e-3,
-    fisher: str = "weights",
+    tuning: Tuning,
     progress: bool = False,
     processes: Processes | None = None,
 ) -> LaplacePosterior:
-    """Tune the prior, and the noise of a regression, by the linear model's evidence.
-
-    Args:
-        posterior: around `θ̃`.
-        loader: the training data `(x, y)`.
-        per_layer: the same as `prior_groups="layers"`.
-        noise: whether to tune the noise of a regression.
-        prior_groups: None, "layers" or "normalised".
-        passes: the largest number of passes over the data; each Hessian product and each gradient takes one.
-        tolerance: of the gradient, relative to that at `θ̃`, and of the logarithms of prior and noise.
-        fisher: "weights" or "optimum".
-        progress: show a progress bar.
-        processes: the processes that share the data.
-    """
-    _check_arguments(posterior, loader, noise, passes, tolerance, fisher, progress, processes)
+    """Tune the prior, and the noise of a regression, by the linear model's evidence. Each Hessian product and each
+    gradient takes one of the `tuning.passes` over the training data in `loader`."""
+    _check_arguments(posterior, loader, tuning.fisher, processes)
     assert loader is not None
-    groups = PriorGroups.of(posterior, per_layer, prior_groups)
+    groups, noise, passes = PriorGroups.of(posterior, tuning.groups), tuning.noise, tuning.passes
+    tolerance = tuning.tolerance or 1e-3
     with progress_bar("Laplace: tuning the prior", passes, progress, "pass") as bar:
         model = LinearModel(loader, processes=processes, on_pass=bar.update)
         known = posterior.curvature.gradient is not None and posterior.curvature.knows_likelihood
@@ -83,7 +65,7 @@ def iterated(
         start = posterior if known else model.at(posterior, shift)
         current, change = _tuned(start, groups, noise, tolerance)
         residual, extrapolation = 1.0, _Anderson()
-        refits = fisher == "optimum"  # a refit takes a pass
+        refits = tuning.fisher == "optimum"  # a refit takes a pass
         while max(residual, change) > tolerance and (left := passes - model.passes - refits) >= 2:
             step = model.step(current, forcing(max(residual, tolerance), tolerance), left)
             if step is None:
@@ -98,28 +80,13 @@ def iterated(
     return _with_prior_of(posterior, current)
 
 
-def _check_arguments(
-    posterior: LaplacePosterior,
-    loader: Any,
-    noise: Any,
-    passes: Any,
-    tolerance: Any,
-    fisher: Any,
-    progress: Any,
-    processes: Any,
-) -> None:
-    flag("noise", noise)
-    count("passes", passes, 2)
-    positive("tolerance", tolerance)
-    word("fisher", fisher, FISHERS)
-    flag("progress", progress)
-    check_processes(processes)
+def _check_arguments(posterior: LaplacePosterior, loader: Any, fisher: str, processes: Processes | None) -> None:
     if loader is None:
-        raise ValueError("tune_prior('linear', iterate=True) makes passes over the training data: pass them as loader=")
+        raise ValueError("Tuning('linear', iterate=True) makes passes over the training data: pass them as loader=")
     check_loader(loader)
     if isinstance(loader, Iterator):
         raise DataError(
-            "tune_prior('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
+            "Tuning('linear', iterate=True) makes several passes, but the loader is an iterator: pass a list or a "
             "DataLoader"
         )
     check_convex(posterior, "use tune_prior('marglik')")

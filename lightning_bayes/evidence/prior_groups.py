@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import flag, word
 from lightning_bayes.jacobian.normalised import normalised_layers
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.borrowed import borrowed
@@ -25,8 +24,6 @@ from lightning_bayes.posterior.laplace import LaplacePosterior
 
 logger = logging.getLogger("lightning_bayes")
 
-GROUPS = (None, "layers", "normalised")
-
 
 @dataclass(frozen=True, eq=False)
 class PriorGroups:
@@ -35,14 +32,12 @@ class PriorGroups:
     index: Tensor | None = None  # [layers]
 
     @staticmethod
-    def of(posterior: LaplacePosterior, per_layer: bool, prior_groups: str | None) -> PriorGroups:
-        groups = check_groups(per_layer, prior_groups)
+    def of(posterior: LaplacePosterior, groups: str | None) -> PriorGroups:
         if groups is None:
             return PriorGroups()
         if posterior.prior.precision is not None:
             raise PosteriorError(
-                "the prior is another posterior, with one factor on its precision: leave out per_layer= and "
-                "prior_groups="
+                f"the prior is another posterior, with one factor on its precision: leave out groups={groups!r}"
             )
         layers = posterior.subset.layers
         if groups == "layers":
@@ -50,11 +45,11 @@ class PriorGroups:
         normalised = posterior.curvature.normalised
         if normalised is None:
             raise PosteriorError(
-                "prior_groups='normalised' needs the layers before a normalisation, which this posterior does not "
-                "know: pass loader= to find them in its first batch"
+                "groups='normalised' needs the layers before a normalisation, which this posterior does not know: pass "
+                "loader= to find them in its first batch"
             )
         if not normalised:
-            logger.info("prior_groups='normalised': no layer is directly before a normalisation; all share a prior")
+            logger.info("groups='normalised': no layer is directly before a normalisation; all share a prior")
         numbers = {layer: n for n, layer in enumerate(normalised)}
         index = [numbers.get(layer, len(numbers)) for layer in layers]
         return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])
@@ -70,20 +65,11 @@ class PriorGroups:
         return values if self.index is None else values[self.index.to(values.device)]
 
 
-def check_groups(per_layer: Any, prior_groups: Any) -> str | None:
-    """Check both arguments and return the one they amount to."""
-    flag("per_layer", per_layer)
-    word("prior_groups", prior_groups, GROUPS)
-    if per_layer and prior_groups == "normalised":
-        raise ValueError("per_layer=True is prior_groups='layers': leave it out with prior_groups='normalised'")
-    return "layers" if per_layer else prior_groups
-
-
 def with_normalised(posterior: LaplacePosterior, loader: Iterable[Any]) -> LaplacePosterior:
     """Find the layers before a normalisation by running the network on the first batch."""
     batch = next(iter(check_loader(loader)), None)
     if batch is None:
-        raise DataError("the loader is empty: prior_groups='normalised' needs an example to run the network on")
+        raise DataError("the loader is empty: groups='normalised' needs an example to run the network on")
     posterior.check_weights()
     with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
         x = inputs.to_device(inputs.split_targets(posterior.network, batch)[0], posterior.device)

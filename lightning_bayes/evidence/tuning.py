@@ -23,93 +23,83 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, keywords, positive, word
+from lightning_bayes.arguments import flag, word
+from lightning_bayes.arguments import seed as check_seed
+from lightning_bayes.curvature.fit import check_processes
 from lightning_bayes.evidence.prior_groups import PriorGroups, with_normalised
+from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import in_float64, number_like
+from lightning_bayes.options.predictive import predictive_option
+from lightning_bayes.options.tuning import CALIBRATIONS, Tuning, tuning_option
 from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.fit import say_rank
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implementation, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.options import TuningOptions
 from lightning_bayes.posterior.prior import per_layer_sums, per_parameter
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 logger = logging.getLogger("lightning_bayes")
 
-METHODS = ("auto", "marglik", "mackay", "linear", "grid")
-_OWN = ("posterior", "loader", "per_layer")  # arguments that are not among the options
 LARGEST = 1e8  # prior precisions, and factors on the noise, stay within [1/LARGEST, LARGEST]
 _BOUND = math.log(LARGEST)
 _SAME = 0.01  # evidences that differ by fewer nats count as equal
 
 
 @implements("tune_prior")
+@torch.inference_mode(False)
 def tune(
     posterior: LaplacePosterior,
-    method: str,
+    method: str | Tuning,
     loader: Iterable[Any] | None,
-    per_layer: bool,
-    **options: Unpack[TuningOptions],
+    predictive: Any,
+    calibrate: str | None,
+    seed: int,
+    progress: bool,
+    processes: Processes | None,
 ) -> LaplacePosterior:
-    tuned = _tune(posterior, method, loader, per_layer, **options)
+    """See `LaplacePosterior.tune_prior`."""
+    tuning, option = tuning_option(method), predictive_option(predictive)
+    if tuning is None:
+        raise ValueError("tune_prior(None) tunes nothing: name a method, such as 'auto'")
+    word("calibrate", calibrate, CALIBRATIONS)
+    check_seed("seed", seed)
+    flag("progress", progress)
+    check_processes(processes)
+    if tuning.by_evidence:
+        tuned = _by_evidence(posterior, tuning, loader, progress, processes)
+    else:
+        tuned = implementation(f"tune_prior: {tuning.method}")(posterior, loader, tuning, option, calibrate, seed)
     say_rank(tuned)
     return tuned
 
 
-@torch.inference_mode(False)
-def _tune(
+def _by_evidence(
     posterior: LaplacePosterior,
-    method: str,
+    tuning: Tuning,
     loader: Iterable[Any] | None,
-    per_layer: bool,
-    **options: Unpack[TuningOptions],
+    progress: bool,
+    processes: Processes | None,
 ) -> LaplacePosterior:
-    word("method", method, METHODS)
-    flag("per_layer", per_layer)
-    iterate = flag("iterate", options.pop("iterate", False))
-    if iterate and method != "linear":
-        raise ValueError(f"iterate=True belongs to tune_prior('linear'), not to tune_prior({method!r})")
-    function = _function(method, iterate)
-    called = f"tune_prior({method!r}, iterate=True)" if iterate else f"tune_prior({method!r})"
-    keywords(called, options, [name for name in signature(function).parameters if name not in _OWN])
-    if method in ("auto", "grid"):
-        if per_layer:
-            raise ValueError(f"tune_prior({method!r}) tunes one prior for all layers; per_layer=True needs 'marglik'")
-        if loader is None and method == "grid":
-            raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
-        return function(posterior, loader, **options)
-    unknown = options.get("prior_groups") == "normalised" and posterior.curvature.normalised is None
-    if unknown and loader is not None:
+    if tuning.groups == "normalised" and posterior.curvature.normalised is None and loader is not None:
         posterior = with_normalised(posterior, loader)
-    if iterate:
-        return function(posterior, loader, per_layer, **options)
+    if tuning.iterate:
+        return implementation("tune_prior: iterated")(posterior, loader, tuning, progress, processes)
     if not posterior.curvature.knows_likelihood:
         if loader is None:
             raise PosteriorError(
-                f"tune_prior({method!r}) needs the likelihood of the training data, over which this posterior has "
-                "made no pass: pass loader="
+                f"tune_prior({tuning.method!r}) needs the likelihood of the training data, over which this posterior "
+                "has made no pass: pass loader="
             )
         posterior = posterior.with_log_likelihood(loader)
-    return function(posterior, per_layer, **options)
-
-
-def _function(method: str, iterate: bool) -> Any:
-    """The function of a method; its further arguments are the options."""
-    own = {"marglik": marglik, "mackay": mackay, "linear": linear}
-    return (
-        own[method]
-        if method in own and not iterate
-        else implementation(f"tune_prior: {'iterated' if iterate else method}")
-    )
+    if tuning.method == "mackay":
+        return mackay(posterior, tuning.groups, tuning.noise, tuning.steps or 1000, tuning.tolerance or 1e-7)
+    climb = linear if tuning.method == "linear" else marglik
+    return climb(posterior, tuning.groups, tuning.noise, tuning.steps or 100)
 
 
 class _Search:
@@ -168,16 +158,13 @@ class _Search:
 
 def marglik(
     posterior: LaplacePosterior,
-    per_layer: bool,
+    groups: str | None = None,
     noise: bool = True,
     steps: int = 100,
     at: str = "weights",
-    prior_groups: str | None = None,
 ) -> LaplacePosterior:
     """Maximise the evidence in `log δ`, and in `log σ` for a Gaussian likelihood unless `noise=False`."""
-    flag("noise", noise)
-    count("steps", steps)
-    search = _Search(posterior, PriorGroups.of(posterior, per_layer, prior_groups), noise, at)
+    search = _Search(posterior, PriorGroups.of(posterior, groups), noise, at)
     optimizer = torch.optim.LBFGS(
         search.variables,
         max_iter=steps,
@@ -202,7 +189,7 @@ def ascend(
     The noise is always that of the network's residuals: with an approximate curvature, the linear model promises a fit
     with hardly any noise.
     """
-    search = _Search(posterior, PriorGroups.of(posterior, True, None), noise, at, noise_at="weights")
+    search = _Search(posterior, PriorGroups.of(posterior, "layers"), noise, at, noise_at="weights")
     optimizer = torch.optim.Adam(search.variables, lr)
     for _ in range(steps):
         search.loss()
@@ -212,18 +199,12 @@ def ascend(
 
 
 def linear(
-    posterior: LaplacePosterior,
-    per_layer: bool,
-    noise: bool = True,
-    steps: int = 100,
-    prior_groups: str | None = None,
+    posterior: LaplacePosterior, groups: str | None = None, noise: bool = True, steps: int = 100
 ) -> LaplacePosterior:
     """Maximise the evidence at the linear model's optimum. It need not be concave where the step to the optimum is
     shortened, so the search starts from the best prior (and noise) of a grid."""
-    flag("noise", noise)
-    count("steps", steps)
     best = _best_of_grid(posterior, noise and posterior.likelihood.tunable_noise is not None)
-    return marglik(best, per_layer, noise, steps, "optimum", prior_groups)
+    return marglik(best, groups, noise, steps, "optimum")
 
 
 @torch.no_grad()
@@ -258,19 +239,14 @@ def _best_of_grid(posterior: LaplacePosterior, noise: bool) -> LaplacePosterior:
 
 def mackay(
     posterior: LaplacePosterior,
-    per_layer: bool,
+    groups: str | None = None,
     noise: bool = True,
     steps: int = 1000,
     tolerance: float = 1e-7,
-    prior_groups: str | None = None,
 ) -> LaplacePosterior:
     """Iterate the fixed point until log α and log β move by less than `tolerance`."""
     posterior.check_exact_sum("MacKay's fixed point")
-    flag("noise", noise)
-    count("steps", steps)
-    positive("tolerance", tolerance)
-    groups = PriorGroups.of(posterior, per_layer, prior_groups)
-    posterior, change = fixed_point(posterior, groups, noise, steps, tolerance)
+    posterior, change = fixed_point(posterior, PriorGroups.of(posterior, groups), noise, steps, tolerance)
     if change >= tolerance:
         logger.warning("MacKay's fixed point still moves by %.1g after %d steps: raise `steps`", change, steps)
     warn_at_bound(posterior)

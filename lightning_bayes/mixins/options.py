@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,9 +23,13 @@ from lightning_bayes.arguments import count, flag, format_names, format_value, i
 from lightning_bayes.likelihoods import Categorical, Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.mixins.log_sigma import by_pattern
-from lightning_bayes.trainer.options import UseOptions
+from lightning_bayes.options.network import Network, network_option
+from lightning_bayes.options.plain import to_plain
+from lightning_bayes.options.predictive import MAP, PredictiveOption, predictive_option
+from lightning_bayes.options.use import UseOptions
+from lightning_bayes.plots.figure import require_matplotlib
 
-PREDICTIVES = {"mean": "map", "map": "map", "bnn": "bnn", "glm": "glm"}
+_NOT_KEYS = ("save", "calibrate", "progress")  # of a callback only
 
 
 class OptionError(ValueError):
@@ -42,61 +46,60 @@ class VariationalOptions(UseOptions):
         prior_std: standard deviation of the prior: a number, "he" (√(2/fan-in)), "weight_decay" (from the optimizer,
             whose weight decay becomes zero), or one of these per name pattern, as in {"head": 0.1, "*": "he"}.
         n_data: number of training examples over all processes; counted by default.
-        network: submodule that maps x to f; by default the module's own `forward`.
-        output: key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
-        class_dim: dimension of f that counts classes; by default it follows from the shape of the targets.
+        network: name of the submodule that maps x to f, by default the module's own `forward`; or
+            `Network(name, output, class_dim)`, or a dictionary of its fields.
         deterministic: name patterns of parameters without a distribution, such as ["*.bias", "net.1"].
         loss: "returned" (`training_step` returns the mean negative log-likelihood, which is checked) or "likelihood"
             (the likelihood's own loss replaces whatever `training_step` returns).
         seed: seed of all random numbers, in training and in prediction.
-        curvature: curvature of Variational Laplace: "fisher", or, for study, "empirical" or "hessian".
+        estimator: curvature of Variational Laplace: "fisher", or, for study, "empirical" or "hessian".
         method: how Variational Laplace computes its step: "auto", "exact", "finite_difference" or "two_passes".
         train_samples: weight samples per training step of variational inference.
         local_reparameterization: sample the outputs of linear and convolutional layers instead of their weights.
         name: suffix of the logged numbers; "vl" or "vi" by default.
-        predictive: what `test` and `predict` use: "mean" (the network at the mean weights), "bnn" (weight samples;
-            default of variational inference) or "glm" (the linearised network; default of Variational Laplace).
-        link: how "glm" integrates over a classifier's outputs: "probit", "pairwise", "bridge" or "mc".
-        samples: number of samples in a prediction that draws them.
+        predictive: what `test` and `predict` use: "mean" or "map" (the network at the mean weights), "bnn" (weight
+            samples) or "glm" (the linearised network), or an option. The default is `BNN(samples=10)` for variational
+            inference and `GLM(samples=10)` for Variational Laplace.
         ood: whether dataloaders after the first hold out-of-distribution data.
         plots: write reliability diagrams (calibration curves for regression) to the logger, or as PNG files.
         predict_step: "replace" the module's own step in `trainer.predict`, "keep" it, or return "both".
     """
 
     likelihood: Likelihood = field(default_factory=Categorical)
-    samples: int = 10
     beta: float = 1.0
     prior_std: float | str | Mapping[str, float | str] = 1.0
     n_data: int | None = None
     deterministic: tuple[str, ...] = ()
     loss: Literal["returned", "likelihood"] = "returned"
-    curvature: Literal["fisher", "empirical", "hessian"] = "fisher"
+    estimator: Literal["fisher", "empirical", "hessian"] = "fisher"
     method: Literal["auto", "exact", "finite_difference", "two_passes"] = "auto"
     train_samples: int = 1
     local_reparameterization: bool = False
-    error: InitVar[type[Exception]] = OptionError
 
-    def __post_init__(self, error: type[Exception], has_points: bool) -> None:
-        super().__post_init__(error, has_points)
-        word("loss", self.loss, ("returned", "likelihood"), error)
-        word("curvature", self.curvature, ("fisher", "empirical", "hessian"), error)
-        word("method", self.method, ("auto", "exact", "finite_difference", "two_passes"), error)
-        if self.curvature == "hessian" and self.method in ("finite_difference", "two_passes"):
-            raise error("curvature='hessian' has no finite-difference form: use method='exact'")
-        positive("beta", self.beta, error)
-        count("train_samples", self.train_samples, error=error)
-        count("n_data", 1 if self.n_data is None else self.n_data, error=error)
-        flag("local_reparameterization", self.local_reparameterization, error)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.predictive.kind == "gp":
+            raise ValueError("a variational module keeps no training points for predictive='gp': use LaplaceCallback")
+        self.likelihood.choose_link(self.predictive.link)  # raises for an unknown link
+        word("loss", self.loss, ("returned", "likelihood"))
+        word("estimator", self.estimator, ("fisher", "empirical", "hessian"))
+        word("method", self.method, ("auto", "exact", "finite_difference", "two_passes"))
+        if self.estimator == "hessian" and self.method in ("finite_difference", "two_passes"):
+            raise ValueError("estimator='hessian' has no finite-difference form: use method='exact'")
+        positive("beta", self.beta)
+        count("train_samples", self.train_samples)
+        count("n_data", 1 if self.n_data is None else self.n_data)
+        flag("local_reparameterization", self.local_reparameterization)
 
 
 def options_from(
-    given: Mapping[str, Any] | None, *, name: str, predictive: str, unused: tuple[str, ...]
+    given: Mapping[str, Any] | None, *, name: str, predictive: PredictiveOption, unused: tuple[str, ...]
 ) -> VariationalOptions:
     """The options of a mixin with its default `name` and `predictive`; `unused` keys raise an error."""
     if given is not None and not isinstance(given, Mapping):
         raise OptionError(f"variational must be a dictionary of options, got {format_value(given)}")
     options: dict[str, Any] = plain_values(given or {})
-    known = [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)]
+    known = [f.name for f in fields(VariationalOptions) if f.name not in (*_NOT_KEYS, *unused)]
     for key in options:
         if key not in known:
             raise OptionError(f"variational has no key {key!r}: use {', '.join(map(repr, known))}")
@@ -108,16 +111,27 @@ def options_from(
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise OptionError(f"deterministic must be a list of name patterns, got {format_value(patterns)}")
     options["deterministic"] = tuple(patterns)
-    predictive = word("predictive", options.pop("predictive", predictive), tuple(PREDICTIVES), OptionError)
-    return VariationalOptions(**{"name": name, "predictive": PREDICTIVES[predictive], **options})
+    if options.get("plots"):
+        require_matplotlib()
+    try:
+        used = options.pop("predictive", predictive)
+        options["predictive"] = MAP() if used == "mean" else predictive_option(used)
+        options["network"] = network_option(options.get("network"))
+        return VariationalOptions(**{"name": name, **options})
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options as tensors, numbers and strings, which any checkpoint can hold."""
     options: dict[str, Any] = plain_values(given or {})
-    likelihood = options.get("likelihood")
+    likelihood, predictive, network = (options.get(key) for key in ("likelihood", "predictive", "network"))
     if isinstance(likelihood, Likelihood):
         options["likelihood"] = likelihood.to_state()
+    if isinstance(predictive, PredictiveOption):
+        options["predictive"] = to_plain(predictive)
+    if isinstance(network, Network):
+        options["network"] = asdict(network)
     return options
 
 
@@ -172,8 +186,8 @@ def from_weight_decay(
     without = [name for name, p in weights.items() if p not in decay and name not in known]
     if without:
         raise PriorStdError(
-            f"prior_std='weight_decay', but no optimizer has a weight decay for {format_names(without)}: give the optimizer "
-            "one, or prior_std a number"
+            f"prior_std='weight_decay', but no optimizer has a weight decay for {format_names(without)}: give the "
+            "optimizer one, or prior_std a number"
         )
     own = set(weights.values())
     for group in groups:
@@ -195,8 +209,9 @@ def warn_of_optimizers(optimizers: list[Optimizer], weights: Mapping[str, tuple[
     twice = [name for name, pair in weights.items() if decayed & set(pair)]
     if twice:
         rank_zero_warn(
-            f"the optimizer has a weight decay for {format_names(twice)} or its log σ, but the KL divergence already pulls "
-            "both to the prior: set it to zero, or make it the prior by variational={'prior_std': 'weight_decay'}"
+            f"the optimizer has a weight decay for {format_names(twice)} or its log σ, but the KL divergence already "
+            "pulls both to the prior: set it to zero, or use variational={'prior_std': 'weight_decay'} to turn it into "
+            "the prior"
         )
     trained = {p for group in groups for p in group["params"]}
     untrained = [name for name, (_, log_σ) in weights.items() if log_σ not in trained]

@@ -84,7 +84,7 @@ def run_step(q: GaussianWeights, step: Callable[..., Any], batch: Any, batch_idx
     loss = _loss_of(returned)
     if loss is None:
         return returned
-    call = _one_call(calls, module, options.network, q.read_as)
+    call = _one_call(calls, module, options.network.name, q.read_as)
     x, y = split_batch(module, batch)
     if isinstance(y, Tensor):
         q.read_as = q.read_as.with_targets(call.returned, y, options.likelihood.chooses_one_class)
@@ -269,8 +269,8 @@ class StepChecks:
         names = _with_direct_gradient(loss, returned, parameters)
         if names:
             raise StepError(
-                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, but a variational "
-                "step trains through the outputs alone: move everything that maps x to f into the module that "
+                f"the loss of training_step depends on {format_names(names)} beside the network's outputs, but a "
+                "variational step trains through the outputs alone: move everything that maps x to f into the module that "
                 f"variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
             )
         fit = compare_gradients(self._likelihood, loss, [returned], y, 1.0, read)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from lightning_bayes.network import Subset
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import Output, unwrap_output, wrap_output
 from lightning_bayes.network.subset import flat, parts
+from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.use import UseOptions
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal
@@ -91,9 +93,16 @@ class VariationalMixin(MixinBase):
         self._variational.add_missing_log_sigma(checkpoint["state_dict"])
 
 
-def make_variational(module: VariationalMixin, given: Mapping[str, Any] | None, **defaults: Any) -> None:
-    """In a mixin's `__init__`; `defaults` are those of `options_from`."""
-    options = options_from(given, **defaults)
+def make_variational(
+    module: VariationalMixin,
+    given: Mapping[str, Any] | None,
+    *,
+    name: str,
+    predictive: PredictiveOption,
+    unused: tuple[str, ...],
+) -> None:
+    """In a mixin's `__init__`; for the arguments see `options_from`."""
+    options = options_from(given, name=name, predictive=predictive, unused=unused)
     # `load_from_checkpoint` finds it here, even if the user's module saves no hyperparameters.
     module.hparams["variational"] = plain(given)
     module._variational = GaussianWeights(module, options)
@@ -104,7 +113,8 @@ class VariationalCallback(PosteriorCallback):
     """Uses the module's present posterior. It stores nothing, because the module's weights are the posterior."""
 
     def __init__(self, q: GaussianWeights) -> None:
-        super().__init__(q.options)
+        options = {field.name: getattr(q.options, field.name) for field in fields(UseOptions)}
+        super().__init__(q.options.likelihood, **options)
         self._q = q
 
     def _find_posterior(self) -> GaussianPosterior | None:
@@ -156,7 +166,7 @@ class GaussianWeights:
     def __init__(self, module: LightningModule, options: VariationalOptions) -> None:
         self.module, self.options = module, options
         self.n_data = options.n_data  # N; if it is to be counted, None until training starts
-        self.read_as = Output(options.output, options.class_dim)  # completed by the first batch
+        self.read_as = Output(options.network.output, options.network.class_dim)  # completed by the first batch
         self.draws = 0  # number of random draws so far
         self.called_vl_loss = False  # by the present training step
         self.checks = StepChecks(module, options.likelihood)
@@ -196,7 +206,7 @@ class GaussianWeights:
 
     @property
     def network(self) -> nn.Module:
-        return network_of(self.module, self.options.network)
+        return network_of(self.module, self.options.network.name)
 
     @property
     def trainer(self) -> Trainer | None:

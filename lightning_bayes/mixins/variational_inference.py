@@ -31,6 +31,7 @@ from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import at_weights, kept_buffers
 from lightning_bayes.network.subset import flat, parts
+from lightning_bayes.options.predictive import BNN
 from lightning_bayes.trainer.private import gradient_scale
 
 
@@ -49,7 +50,7 @@ class VariationalInferenceMixin(VariationalMixin):
 
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        make_variational(self, variational, name="vi", predictive="bnn", unused=("curvature", "method"))
+        make_variational(self, variational, name="vi", predictive=BNN(samples=10), unused=("estimator", "method"))
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Run your step at sampled weights, and add the KL divergence to its loss."""
@@ -115,13 +116,13 @@ def _check_local(module: nn.Module, unseen: set[nn.Parameter], confused: set[nn.
     names = [name for name, p in module.named_parameters() if p in unseen | confused]
     if unseen:
         raise StepError(
-            f"local_reparameterization did not see how {format_names(names)} is used in the training step: call its layer as a "
-            "module, turn the option off, or make the parameter deterministic"
+            f"local_reparameterization did not see how {format_names(names)} is used in the training step: call its "
+            "layer as a module, turn the option off, or make the parameter deterministic"
         )
     if confused:
         raise StepError(
-            f"local_reparameterization cannot repeat the noise of {format_names(names)} for activation checkpointing, because "
-            "its layer runs several times in one forward pass: turn one of the two off"
+            f"local_reparameterization cannot repeat the noise of {format_names(names)} for activation checkpointing, "
+            "because its layer runs several times in one forward pass: turn one of the two off"
         )
 
 

@@ -36,6 +36,7 @@ from lightning_bayes.mixins.training_step import (
 from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin, make_variational
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
+from lightning_bayes.options.predictive import GLM
 from lightning_bayes.trainer.loss_check import mean_nll
 
 
@@ -56,7 +57,7 @@ class VariationalLaplaceMixin(VariationalMixin):
     def __init__(self, *args: Any, variational: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         unused = ("train_samples", "local_reparameterization")
-        make_variational(self, variational, name="vl", predictive="glm", unused=unused)
+        make_variational(self, variational, name="vl", predictive=GLM(samples=10), unused=unused)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         """Run your step, and return the Variational Laplace loss instead of the negative log-likelihood."""
@@ -105,11 +106,11 @@ def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled
     """The loss with its graph, for double backward."""
     pairs = q.pairs().values()
     weights, log_σ = [μ for μ, _ in pairs], [l for _, l in pairs]
-    if q.options.curvature == "hessian":
+    if q.options.estimator == "hessian":
         squared_gradient = hessian_term(nll, weights, log_σ)
     else:
         sampled = nll
-        if q.options.curvature == "fisher":
+        if q.options.estimator == "fisher":
             sampled = mean_nll(q.options.likelihood, f, draw_labels(q, f, y) if y_sampled is None else y_sampled)
         squared_gradient = exact(sampled, weights, log_σ, len(f))
     kl = q.kl()
@@ -120,7 +121,7 @@ def _exact_loss(q: GaussianWeights, nll: Tensor, f: Tensor, y: Tensor, y_sampled
 def _by_differences(q: GaussianWeights, step: Step) -> tuple[Tensor, Gradients]:
     """The squared-gradient term, and the gradient of its sum with the mean NLL."""
     likelihood, θ, log_σ = q.options.likelihood, q.trainable(), dict(q.pairs().values())
-    if q.options.curvature == "empirical":
+    if q.options.estimator == "empirical":
         y, sampled = step.y, gradients_of(step.loss, θ)
         gradients = dict(sampled)
     else:
@@ -155,7 +156,7 @@ def draw_labels(q: GaussianWeights, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _uses_differences(q: GaussianWeights, step: Step) -> bool:
-    if q.options.method == "exact" or q.options.curvature == "hessian":
+    if q.options.method == "exact" or q.options.estimator == "hessian":
         return False
     if _is_narrow(q):
         reason = "16-bit weights are too coarse"
@@ -178,7 +179,7 @@ def _kernels(q: GaussianWeights) -> Iterator[None]:
     is needed."""
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(q.module.device.type, enabled=False))
-        if q.options.method == "exact" or q.options.curvature == "hessian" or _is_narrow(q):
+        if q.options.method == "exact" or q.options.estimator == "hessian" or _is_narrow(q):
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if any(isinstance(module, nn.RNNBase) for module in q.module.modules()):
                 # The kernels of cuDNN and oneDNN have no second derivative. Setting any flag of oneDNN warns of TF32.

@@ -131,8 +131,8 @@ def check_subset(subset: Any) -> None:
         return
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise SubsetError(
-            f"unknown subset {format_value(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask over the "
-            "weights"
+            f"unknown subset {format_value(subset)}: use 'all', 'last_layer', a list of parameter names, or a mask "
+            "over the weights"
         )
     if not len(subset):
         raise SubsetError("the list of names in subset is empty: name at least one parameter or module")

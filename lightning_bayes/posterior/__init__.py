@@ -1,5 +1,6 @@
 """The Gaussian over a network's weights: fitted, tuned, sampled, stored."""
 
+from lightning_bayes.posterior import summary, update  # what posteriors' methods call
 from lightning_bayes.posterior.fit import fit_laplace, from_curvature
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.l2m import OptimizerError, fit_l2m
@@ -19,4 +20,6 @@ __all__ = [
     "fit_l2m",
     "fit_laplace",
     "from_curvature",
+    "summary",
+    "update",
 ]

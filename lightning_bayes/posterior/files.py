@@ -38,7 +38,7 @@ from lightning_bayes.network.output import Output, output_of, wrap_output
 from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, check_parameters
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.prior import Prior
+from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.structures import Structure
 
@@ -118,7 +118,7 @@ def from_state(network: nn.Module, state: dict[str, Any], likelihood: Likelihood
     check_parameters(network, subset)
     network = gathered_for(network, subset.names)
     structure = _parse(Structure.from_state, state[matrix], "matrix")
-    prior = _parse(Prior.from_state, state["prior"], "prior") if is_laplace else Prior()
+    prior = _parse(GaussianPrior.from_state, state["prior"], "prior") if is_laplace else GaussianPrior()
     _check_numbers(state, subset, structure, matrix, prior)
     device = next(iter(subset.parameters(network).values())).device
     mean, structure = state["mean"].to(device), structure.to(device)
@@ -151,7 +151,9 @@ def _parse(from_state: Callable[[Any], Part], state: Any, what: str) -> Part:
         ) from None
 
 
-def _check_numbers(state: dict[str, Any], subset: Subset, structure: Structure, matrix: str, prior: Prior) -> None:
+def _check_numbers(
+    state: dict[str, Any], subset: Subset, structure: Structure, matrix: str, prior: GaussianPrior
+) -> None:
     sizes = {
         "mean": state["mean"].numel(),
         matrix: structure.size,

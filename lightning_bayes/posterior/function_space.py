@@ -6,8 +6,8 @@ points, the outputs at `x*` are Gaussian with mean `f(x*; θ̃)` and covariance
     Σ* = K** − K*M S (I + SᵀK_MM S)⁻¹ SᵀK_M*,
 
 This is eq. (15) in a form that allows a singular `Λ`, such as a softmax has. With all training points and the full GGN
-it is the covariance of the GLM predictive. To make up for `M < N` points, the prior's precision is multiplied by `N/M`
-(`weighting="prior"`, as in the paper, which tunes a factor on it), or `Λ` is (`weighting="data"`).
+it is the covariance of the GLM predictive. To make up for `M < N` points, the prior's precision is multiplied by `N/M`,
+as in the paper, which tunes a factor on it.
 
 Outputs are treated jointly, or independently with the diagonal of `Λ`, which costs `C·M³` instead of `(C·M)³`.
 """
@@ -53,7 +53,7 @@ def _with_points(posterior: GaussianPosterior) -> LaplacePosterior:
     if not isinstance(posterior, LaplacePosterior) or posterior.points is None:
         raise PosteriorError(
             "predictive='gp' needs training points, which this posterior does not have: fit it with "
-            "fit_laplace(..., gp_points=M), or LaplaceCallback(gp_points=M)"
+            "fit_laplace(..., gp=M), or LaplaceCallback(predictive=GP(points=M))"
         )
     if posterior.prior.precision is not None:
         raise PosteriorError(
@@ -75,9 +75,8 @@ class GaussianProcess:
         self._x, self._independent = points.x, points.is_independent
         ratio = posterior.n_data / len(points)
         δ = in_float64(per_parameter(posterior.prior_precision, posterior.subset)).expand(posterior.subset.size)
-        self._δ = δ * ratio if points.weighting == "prior" else δ
-        scale = (ratio if points.weighting == "data" else 1.0) / posterior.temperature
-        S = in_float64(points.root.to(posterior.device)) * scale**0.5  # [M, C, R]
+        self._δ = δ * ratio
+        S = in_float64(points.root.to(posterior.device)) * posterior.temperature**-0.5  # [M, C, R]
         self._S = S.square().sum(-1).sqrt().mT.unsqueeze(-1) if self._independent else S  # [C, M, 1] or [M, C, R]
         self._held = self._factors(posterior)
         self._inner = self._inner_matrix(posterior)

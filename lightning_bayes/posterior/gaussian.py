@@ -32,6 +32,7 @@ from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
+from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior.at_mean import linearised_outputs
 from lightning_bayes.posterior.fingerprint import has_weights
 from lightning_bayes.posterior.implementation import implementation
@@ -233,9 +234,8 @@ class GaussianPosterior:
     def predict(
         self,
         x: Any,
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
+        predictive: str | PredictiveOption = "glm",
+        *,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
         differentiable: bool = False,
@@ -245,21 +245,25 @@ class GaussianPosterior:
 
         Args:
             x: an input of the network.
-            predictive: "glm" (the linearised network), "gp" (the same in function space, for a posterior with
-                `gp_points`), "bnn" (weight samples through the network itself) or "map".
-            link: how "glm" and "gp" integrate a classifier's outputs: "probit", "pairwise", "bridge" or "mc"; by
-                default the one that the posterior was calibrated with, or else the likelihood's first.
-            samples: how many outputs or functions to average over where there is no closed form.
+            predictive: "glm" (the linearised network), "gp" (the same in function space, for a posterior with training
+                points), "bnn" (weight samples through the network itself), "map", or an option such as
+                `GLM(link="probit", samples=100)`.
             generator: of random samples ("bnn", "mc", many outputs). The same state gives every input the same
                 prediction, in any batch.
             calibrated: use what `calibrate` found for this predictive and link, if it was called.
             differentiable: keep the graph to `x`, whose gradient an acquisition function is optimised by.
             split: tell epistemic from aleatoric uncertainty. Where a link has no closed form for it, this averages
-                over `samples` fixed points; without it `epistemic` and `aleatoric` are NaN, `mutual_information` is
-                None.
+                over as many fixed points as the predictive has `samples`. Without it `epistemic` and `aleatoric` are
+                NaN, and `mutual_information` is None.
         """
         return implementation("predict")(
-            self, x, predictive, link, samples, generator, calibrated, differentiable, split
+            self,
+            x,
+            predictive,
+            generator=generator,
+            calibrated=calibrated,
+            differentiable=differentiable,
+            split=split,
         )
 
     def sample_function(
@@ -278,11 +282,10 @@ class GaussianPosterior:
     def calibrate(
         self: Posterior,
         loader: Iterable[Any],
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
-        seed: int = 0,
+        predictive: str | PredictiveOption = "glm",
+        *,
         of: str = "outputs",
+        seed: int = 0,
     ) -> Posterior:
         """The same posterior with one number found on held-out data, in one pass over `loader`: for class and binary
         labels a temperature, the one with the best likelihood; for real targets a factor on the predictive variance,
@@ -293,33 +296,29 @@ class GaussianPosterior:
 
         Args:
             loader: held-out batches `(x, y)`.
-            predictive: as in `predict`.
-            samples: as in `predict`.
-            link: as in `predict`; by default the one that is best with a temperature.
-            seed: of what is drawn.
+            predictive: as in `predict`; without a link, the one that is best with a temperature is used.
             of: the temperature's place: the network's "outputs" `f/T`, or the predicted "probs" `p^(1/T)`, which can
                 also make up for a posterior that is too wide.
+            seed: of what is drawn.
         """
-        return implementation("calibrate")(self, loader, predictive, link, samples, seed, of)
+        return implementation("calibrate")(self, loader, predictive, of, seed)
 
     def conformalize(
         self,
         loader: Iterable[Any],
         level: float = 0.9,
         method: str = "aps",
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
-        seed: int = 0,
+        predictive: str | PredictiveOption = "glm",
         *,
+        seed: int = 0,
         randomised: bool = True,
         penalty: float = 0.01,
         free_classes: int = 5,
         allow_empty: bool = False,
     ) -> Conformal:
         """Sets of classes, or intervals of real targets, that hold the target with probability `level`: one pass over
-        held-out data that were used for nothing else, neither training nor tuning nor calibration; a warning says if
-        the posterior has met them before. Under several processes call it on one of them.
+        held-out data that were used for nothing else, neither training nor tuning nor calibration. Under several
+        processes call it on one of them.
 
         Args:
             loader: held-out batches `(x, y)`.
@@ -327,8 +326,6 @@ class GaussianPosterior:
             method: of classes: "aps" (larger sets for difficult examples), "raps" (the same, with unlikely classes kept
                 out) or "lac" (the smallest sets on average); see `conformal_scores`.
             predictive: as in `predict`; "map" makes sets of the plain network.
-            link: as in `predict`.
-            samples: as in `predict`.
             seed: of what is drawn, and of the randomised scores.
             randomised: "aps" and "raps" with a random part, without which sets are larger than they need to be.
             penalty: λ of "raps", for each class in a set beyond `free_classes`.
@@ -337,7 +334,7 @@ class GaussianPosterior:
                 right more often than that. By default the likeliest class is always among them.
         """
         return implementation("conformalize")(
-            self, loader, level, method, predictive, link, samples, seed,
+            self, loader, level, method, predictive, seed=seed,
             randomised=randomised, penalty=penalty, free_classes=free_classes, allow_empty=allow_empty,
         )  # fmt: skip
 

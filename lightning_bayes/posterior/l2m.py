@@ -6,8 +6,7 @@
 `v̂` averages the square of the *minibatch-mean* gradient. At the optimum, with batches of `B` drawn without replacement
 from `N` examples, that gradient has mean zero and variance `S²/B · (N − B)/(N − 1)`, where `N·S²` is the diagonal of
 the dataset's centred empirical Fisher. For a loss of `c` times the mean negative log-likelihood, this gives the `H` of
-the second line. The paper writes the prior's *variance* `1/λ` where it means a precision; `scaling="paper_literal"`
-does the same.
+the second line. The paper writes the prior's *variance* `1/λ` where it means a precision.
 
 | optimizer                       | buffer       | v̂                                                       |
 |---------------------------------|--------------|----------------------------------------------------------|
@@ -50,15 +49,16 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.processes import is_sharded, local, reshard
 from lightning_bayes.network.subset import trainable
+from lightning_bayes.options.prior import Prior, prior_option
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.prior import Prior, Weights, check_precision, check_prior
+from lightning_bayes.posterior.prior import GaussianPrior, check_precision, check_prior
 from lightning_bayes.posterior.sharded import ShardedPosterior
 from lightning_bayes.structures import Diagonal
 
-Scaling = Literal["dataset", "paper", "paper_literal"]
-SCALINGS = ("dataset", "paper", "paper_literal")
+Scaling = Literal["dataset", "paper"]
+SCALINGS = ("dataset", "paper")
 DEAD = 1e-3  # a weight is dead if its √v̂ + ε is below this share of its parameter's typical value
 
 
@@ -75,7 +75,7 @@ def fit_l2m(
     batch_size: float,
     scaling: Scaling = "dataset",
     prior_precision: float | Tensor | Sequence[float] | None = None,
-    prior_mean: Weights | None = None,
+    prior: Prior | None = None,
     loss_scale: float | None = None,
     n_outputs: int = 1,
 ) -> LaplacePosterior:
@@ -88,9 +88,9 @@ def fit_l2m(
         n_data: the number of training examples.
         batch_size: the number of examples in one step, over all processes and accumulated batches; the harmonic mean
             for uneven batches.
-        scaling: "dataset", "paper" or "paper_literal".
+        scaling: "dataset" or "paper".
         prior_precision: a number, one per layer, or one per parameter; by default from the optimizer's weight decay.
-        prior_mean: the mean of the prior in the evidence, by default zero; see `fit_laplace`.
+        prior: `Prior(mean=…)`, the mean of the prior in the evidence, by default zero.
         loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood. By default that of torch's
             losses: `1/n_outputs`, and for a Gaussian that of the mean squared error, `2σ²/n_outputs`.
         n_outputs: the number of targets per example, for that default; torch's losses average over them.
@@ -102,10 +102,9 @@ def fit_l2m(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     count("n_outputs", n_outputs)
     check_l2m(prior_precision, loss_scale)
-    check_prior(None, prior_mean)
-    sharded = is_sharded(network)
-    if prior_mean is not None and sharded:
-        raise PosteriorError("prior_mean= belongs to the evidence, which a sharded posterior does not have")
+    given, sharded = mean_only(prior), is_sharded(network)
+    if given.mean is not None and sharded:
+        raise PosteriorError("prior= belongs to the evidence, which a sharded posterior does not have")
     reshard(network)
     parameters = trainable(network)
     moments = second_moments(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers], parameters)
@@ -133,7 +132,16 @@ def fit_l2m(
     )
     if sharded:
         return ShardedPosterior.from_curvature(network, curvature, δ)
-    return from_curvature(network, curvature, δ, prior=Prior.of(None, prior_mean, curvature.subset))
+    return from_curvature(network, curvature, δ, prior=GaussianPrior.of(given, curvature.subset))
+
+
+def mean_only(prior: Any) -> Prior:
+    """The option that `prior=` means, which may set a mean only."""
+    given = prior_option(prior)
+    check_prior(given)
+    if given.posterior is not None or given.temperature != 1:
+        raise ValueError("L2M takes the prior's mean only, Prior(mean=…): use fit_laplace for another prior")
+    return given
 
 
 def fisher_factor(n_data: int, batch_size: float) -> float:
@@ -245,8 +253,7 @@ class DecayPrior:
     def _of_decay(self, weight_decay: float) -> float:
         if weight_decay == 0:
             return 1.0
-        precisions = {"dataset": self.n_over_c * weight_decay, "paper": weight_decay, "paper_literal": 1 / weight_decay}
-        return precisions[self.scaling]
+        return self.n_over_c * weight_decay if self.scaling == "dataset" else weight_decay
 
 
 def _means(buffers: list[Tensor], processes: Processes) -> list[float]:
@@ -374,7 +381,8 @@ def _owners(optimizers: Iterable[Any], parameters: Mapping[str, nn.Parameter]) -
     for optimizer in unwrapped:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
-                f"optimizers must be the optimizer that trained the network, or a list of them, got {format_value(optimizer)}"
+                f"optimizers must be the optimizer that trained the network, or a list of them, got "
+                f"{format_value(optimizer)}"
             )
     return [o for o in unwrapped if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,16 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64, number_like
 from lightning_bayes.network.borrowed import preserved_rng
+from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.implementation import implementation
-from lightning_bayes.posterior.options import TuningOptions
-from lightning_bayes.posterior.prior import Prior, as_precision, per_layer_sums, per_parameter
+from lightning_bayes.posterior.prior import GaussianPrior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
 from lightning_bayes.posterior.update import update
 from lightning_bayes.structures import BlockDiagonal, Diagonal, Eigenbasis, Structure
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Precision = float | Tensor | Sequence[float]
 Laplace = TypeVar("Laplace", bound="LaplacePosterior")
@@ -67,7 +65,7 @@ class LaplacePosterior(GaussianPosterior):
 
     curvature: Curvature = field(kw_only=True)
     given_precision: Tensor | DeferredPrecision = field(kw_only=True)  # see `prior_precision`
-    prior: Prior = field(default_factory=Prior, kw_only=True)
+    prior: GaussianPrior = field(default_factory=GaussianPrior, kw_only=True)
     temperature: float = 1.0
     damping: str | None = None
     points: TrainingPoints | None = None  # of its Gaussian process
@@ -82,7 +80,7 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: Precision | Callable[[], Tensor | float],
         temperature: float = 1.0,
         damping: str | None = None,
-        prior: Prior | None = None,
+        prior: GaussianPrior | None = None,
     ) -> Laplace:
         """The posterior around these weights, which have this fingerprint. A `prior_precision` that is a function is
         called on first use; the curvature must be diagonal then."""
@@ -96,7 +94,7 @@ class LaplacePosterior(GaussianPosterior):
             fingerprint=fingerprint,
             curvature=curvature,
             given_precision=mean.new_ones(()),
-            prior=(prior or Prior()).to(mean),
+            prior=(prior or GaussianPrior()).to(mean),
             temperature=temperature,
             damping=damping,
         )
@@ -266,7 +264,7 @@ class LaplacePosterior(GaussianPosterior):
         self, loader: Iterable[Any], progress: bool = False, processes: Processes | None = None, probe: Any = None
     ) -> LaplacePosterior:
         """Add data at the same weights, with the same prior. The result equals a fit to the old and new data together,
-        exactly for structure="full" and "diag"; "kron" must have been fitted with `updatable=True`.
+        exactly for structure="full" and "diag"; "kron" must have been fitted with `Kron(updatable=True)`.
 
         Args:
             loader: the new data `(x, y)`.
@@ -312,26 +310,32 @@ class LaplacePosterior(GaussianPosterior):
 
     def tune_prior(
         self,
-        method: str = "auto",
+        method: str | Tuning = "auto",
         loader: Iterable[Any] | None = None,
-        per_layer: bool = False,
-        **options: Unpack[TuningOptions],
+        *,
+        predictive: str | PredictiveOption = "glm",
+        calibrate: str | None = "auto",
+        seed: int = 0,
+        progress: bool = False,
+        processes: Processes | None = None,
     ) -> LaplacePosterior:
         """A new posterior with the prior (and, for regression by evidence, the noise) tuned.
 
         Args:
             method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point),
-                "linear" (the evidence at the linear model's optimum) or "grid" (validation data).
+                "linear" (the evidence at the linear model's optimum) or "grid" (validation data); or an option such as
+                `Tuning("linear", groups="layers")`.
             loader: batches `(x, y)`: validation data for "auto" and "grid"; the training data for `iterate=True`, and
                 for a posterior that has seen no data, as that of L2M.
-            per_layer: one prior precision per layer instead of one for all.
-            options: see `TuningOptions`. Of "marglik", "mackay" and "linear", `prior_groups="normalised"` has one prior
-                precision for each layer directly before a normalisation and one for the rest. Of "linear",
-                `iterate=True` finds prior and optimum of the linearised network together, in at most `passes=10` over
-                the training data.
+            predictive: for "auto" and "grid": as in `predict`.
+            calibrate: for "auto": "probs" or "auto" keeps a temperature of the probabilities, "outputs" one of the
+                network's outputs, and None none.
+            seed: for "auto" and "grid": of what is drawn.
+            progress: for `iterate=True`: show a progress bar.
+            processes: for `iterate=True`: those that share the data.
         """
         with preserved_rng(self.device), torch.autocast(self.device.type, enabled=False):
-            return implementation("tune_prior")(self, method, loader, per_layer, **options)
+            return implementation("tune_prior")(self, method, loader, predictive, calibrate, seed, progress, processes)
 
     def refine(
         self,

@@ -1,4 +1,4 @@
-"""`Prior`: the prior `N(m, Λ⁻¹)` of a Laplace posterior, up to its strength `δ`, the prior precision:
+"""`GaussianPrior`: the prior `N(m, Λ⁻¹)` of a Laplace posterior, up to its strength `δ`, the prior precision:
 
     Λ = diag(δ)      around `m`, which is zero or pretrained weights,
     Λ = δ·P₀         of another posterior `N(m, P₀⁻¹)`, for data that arrive one set after the other.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
 from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.subset import layer_of, resolve_subset
+from lightning_bayes.options.prior import Prior
 from lightning_bayes.structures import Diagonal, Structure, StructureError
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class PriorError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Prior:
+class GaussianPrior:
     """`N(m, Λ⁻¹)` with `Λ = diag(δ)` or `δ·P₀`."""
 
     mean: Tensor | None = None  # m [P]; None is zero
@@ -66,9 +68,9 @@ class Prior:
         except StructureError as error:
             raise PriorError(f"prior= cannot be added to this curvature: {error}") from None
 
-    def to(self, like: Tensor) -> Prior:
+    def to(self, like: Tensor) -> GaussianPrior:
         """The same prior on the device and in the dtype of `like`."""
-        return Prior(
+        return GaussianPrior(
             None if self.mean is None else self.mean.to(like),
             None if self.precision is None else self.precision.to(like.device, like.dtype),
         )
@@ -77,73 +79,48 @@ class Prior:
         return {"mean": self.mean, "precision": None if self.precision is None else self.precision.to_state()}
 
     @staticmethod
-    def from_state(state: Mapping[str, Any]) -> Prior:
+    def from_state(state: Mapping[str, Any]) -> GaussianPrior:
         precision = state["precision"]
-        return Prior(state["mean"], None if precision is None else Structure.from_state(precision))
+        return GaussianPrior(state["mean"], None if precision is None else Structure.from_state(precision))
 
     @staticmethod
-    def of(prior: GaussianPosterior | None, prior_mean: Weights | None, subset: Subset) -> Prior:
-        """The prior that these arguments of `fit_laplace` describe, for the weights of `subset`."""
-        if prior is not None:
-            _check_same_subset(prior, subset)
-            return Prior(prior.mean.detach(), prior.precision)
-        return Prior() if prior_mean is None else Prior(_flat(prior_mean, subset))
+    def of(prior: Prior, subset: Subset) -> GaussianPrior:
+        """The prior that `prior=` of `fit_laplace` describes, for the weights of `subset`."""
+        if prior.posterior is not None:
+            _check_same_subset(prior.posterior, subset)
+            return GaussianPrior(prior.posterior.mean.detach(), prior.posterior.precision)
+        return GaussianPrior() if prior.mean is None else GaussianPrior(_flat(prior.mean, subset))
 
 
-def check_prior(
-    prior: Any,
-    prior_mean: Any,
-    structure: str | None = None,
-    has_points: bool = False,
-    damping: str | None = None,
-    prior_precision: Any = 1.0,
-) -> None:
-    """Check what does not depend on the network."""
+def check_prior(prior: Prior) -> None:
+    """Check what does not depend on the network; files are checked once they are read."""
     from lightning_bayes.posterior.gaussian import GaussianPosterior
 
-    if prior is not None:
-        if prior_mean is not None:
-            raise ValueError("prior= has a mean: leave prior_mean= out, or pass prior_mean= alone")
-        if not isinstance(prior, GaussianPosterior):
-            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {format_value(prior)}")
-        if prior.is_sharded:
+    posterior, mean = (None if isinstance(given, (str, PathLike)) else given for given in (prior.posterior, prior.mean))
+    if posterior is not None:
+        if not isinstance(posterior, GaussianPosterior):
+            raise PriorError(f"prior must be a posterior, as fit_laplace returns one, got {format_value(posterior)}")
+        if posterior.is_sharded:
             raise PriorError("prior= is sharded over processes: pass prior.gather(network)")
-        own = prior.precision.word
-        if structure not in (None, "full") and not (structure == own and own in ("kron", "diag")):
-            raise PriorError(
-                f"prior= has structure={own!r}, which cannot be added to structure={structure!r}: fit both with 'kron' "
-                "or both with 'diag', or this one with 'full'"
-            )
-        if torch.as_tensor(prior_precision).numel() > 1:
-            raise PriorError(_ONE_FACTOR)
-        if has_points:
-            raise ValueError("gp_points= belongs to a prior with independent weights, not to prior= another posterior")
-        if damping is not None:
-            raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
-    elif isinstance(prior_mean, Mapping):
-        if "fingerprint" in prior_mean:
-            raise PriorError("prior_mean must hold weights, but this is a posterior's file: pass it as prior=")
-        for name, value in prior_mean.items():
+    elif isinstance(mean, Mapping):
+        if "fingerprint" in mean:
+            raise PriorError("the prior's mean must hold weights, but this is a posterior's file: pass prior=file")
+        for name, value in mean.items():
             if not isinstance(value, Tensor):
-                raise PriorError(f"prior_mean must hold tensors, got {format_value(value)} for {name!r}")
-    elif isinstance(prior_mean, Tensor):
-        if prior_mean.ndim != 1 or not prior_mean.is_floating_point():
-            raise PriorError(f"prior_mean must be a vector of weights [P], got {format_value(prior_mean)}")
-        _check_values("the vector", prior_mean)
-    elif prior_mean is not None:
-        raise PriorError(f"prior_mean must be a flat tensor of weights or a state dict, got {format_value(prior_mean)}")
+                raise PriorError(f"the prior's mean must hold tensors, got {format_value(value)} for {name!r}")
+    elif isinstance(mean, Tensor):
+        if mean.ndim != 1 or not mean.is_floating_point():
+            raise PriorError(f"the prior's mean must be a vector of weights [P], got {format_value(mean)}")
+        _check_values("the vector", mean)
+    elif mean is not None:
+        raise PriorError(f"the prior's mean must be a flat tensor of weights or a state dict, got {format_value(mean)}")
 
 
-def check_fits(
-    prior: GaussianPosterior | None,
-    prior_mean: Weights | None,
-    network: nn.Module,
-    subset: str | Sequence[str] | Tensor,
-) -> None:
+def check_fits(prior: Prior, network: nn.Module, subset: str | Sequence[str] | Tensor) -> None:
     """Check before a pass that the prior is over the same weights. Only a pass finds the last layer."""
-    if (prior is None and prior_mean is None) or (isinstance(subset, str) and subset == "last_layer"):
+    if (prior.posterior is None and prior.mean is None) or (isinstance(subset, str) and subset == "last_layer"):
         return
-    Prior.of(prior, prior_mean, resolve_subset(network, subset, ()))
+    GaussianPrior.of(prior, resolve_subset(network, subset, ()))
 
 
 def _check_same_subset(prior: GaussianPosterior, subset: Subset) -> None:
@@ -163,7 +140,7 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
     if isinstance(weights, Tensor):
         if len(weights) != subset.size:
             raise PriorError(
-                f"prior_mean has {len(weights)} numbers, but there are {subset.size} weights "
+                f"the prior's mean has {len(weights)} numbers, but there are {subset.size} weights "
                 f"({format_names(subset.names, 2)}): pass one for each, in the order of posterior.mean"
             )
         return weights.detach().clone()  # training may change the tensor
@@ -171,7 +148,7 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
     for name, shape in zip(subset.names, subset.shapes, strict=True):
         if name not in weights or weights[name].shape != shape:
             other = "none" if name not in weights else f"shape {list(weights[name].shape)}"
-            raise PriorError(f"prior_mean needs {name} of shape {list(shape)}, but the state dict has {other}")
+            raise PriorError(f"the prior's mean needs {name} of shape {list(shape)}, but the state dict has {other}")
         _check_values(name, weights[name])
         parts.append(weights[name].detach().reshape(-1))
     return subset.narrow(torch.cat(parts)).clone()
@@ -179,9 +156,9 @@ def _flat(weights: Weights, subset: Subset) -> Tensor:
 
 def _check_values(name: str, weights: Tensor) -> None:
     if weights.is_meta or not weights.is_floating_point():
-        raise PriorError(f"prior_mean must hold real numbers, but {name} is {format_value(weights)}")
+        raise PriorError(f"the prior's mean must hold real numbers, but {name} is {format_value(weights)}")
     if not weights.isfinite().all():
-        raise PriorError(f"prior_mean has NaN or infinite weights in {name}")
+        raise PriorError(f"the prior's mean has NaN or infinite weights in {name}")
 
 
 def check_precision(prior_precision: Any) -> None:

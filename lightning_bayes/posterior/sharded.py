@@ -30,6 +30,7 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import Processes, Subset
 from lightning_bayes.network.processes import local, placed_like, reshard, whole
 from lightning_bayes.network.subset import layer_of
+from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior.files import FORMAT, likelihood_from, read
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters
@@ -101,9 +102,8 @@ class ShardedPosterior(LaplacePosterior):
     def predict(
         self,
         x: Any,
-        predictive: str = "bnn",
-        link: str | None = None,
-        samples: int = 100,
+        predictive: str | PredictiveOption = "bnn",
+        *,
         generator: torch.Generator | None = None,
         calibrated: bool = True,
         differentiable: bool = False,
@@ -111,11 +111,12 @@ class ShardedPosterior(LaplacePosterior):
     ) -> Prediction:
         """The predictive distribution at this process's `x`, by weight samples ("bnn") or at the mean ("map"). All
         processes must call it, each with a batch. The arguments are those of `GaussianPosterior.predict`."""
-        if predictive == "glm":
-            self.check_whole("predictive='glm'")
+        option = predictive_option(predictive)
+        if option.is_linear:
+            self.check_whole(f"predictive={option.kind!r}")
         if differentiable:
             self.check_whole("differentiable=True")
-        return super().predict(x, predictive, link, samples, generator, calibrated, split=split)
+        return super().predict(x, option, generator=generator, calibrated=calibrated, split=split)
 
     def _has_same_weights(self) -> bool:
         """Whether the weights are the mean on all processes. The answer is shared: if only one process raised an error,

@@ -30,8 +30,7 @@ from lightning_bayes.posterior.prior import as_precision, per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
-OF_TRAINER = ("swag", "l2m")  # variances from another callback of the Trainer
-CRITERIA = ("laplace_diag", "magnitude", "random", *OF_TRAINER)
+CRITERIA = ("laplace_diag", "magnitude", "random")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Subnetwork:
     Args:
         n: the number of weights.
         by: the criterion: the largest marginal variance of a diagonal Laplace posterior ("laplace_diag", one more pass
-            over the data), of the `SWAGCallback` ("swag") or `L2MCallback` ("l2m") on the same Trainer, or of a fitted
-            posterior; the largest "magnitude"; or "random".
+            over the data) or of a fitted posterior, such as that of a `SWAGCallback`; the largest "magnitude"; or
+            "random".
         seed: the seed of "random".
     """
 
@@ -106,7 +105,7 @@ class Subnetwork:
             logger.warning(
                 "%d of the %d chosen weights have no curvature, because no training output depends on them (dead "
                 "units, or inputs that are always zero). Their variance is the prior's and so the largest: choose "
-                "by='swag' or by='magnitude'",
+                "by='magnitude', or by= the posterior of a SWAGCallback",
                 dead,
                 self.n,
             )
@@ -119,22 +118,8 @@ class Subnetwork:
         weights = torch.cat([p.detach().reshape(-1).abs() for p in parameters.values()])
         if self.by == "magnitude":
             return weights
-        if self.by == "random":
-            generator = torch.Generator().manual_seed(self.seed)
-            return torch.rand(len(weights), generator=generator, dtype=torch.float64, device="cpu").to(weights)
-        raise SubsetError(
-            f"by={self.by!r} refers to a callback of a Trainer, for LaplaceCallback(subset=…): pass its posterior, "
-            f"Subnetwork({self.n}, by=callback.posterior)"
-        )
-
-
-def structure_for(subset: Any, structure: str) -> str:
-    """The structure to fit: single weights have no Kronecker form, so a `Subnetwork` gets a full matrix instead."""
-    if isinstance(subset, Subnetwork) and structure == "ekfac":
-        raise SubsetError(
-            "single weights of a layer have no EKFAC form: use structure='full' or 'diag' for a subnetwork"
-        )
-    return "full" if isinstance(subset, Subnetwork) and structure == "kron" else structure
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(len(weights), generator=generator, dtype=torch.float64, device="cpu").to(weights)
 
 
 def _marginal_variances(posterior: GaussianPosterior, parameters: dict[str, nn.Parameter]) -> Tensor:

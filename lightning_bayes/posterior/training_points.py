@@ -19,41 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_bayes.arguments import count, plain_values, word
+from lightning_bayes.arguments import plain_values
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader
 from lightning_bayes.network.noise import uniforms
+from lightning_bayes.options.predictive import GP
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 if TYPE_CHECKING:
     from lightning_bayes.posterior.laplace import LaplacePosterior
 
-SELECTIONS = ("random", "leverage")
-WEIGHTINGS = ("prior", "data")
-OUTPUTS = ("auto", "joint", "independent")
 _JOINT = 4096  # up to this many outputs of all points, "auto" treats them jointly
 _LARGEST = 2**27  # entries of the kernel between all points
 _DRAW = -1  # the draw of `uniforms` for the choice of points; labels use 0, 1, …
-
-
-@dataclass(frozen=True)
-class PointOptions:
-    """Which points, how many, and how they stand for the rest; it checks itself."""
-
-    points: int | None = 0  # how many; None: all
-    selection: str = "random"
-    weighting: str = "prior"
-    outputs: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.points is not None:
-            count("gp_points", self.points, 0)
-        word("gp_selection", self.selection, SELECTIONS)
-        word("gp_weighting", self.weighting, WEIGHTINGS)
-        word("gp_outputs", self.outputs, OUTPUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +45,6 @@ class TrainingPoints:
     root: Tensor  # S [M, C, R]
     index: Tensor  # positions in the data [M]
     has_target: Tensor  # [M]
-    weighting: str
     outputs: str
 
     def __len__(self) -> int:
@@ -86,7 +66,7 @@ class TrainingPoints:
 class PointSelection:
     """Selects points during a fit."""
 
-    def __init__(self, options: PointOptions, network: nn.Module, seed: int, processes: Processes | None) -> None:
+    def __init__(self, options: GP, network: nn.Module, seed: int, processes: Processes | None) -> None:
         self._options, self._network, self._seed = options, network, seed
         self._processes = processes or Processes()
         self._best = _Smallest(network, options.points)
@@ -94,15 +74,11 @@ class PointSelection:
 
     def watched(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The loader, observed to keep random points. A choice that cannot work raises at the first batch."""
-        if self._options.points == 0:
-            return loader
         observe = self._keep_random if self._options.selection == "random" else self._check_outputs
         return ObservedLoader(self._network, check_loader(loader), observe)
 
     def put_into(self, posterior: LaplacePosterior, loader: Iterable[Any], progress: bool) -> LaplacePosterior:
         """The fitted posterior with its points."""
-        if self._options.points == 0:
-            return posterior
         if self._options.selection == "leverage":
             with self._processes.raising_together(), preserved_rng(posterior.device):
                 for batch in ProgressLoader(loader, "Laplace: leverage of training points", progress):
@@ -119,8 +95,7 @@ class PointSelection:
             roots.append(_root(posterior.likelihood, f, y[rows].to(f.device)).cpu())
         ignored = posterior.likelihood.ignore_index
         has_target = torch.ones(len(y), device="cpu") if ignored is None else (y.reshape(len(y), -1) != ignored).any(1)
-        options = self._options
-        points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), options.weighting, options.outputs)
+        points = TrainingPoints(x, torch.cat(roots), index, has_target.bool(), self._options.outputs)
         return replace(posterior, points=points)
 
     def _keep_random(self, x: Any, y: Tensor) -> None:
@@ -150,7 +125,7 @@ class PointSelection:
         f = _outputs(self._network, inputs.take(self._network, x, [0]))
         if f.ndim > 2:
             raise PosteriorError(
-                f"gp_points= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
+                f"gp= is for outputs [B] and [B, C], but the network's have shape {list(f.shape)}: leave it out"
             )
         self._C = f.numel()
         if self._options.points is not None:
@@ -163,9 +138,9 @@ class PointSelection:
             return
         most = int((_LARGEST / C) ** 0.5 if independent else _LARGEST**0.5 / C)
         what = "all training points" if self._options.points is None else f"{M} points"
-        advice = "" if independent else ", or gp_outputs='independent'"
+        advice = "" if independent else ", or outputs='independent'"
         raise PosteriorError(
-            f"the kernel between {what} with {C} outputs is too large to condition on: pass gp_points={most} or "
+            f"the kernel between {what} with {C} outputs is too large to condition on: use GP(points={most}) or "
             f"fewer{advice}"
         )
 
@@ -236,7 +211,7 @@ def _cat(network: nn.Module, xs: list[Any]) -> Any:
         shapes = sorted({str(list(leaf.shape[1:])) for x in xs for leaf in inputs.tensors(x)})
         raise DataError(
             f"training points of different shapes cannot be kept together ({', '.join(shapes)}): pad them to one "
-            "shape, or leave gp_points= out"
+            "shape, or leave gp= out"
         ) from None
     return pytree.tree_unflatten(columns, spec)
 
@@ -248,7 +223,7 @@ def _plain(x: Any) -> Any:
         if not isinstance(leaf, (Tensor, bool, int, float, str, type(None))):
             raise DataError(
                 f"training points with a {type(leaf).__name__} cannot be kept: pass inputs that are tensors, or tuples "
-                "and dictionaries of them, or leave gp_points= out"
+                "and dictionaries of them, or leave gp= out"
             )
     return x
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bayes.arguments import flag
 from lightning_bayes.curvature import Curvature, fit_curvature
-from lightning_bayes.curvature.fit import UPDATABLE
 from lightning_bayes.network import Processes
+from lightning_bayes.options.structure import FisherMC, StructureOption, structure_option
 from lightning_bayes.posterior.gaussian import PosteriorError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FITTED = ("ggn", "fisher_mc", "empirical_fisher")
 SUMS = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
+UPDATABLE = ("full", "diag", "kron")  # structures to which data can be added
 
 
 def update(
@@ -37,21 +38,25 @@ def update(
         posterior.network,
         loader,
         likelihood=posterior.likelihood,
-        structure=str(old.structure.word),
+        structure=_structure(old),
         subset=posterior.subset,
-        curvature=old.kind,
-        samples=old.samples,
+        curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else old.kind,
         seed=old.seed,
-        weight_sharing=old.weight_sharing,
-        hessian=old.hessian,
         progress=progress,
         processes=processes,
         probe=probe,
-        updatable=True,
         first_example=old.n_data,
     )
     both = _sum(old, new)
     return replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
+
+
+def _structure(old: Curvature) -> StructureOption:
+    """The option that the curvature was fitted with, keeping the factors of "kron"."""
+    fields: dict[str, dict[str, Any]] = {"kron": {"weight_sharing": old.weight_sharing, "updatable": True}}
+    fields["diag"] = {"method": old.hessian}
+    kind = str(old.structure.word)
+    return structure_option({"kind": kind, **fields.get(kind, {})})
 
 
 def _sum(old: Curvature, new: Curvature) -> Curvature:
@@ -79,5 +84,5 @@ def _check_updatable(posterior: LaplacePosterior) -> None:
     if not all(block.can_add_data for _, block in H.named_blocks):
         raise PosteriorError(
             "this Kronecker posterior stores only the decompositions of its factors: to add data, fit it with "
-            "updatable=True"
+            "structure=Kron(updatable=True)"
         )

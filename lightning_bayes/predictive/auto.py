@@ -31,12 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import flag, word
 from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.output import output_of
+from lightning_bayes.options.predictive import MAP, PredictiveOption
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.evidence import Evidence
-from lightning_bayes.posterior.gaussian import PLACES, Calibration
+from lightning_bayes.posterior.gaussian import Calibration
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.held_out import (
@@ -62,22 +63,17 @@ EVERY = slice(None)
 def tune_auto(
     posterior: LaplacePosterior,
     loader: Iterable[Any] | None,
-    predictive: str = "glm",
-    link: str | None = None,
-    samples: int = 100,
-    seed: int = 0,
-    of: str = "probs",
-    calibrate: bool = True,
+    tuning: Tuning,
+    predictive: PredictiveOption,
+    calibrate: str | None,
+    seed: int,
 ) -> LaplacePosterior:
-    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data. The
-    options are those of `posterior.calibrate`, and whether to `calibrate`."""
-    flag("calibrate", calibrate)
-    word("of", of, PLACES)
-    scoring = Scoring(predictive, link, samples, seed, of if calibrate else None)
+    """The tuned posterior; with held-out data (`loader`) one pass over them, and none over the training data."""
+    scoring = Scoring(predictive, seed, "probs" if calibrate == "auto" else calibrate)
     scoring.check(posterior.likelihood)
     if loader is None:
         return without_held_out_data(posterior)
-    return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate).on()
+    return survey(posterior, check_loader(loader), scoring, tune=True, calibrate=calibrate is not None).on()
 
 
 def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
@@ -94,9 +90,9 @@ def without_held_out_data(posterior: LaplacePosterior) -> LaplacePosterior:
 def by_evidence(posterior: LaplacePosterior) -> LaplacePosterior:
     """The prior, and a regression's noise, that the training data alone choose."""
     if posterior.likelihood.tunable_noise is not None:
-        return marglik(_with_training_noise(posterior), per_layer=False, noise=False)
+        return marglik(_with_training_noise(posterior), noise=False)
     at_optimum = posterior.likelihood.has_probs and posterior.knows_optimum
-    return (linear if at_optimum else marglik)(posterior, per_layer=False)
+    return (linear if at_optimum else marglik)(posterior)
 
 
 def survey(posterior: LaplacePosterior, loader: Iterable[Any], scoring: Scoring, tune: bool, calibrate: bool) -> Choice:
@@ -166,13 +162,13 @@ class PriorChoice(Choice):
         return chosen.with_calibration(self._calibration(scores, self.scoring))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
-        return self._calibration(self.nll[-1, :, examples].mean(-1), replace(self.scoring, predictive="map"))
+        return self._calibration(self.nll[-1, :, examples].mean(-1), replace(self.scoring, predictive=MAP()))
 
     def _calibration(self, nll: Tensor, scoring: Scoring) -> Calibration:
         T = best_temperature(nll)
         if self.unit is None:
             return scoring.calibration(self.link, T)
-        return Calibration(scoring.predictive, self.link, variance_factor=self.unit * T**2)
+        return Calibration(scoring.predictive.kind, self.link, variance_factor=self.unit * T**2)
 
     def _doubted(self, nll: Tensor) -> Tensor:
         """The mean over examples, and what the prior says of each temperature.  # [D, K, N] -> [D, K]"""
@@ -214,7 +210,7 @@ class NoiseChoice(Choice):
             return chosen.with_noise(σ * factor**0.5).with_prior(chosen.prior_precision / factor)
         if not self.calibrate:
             return chosen
-        return chosen.with_calibration(Calibration(self.scoring.predictive, self.link, variance_factor=factor))
+        return chosen.with_calibration(Calibration(self.scoring.predictive.kind, self.link, variance_factor=factor))
 
     def plain_on(self, examples: slice = EVERY) -> Calibration:
         return Calibration("map", self.link, variance_factor=float(self.errors.ratio[-1, examples].mean()))
@@ -244,7 +240,7 @@ def _priors(posterior: LaplacePosterior, scoring: Scoring) -> tuple[float, ...]:
     leaves directions out has `γ` of the others alone, and with `δ = γ/‖θ‖²` a prior that is too wide: its evidence is
     good for a lower bound."""
     many = posterior.curvature.n_outputs > MANY * posterior.n_data or output_of(posterior.network).together
-    sampled = scoring.predictive == "bnn" or many
+    sampled = scoring.predictive.kind == "bnn" or many
     if not posterior.curvature.knows_likelihood:
         return PRIORS[::6] if sampled else PRIORS
     if sampled and not posterior.curvature.structure.is_truncated:

@@ -60,6 +60,8 @@ from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.noise import as_bits, hashed, unit
+from lightning_bayes.options.plain import to_plain
+from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
 from lightning_bayes.posterior.implementation import implements
@@ -199,11 +201,9 @@ def conformalize(
     loader: Iterable[Any],
     level: float = 0.9,
     method: str = "aps",
-    predictive: str = "glm",
-    link: str | None = None,
-    samples: int = 100,
-    seed: int = 0,
+    predictive: str | PredictiveOption = "glm",
     *,
+    seed: int = 0,
     randomised: bool = True,
     penalty: float = 0.01,
     free_classes: int = 5,
@@ -215,7 +215,7 @@ def conformalize(
     flag("allow_empty", allow_empty)
     check_loader(loader)
     score = ClassScore(method, randomised, penalty, free_classes, seed)
-    how = {"predictive": predictive, "link": link, "samples": samples, "seed": seed}
+    how = {"predictive": to_plain(predictive_option(predictive)), "seed": seed}
     members = predictor.posteriors if isinstance(predictor, DeepEnsemble) else [predictor]
     scores, is_empty = TargetScores(score, predictor.likelihood.ignore_index), True
     with preserved_rng(predictor.device):  # a shuffling loader draws from the global generator
@@ -249,7 +249,7 @@ def _made(scores: TargetScores, score: ClassScore, level: float, allow_empty: bo
 
 def _predict(predictor: Predictor, x: Any, how: dict[str, Any]) -> Prediction:
     generator = generator_on(predictor.device).manual_seed(how["seed"])
-    return predictor.predict(x, how["predictive"], how["link"], how["samples"], generator)
+    return predictor.predict(x, how["predictive"], generator=generator)
 
 
 POSITIONS = 4096  # of a dense example that are scored, drawn at random

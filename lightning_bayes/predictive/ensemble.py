@@ -36,6 +36,7 @@ from lightning_bayes.likelihoods import ClassPredictive, Likelihood
 from lightning_bayes.network.borrowed import copied_generator
 from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.output import unwrap_output
+from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
 from lightning_bayes.posterior.fingerprint import same_weights
@@ -49,24 +50,24 @@ class DeepEnsemble:
     Args:
         posteriors: one for each trained network, of any method; all with the same kind of likelihood. Each keeps its
             own noise.
-        weights: of the members, relative to each other; by default all count the same.
+        member_weights: of the members, relative to each other; by default all count the same.
     """
 
     posteriors: Sequence[GaussianPosterior] = field(repr=False)
-    weights: Sequence[float] | Tensor | None = None
+    member_weights: Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
         instance("posteriors", self.posteriors, Iterable, "a list of posteriors")
         object.__setattr__(self, "posteriors", tuple(self.posteriors))
         _check_members(self.posteriors)
-        object.__setattr__(self, "weights", _normalised(self.weights, len(self.posteriors)))
+        object.__setattr__(self, "member_weights", _normalised(self.member_weights, len(self.posteriors)))
 
     @staticmethod
     def load(
         paths: Sequence[str | PathLike[str]],
         networks: Sequence[nn.Module],
         likelihood: Likelihood | None = None,
-        weights: Sequence[float] | Tensor | None = None,
+        member_weights: Sequence[float] | Tensor | None = None,
     ) -> DeepEnsemble:
         """From the files that posteriors and callbacks write, and the trained network of each."""
         listed("paths", paths, "paths")
@@ -80,7 +81,7 @@ class DeepEnsemble:
             with _naming(str(path)):
                 members.append(GaussianPosterior.load(path, network, likelihood))
                 members[-1].check_weights()
-        return DeepEnsemble(members, weights)
+        return DeepEnsemble(members, member_weights)
 
     @staticmethod
     def from_checkpoints(
@@ -89,7 +90,7 @@ class DeepEnsemble:
         name: str | None = None,
         network: str | None = None,
         likelihood: Likelihood | None = None,
-        weights: Sequence[float] | Tensor | None = None,
+        member_weights: Sequence[float] | Tensor | None = None,
         device: str | torch.device = "cpu",
     ) -> DeepEnsemble:
         """From the last checkpoints of several Trainers with a posterior callback.
@@ -101,7 +102,7 @@ class DeepEnsemble:
             name: of the callback whose posterior is meant; needed where there were several.
             network: the submodule that maps x to f, as in the callback; by default the module itself.
             likelihood: one whose class has no `name` of its own, so that no file can hold it.
-            weights: of the members.
+            member_weights: of the members.
             device: where the networks go.
         """
         listed("paths", paths, "paths")
@@ -109,7 +110,7 @@ class DeepEnsemble:
         for path in paths:
             with _naming(str(path)):
                 members.append(read_checkpoint(path, module, name, network, likelihood, device))
-        return DeepEnsemble(members, weights)
+        return DeepEnsemble(members, member_weights)
 
     def __len__(self) -> int:
         return len(self.posteriors)
@@ -127,14 +128,13 @@ class DeepEnsemble:
     def predict(
         self,
         x: Any,
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
+        predictive: str | PredictiveOption = "glm",
+        *,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """The mixture of the members' predictions at `x`, in the words of `GaussianPosterior.predict`; `samples` are of
-        each member, independent of the others'."""
-        members = self.predict_each(x, predictive, link, samples, generator)
+        """The mixture of the members' predictions at `x`, made as by `GaussianPosterior.predict`. Each member draws its
+        own samples."""
+        members = self.predict_each(x, predictive, generator=generator)
         means = torch.stack([_mean(member) for member in members])  # [M, B, …]
         w = self._weights_like(means)
         mean = (w * means).sum(0)
@@ -153,9 +153,8 @@ class DeepEnsemble:
     def predict_each(
         self,
         x: Any,
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
+        predictive: str | PredictiveOption = "glm",
+        *,
         generator: torch.Generator | None = None,
     ) -> list[Prediction]:
         """Every member's own prediction at `x`, on one device."""
@@ -164,7 +163,7 @@ class DeepEnsemble:
         predictions = []
         for number, posterior in enumerate(self.posteriors):
             with _naming(f"member {number}"):
-                predictions.append(posterior.predict(x, predictive, link, samples, generator).to(self.device))
+                predictions.append(posterior.predict(x, predictive, generator=generator).to(self.device))
         first = _mean(predictions[0])
         for number, member in enumerate(predictions):
             if _mean(member).shape != first.shape:
@@ -178,13 +177,12 @@ class DeepEnsemble:
         self,
         x: Any,
         y: Tensor,
-        predictive: str = "glm",
-        link: str | None = None,
-        samples: int = 100,
+        predictive: str | PredictiveOption = "glm",
+        *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """`log Σₘ wₘ N(y; μₘ, varianceₘ)` of every real target.  # the shape of y"""
-        members = self.predict_each(x, predictive, link, samples, generator)
+        members = self.predict_each(x, predictive, generator=generator)
         if members[0].probs is not None:
             raise PosteriorError("log_prob is a density of real targets; for classes take the log of predict(x).probs")
         instance("y", y, Tensor, "a tensor of targets")
@@ -199,7 +197,9 @@ class DeepEnsemble:
 
     def _weights_like(self, means: Tensor) -> Tensor:
         """# [M, 1, …]"""
-        return torch.tensor(self.weights, dtype=means.dtype, device=means.device).view(-1, *[1] * (means.ndim - 1))
+        return torch.tensor(self.member_weights, dtype=means.dtype, device=means.device).view(
+            -1, *[1] * (means.ndim - 1)
+        )
 
 
 def _check_members(posteriors: Sequence[GaussianPosterior]) -> None:
@@ -238,11 +238,13 @@ def _normalised(weights: Sequence[float] | Tensor | None, members: int) -> tuple
     try:
         w = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
-        raise PosteriorError(f"weights must be a number for each member, got {format_value(weights)}") from None
+        raise PosteriorError(f"member_weights must be a number for each member, got {format_value(weights)}") from None
     if w.shape != (members,):
-        raise PosteriorError(f"there are {members} members, but weights of shape {list(w.shape)}: give one for each")
+        raise PosteriorError(
+            f"there are {members} members, but member_weights of shape {list(w.shape)}: give one for each"
+        )
     if not (w >= 0).all() or not w.isfinite().all() or not w.sum() > 0:
-        raise PosteriorError(f"weights must be finite, not negative, and not all zero, got {w.tolist()}")
+        raise PosteriorError(f"member_weights must be finite, not negative, and not all zero, got {w.tolist()}")
     return tuple((w / w.sum()).tolist())
 
 

@@ -31,6 +31,7 @@ from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
@@ -43,9 +44,7 @@ def evaluate(
     loader: Iterable[Any],
     ood_loaders: Sequence[Iterable[Any]] = (),
     *,
-    predictive: str = "glm",
-    link: str | None = None,
-    samples: int = 100,
+    predictive: str | PredictiveOption = "glm",
     seed: int = 0,
 ) -> dict[str, float]:
     """How good the predictions are on the `(x, y)` batches of `loader`.
@@ -65,7 +64,7 @@ def evaluate(
     network = (predictor.posteriors[0] if isinstance(predictor, DeepEnsemble) else predictor).network
 
     def predict(x: Any) -> Prediction:
-        return predictor.predict(x, predictive, link, samples, generator_on(predictor.device).manual_seed(seed))
+        return predictor.predict(x, predictive, generator=generator_on(predictor.device).manual_seed(seed))
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:

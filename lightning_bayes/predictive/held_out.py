@@ -9,31 +9,26 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, format_value, positive, word
+from lightning_bayes.arguments import format_value, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likelihood, Predictive
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
 from lightning_bayes.network.checks import check_loader
+from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option
+from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PLACES, Calibration
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.predictive.output_law import (
-    LINEARISED,
-    PREDICTIVES,
-    FunctionDraws,
-    Integral,
-    OutputLaw,
-    output_laws,
-)
+from lightning_bayes.predictive.output_law import FunctionDraws, Integral, OutputLaw, output_laws
 
 logger = logging.getLogger("lightning_bayes")
 Posterior = TypeVar("Posterior", bound=GaussianPosterior)
@@ -48,31 +43,27 @@ FEW = 50  # examples, below which one number is hardly known
 class Scoring:
     """How the scored predictions are made, and where their temperature applies."""
 
-    predictive: str = "glm"
-    link: str | None = None
-    samples: int = 100
+    predictive: PredictiveOption = field(default_factory=GLM)
     seed: int = 0
     of: str | None = "outputs"  # None: predictions stay without one
 
     def __post_init__(self) -> None:
-        word("predictive", self.predictive, PREDICTIVES)
-        count("samples", self.samples)
         check_seed("seed", self.seed)
         word("of", self.of, (*PLACES, None))
 
     def check(self, likelihood: Likelihood) -> None:
-        likelihood.choose_link(self.link)  # an unknown link is an error with every predictive
+        likelihood.choose_link(self.predictive.link)  # raises for an unknown link
 
     def link_of(self, likelihood: Likelihood, law: OutputLaw) -> str:
-        if self.predictive not in LINEARISED:
+        if not self.predictive.is_linear:
             return law.choose_link(likelihood, None)
         default = None if law.draws is not None or self.of is None else likelihood.calibrated_link
-        return law.choose_link(likelihood, self.link or default)
+        return law.choose_link(likelihood, self.predictive.link or default)
 
     def integrate(self, likelihood: Likelihood, law: OutputLaw) -> Predictive:
         """Without the decomposition into epistemic and aleatoric parts where that would be drawn."""
         link = self.link_of(likelihood, law)
-        samples = self.samples if link == "mc" else 0
+        samples = self.predictive.samples if link == "mc" else 0
         return law.integrate(Integral(likelihood, link, samples, generator_on(law.mean.device).manual_seed(self.seed)))
 
     def tempered(self, likelihood: Likelihood, law: OutputLaw) -> Iterator[Predictive]:
@@ -84,15 +75,15 @@ class Scoring:
         yield from (predictive.tempered(math.exp(t)) for t in LOG_TEMPERATURES)
 
     def calibration(self, link: str, T: float) -> Calibration:
-        place = "output_temperature" if self.of == "outputs" or self.predictive == "map" else "probs_temperature"
-        return Calibration(self.predictive, link, **{place: T})
+        place = "output_temperature" if self.of == "outputs" or self.predictive.kind == "map" else "probs_temperature"
+        return Calibration(self.predictive.kind, link, **{place: T})
 
 
 @implements("calibrate")
 def calibrate(
-    posterior: Posterior, loader: Iterable[Any], predictive: str, link: str | None, samples: int, seed: int, of: str
+    posterior: Posterior, loader: Iterable[Any], predictive: str | PredictiveOption, of: str, seed: int
 ) -> Posterior:
-    scoring = Scoring(predictive, link, samples, seed, word("of", of, PLACES))
+    scoring = Scoring(predictive_option(predictive), seed, word("of", of, PLACES))
     check_loader(loader)
     if posterior.likelihood.has_probs:
         nll, chosen = temperature_table(posterior, [posterior], loader, scoring)
@@ -100,7 +91,7 @@ def calibrate(
         return posterior.with_calibration(scoring.calibration(chosen, T))
     errors = squared_errors(posterior, [posterior], loader, scoring)
     factor = float(errors.ratio.mean())
-    return posterior.with_calibration(Calibration(predictive, errors.link, variance_factor=factor))
+    return posterior.with_calibration(Calibration(scoring.predictive.kind, errors.link, variance_factor=factor))
 
 
 def temperature_table(
@@ -185,9 +176,9 @@ def held_out_laws(
     with preserved_rng(posterior.device):
         for batch in loader:
             x, y = inputs.to_device(inputs.split_targets(posterior.network, batch, "val"), posterior.device)
-            laws = output_laws(present, x, scoring.predictive, scoring.samples, scoring.seed) if present else []
+            laws = output_laws(present, x, scoring.predictive, scoring.seed) if present else []
             # The linearised network has the plain one's mean, unless it was refined.
-            of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, "map")
+            of_plain = laws if laws and posterior.shift is None else output_laws([posterior], x, MAP())
             mean = of_plain[0].mean
             posterior.likelihood.check(mean, y)
             targets.add(y)
@@ -246,30 +237,19 @@ class _Targets:
 @implements("tune_prior: grid")
 def grid(
     posterior: LaplacePosterior,
-    loader: Iterable[Any],
-    metric: Any = None,
-    low: float | None = None,
-    high: float | None = None,
-    size: int | None = None,
-    predictive: str = "glm",
-    link: str | None = None,
-    samples: int = 100,
-    seed: int = 0,
+    loader: Iterable[Any] | None,
+    tuning: Tuning,
+    predictive: PredictiveOption,
+    calibrate: str | None,
+    seed: int,
 ) -> LaplacePosterior:
-    """The prior on `logspace(low, high, size)` with the best validation score.
-
-    Args:
-        loader: validation batches `(x, y)`; one pass.
-        metric: a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`; its `higher_is_better` says
-            which score is best. By default the negative log-likelihood.
-        low, high, size: the grid, even in log δ; by default 33 priors from 1e-4 to 1e4, and for predictive="gp" the
-            posterior's own times 13 factors from 0.1 to 1000 (GLM paper, table 2).
-        predictive, link, samples: as in `predict`.
-        seed: of what is drawn, the same for all priors, so that their scores differ by the prior alone.
-    """
-    priors = _priors(posterior, predictive, low, high, size)
+    """The prior on a grid, even in log δ, with the best score in one pass over validation data. All priors use the same
+    seed, so that their scores differ by the prior alone."""
+    if loader is None:
+        raise ValueError("tune_prior('grid') needs validation data: pass loader=, or use 'marglik'")
+    metric, priors = tuning.metric, _priors(posterior, predictive, tuning)
     check_loader(loader)
-    scoring, likelihood = Scoring(predictive, link, samples, seed, of=None), posterior.likelihood
+    scoring, likelihood = Scoring(predictive, seed, of=None), posterior.likelihood
     scoring.check(likelihood)
     _check_metric(metric)
     higher = getattr(metric, "higher_is_better", False if metric is None else None)
@@ -286,19 +266,13 @@ def grid(
     return posterior.with_prior(priors[int(values.nan_to_num(math.inf, posinf=math.inf).argmin())])
 
 
-def _priors(
-    posterior: LaplacePosterior, predictive: str, low: float | None, high: float | None, size: int | None
-) -> list[Any]:
-    if predictive == "gp" and low is high is size is None:
+def _priors(posterior: LaplacePosterior, predictive: PredictiveOption, tuning: Tuning) -> list[Any]:
+    if predictive.kind == "gp" and tuning.low is tuning.high is tuning.size is None:
         return [
             posterior.prior_precision * float(factor)
             for factor in torch.logspace(-1, 3, 13, dtype=torch.float64, device="cpu")
         ]
-    low = positive("low", 1e-4 if low is None else low)
-    high = positive("high", 1e4 if high is None else high)
-    if not low < high:
-        raise ValueError(f"low must be less than high={high}, got {low}")
-    size = count("size", 33 if size is None else size, 2)
+    low, high, size = tuning.low or 1e-4, tuning.high or 1e4, tuning.size or 33
     return torch.linspace(math.log(low), math.log(high), size, dtype=torch.float64, device="cpu").exp().tolist()
 
 

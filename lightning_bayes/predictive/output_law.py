@@ -29,14 +29,13 @@ from lightning_bayes.likelihoods import ClassPredictive, Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import draw_gaussian, widen
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import copied_generator, generator_on
+from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import outputs
 from lightning_bayes.posterior.function_space import process_gaussian
 from lightning_bayes.predictive.functions import each_function, sample_functions
 from lightning_bayes.predictive.prediction import TensorFields
 
-PREDICTIVES = ("glm", "bnn", "map", "gp")
-LINEARISED = ("glm", "gp")  # with links
 MANY = 64  # outputs per example from which the linearised network is sampled
 MANY_TOGETHER = 512  # the same for examples that are computed together, all of their outputs
 BLOCKS = 2**21  # numbers of positions' covariances that are integrated over at a time
@@ -87,20 +86,19 @@ class OutputLaw(TensorFields):
 def output_law(
     posterior: GaussianPosterior,
     x: Any,
-    predictive: str = "glm",
-    samples: int = 100,
+    predictive: PredictiveOption,
     generator: torch.Generator | None = None,
     differentiable: bool = False,
 ) -> OutputLaw:
-    """The law of the outputs at `x`; `samples` and `generator` are for what is drawn. If it is `differentiable`, it has
-    a graph to `x`."""
-    if predictive == "map":
+    """The law of the outputs at `x`; `generator` is for what is drawn. If it is `differentiable`, it has a graph to
+    `x`."""
+    if predictive.kind == "map":
         return OutputLaw(outputs(posterior, x, differentiable))
-    if predictive == "gp":
+    if predictive.kind == "gp":
         if differentiable:
             raise PosteriorError("predictive='gp' has no gradient in x: use predictive='glm' for differentiable=True")
         return output_laws([posterior], x, predictive)[0]
-    linear = predictive == "glm"
+    linear, samples = predictive.is_linear, predictive.samples
     if not linear or has_many_outputs(posterior, x):
         shifted = linear and posterior.shift is not None
         mean = posterior.shifted(x, differentiable) if shifted else outputs(posterior, x, differentiable)
@@ -110,21 +108,17 @@ def output_law(
 
 
 def output_laws(
-    posteriors: Sequence[GaussianPosterior],
-    x: Any,
-    predictive: str = "glm",
-    samples: int = 100,
-    seed: int = 0,
+    posteriors: Sequence[GaussianPosterior], x: Any, predictive: PredictiveOption, seed: int = 0
 ) -> list[OutputLaw]:
     """The laws under several priors of one posterior, with the same noise where something is drawn; those of the
     linearised network in one backward pass."""
-    if predictive == "gp":
+    if predictive.kind == "gp":
         mean, covariances = process_gaussian(posteriors, x)
-    elif predictive == "glm" and not has_many_outputs(posteriors[0], x):
+    elif predictive.kind == "glm" and not has_many_outputs(posteriors[0], x):
         mean, covariances = posteriors[0].functional_for([posterior.precision for posterior in posteriors], x)
     else:
         return [
-            output_law(posterior, x, predictive, samples, generator_on(posterior.device).manual_seed(seed))
+            output_law(posterior, x, predictive, generator_on(posterior.device).manual_seed(seed))
             for posterior in posteriors
         ]
     return [OutputLaw(mean, covariance) for covariance in covariances]

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, word
+from lightning_bayes.arguments import flag
 from lightning_bayes.likelihoods import ClassPredictive, Predictive
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
+from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import Calibration
 from lightning_bayes.posterior.implementation import implements
-from lightning_bayes.predictive.output_law import LINEARISED, PREDICTIVES, Integral, OutputLaw, output_law
+from lightning_bayes.predictive.output_law import Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 
 
@@ -26,29 +27,27 @@ from lightning_bayes.predictive.prediction import Prediction
 def predict(
     posterior: GaussianPosterior,
     x: Any,
-    predictive: str = "glm",
-    link: str | None = None,
-    samples: int = 100,
+    predictive: str | PredictiveOption = "glm",
+    *,
     generator: torch.Generator | None = None,
     calibrated: bool = True,
     differentiable: bool = False,
     split: bool = True,
 ) -> Prediction:
-    word("predictive", predictive, PREDICTIVES)
-    count("samples", samples)
+    option = predictive_option(predictive)
     check_generator(generator)
     flag("calibrated", calibrated)
     flag("split", split)
     check_differentiable(differentiable, x)
-    likelihood = posterior.likelihood
-    likelihood.choose_link(link)  # an unknown link is an error with every predictive
-    calibration = posterior.calibration_of(predictive, link) if calibrated else None
+    likelihood, link = posterior.likelihood, option.link
+    likelihood.choose_link(link)  # raises for an unknown link
+    calibration = posterior.calibration_of(option.kind, link) if calibrated else None
     x = inputs.contained(posterior.network, x)
     with preserved_rng(posterior.device):
-        law = output_law(posterior, x, predictive, samples, generator, differentiable)
+        law = output_law(posterior, x, option, generator, differentiable)
         default = None if calibration is None else calibration.link
-        chosen = law.choose_link(likelihood, (link or default) if predictive in LINEARISED else None)
-        drawn = samples if split or chosen == "mc" else 0  # beside a closed form only the split needs samples
+        chosen = law.choose_link(likelihood, (link or default) if option.is_linear else None)
+        drawn = option.samples if split or chosen == "mc" else 0  # beside a closed form only the split needs samples
         integral = Integral(likelihood, chosen, drawn, generator)
         prediction = Prediction.from_predictive(_corrected(law, integral, calibration))
         return prediction if differentiable else prediction.map(Tensor.detach)

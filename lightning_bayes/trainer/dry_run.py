@@ -75,7 +75,7 @@ class DryRun:
         size, modules = inputs.batch_size(x), [network]
         if not is_sharded(network):  # its first forward pass must be the step's own
             with preserved_rng(module.device), forward_context(trainer), kept_buffers(network):
-                self.f, modules = _run(network, callback.network, x, size)
+                self.f, modules = _run(network, callback.network.name, x, size)
                 callback.read_by_targets(module, x, y)
                 before, network = output_of(network), callback.network_in(module)
                 after = output_of(network)

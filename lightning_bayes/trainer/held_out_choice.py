@@ -7,8 +7,8 @@ the plain network. The final choice uses all of the validation data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_bayes.arguments import count, flag, word
-from lightning_bayes.curvature.low_rank import WORD as LOW_RANK
-from lightning_bayes.evidence.prior_groups import check_groups
-from lightning_bayes.evidence.tuning import METHODS
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import generator_on
 from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.options.tuning import Tuning
+from lightning_bayes.options.use import UseOptions
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data
@@ -31,12 +29,10 @@ from lightning_bayes.predictive.evaluate import Scores
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.trainer.data import ExactPass, first_loader, validation_pass
 from lightning_bayes.trainer.module import ModuleError
-from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import is_dev_run
 from lightning_bayes.trainer.report import log, shows_bars
 
 TUNING, CALIBRATING, SCORING = "Laplace: tuning the prior", "Calibration", "Held-out scores"  # bar labels
-CALIBRATIONS = ("auto", "outputs", "probs", None)
 FEWEST = 4  # examples
 WORSE = 0.01  # nats per example; a larger loss is worth a warning
 HALVES = (slice(0, None, 2), slice(1, None, 2))  # every other example
@@ -76,66 +72,14 @@ class HeldOutScores:
             )
 
 
-def check_tuning(
-    tune: Any,
-    per_layer: Any,
-    calibrate: Any,
-    damping: str | None = None,
-    methods: Sequence[str] = METHODS,
-    prior_groups: Any = None,
-    joined: str | None = None,
-    structure: str | None = None,
-) -> None:
-    """When a callback is made, not when training has ended. `joined` is its structure, if the prior is a posterior."""
-    word("tune", tune, (None, *methods))
-    groups = check_groups(per_layer, prior_groups)
-    word("calibrate", calibrate, CALIBRATIONS)
-    asked = "per_layer=True" if per_layer else f"prior_groups={prior_groups!r}"
-    if groups is not None and tune in ("auto", "grid"):
-        raise ValueError(f"tune={tune!r} tunes one prior for all layers: use tune='marglik' with {asked}")
-    if groups is not None and damping is not None and tune is not None:
-        raise ValueError(f"damping={damping!r} takes one prior precision for all layers: leave out {asked}")
-    if groups is not None and joined is not None and tune is not None:
-        raise ValueError(f"prior= is a posterior, and what is tuned is one factor on its precision: leave out {asked}")
-    if tune in ("mackay", "linear") and joined == "kron":
-        raise ValueError(
-            f"tune={tune!r} belongs to the exact sum with the prior, but structure='kron' adds factors: use "
-            "tune='marglik', or structure='full' or 'diag'"
-        )
-    if tune == "linear" and structure == LOW_RANK:
-        raise ValueError(
-            "tune='linear' needs the curvature in all directions of the gradient, but structure='lowrank' leaves some "
-            "out: use tune='auto' or 'grid' with validation data, or tune='marglik'"
-        )
-    if tune in ("mackay", "linear") and damping is not None:
-        raise ValueError(
-            f"tune={tune!r} belongs to the exact sum with the prior: leave damping= out, or use tune='marglik'"
-        )
-
-
-def check_iteration(tune: Any, iterate: Any, passes: Any, likelihood: Likelihood) -> None:
-    """Of the iterated form of `tune="linear"`."""
-    flag("iterate", iterate)
-    count("passes", passes, 2)
-    if iterate and tune != "linear":
-        raise ValueError(f"iterate=True belongs to tune='linear', got tune={tune!r}")
-    if iterate and not likelihood.is_convex:
-        raise ValueError(
-            f"iterate=True needs a loss that is convex in the outputs, which that of {type(likelihood).__name__} is "
-            "not: use tune='marglik'"
-        )
-
-
 def choose_on_validation(
     trainer: Trainer | None,
     module: LightningModule,
     posterior: LaplacePosterior,
     use: UseOptions,
-    tune: str | None,
-    calibrate: str | None,
+    tuning: Tuning | None = None,
     of: str = "",
     validation: Any = None,
-    progress: bool = True,
 ) -> tuple[LaplacePosterior, bool]:
     """Tune the posterior by "auto" or "grid", and calibrate it, for the predictions that `use` describes.
 
@@ -146,17 +90,19 @@ def choose_on_validation(
     Returns:
         The posterior, and whether the evidence has chosen the prior.
     """
-    by_evidence, shown = tune not in (None, "auto", "grid"), progress and shows_bars(trainer)
-    if tune == "grid":
-        link = use.link or (None if calibrate is None else use.likelihood.calibrated_link)
+    tune, calibrate = None if tuning is None else tuning.method, use.calibrate
+    by_evidence, shown = tuning is not None and tuning.by_evidence, use.progress and shows_bars(trainer)
+    if tuning is not None and tune == "grid":
+        predictive: Any = use.predictive
+        if predictive.is_linear and predictive.link is None and calibrate is not None:
+            predictive = replace(predictive, link=posterior.likelihood.calibrated_link)
         data = ProgressLoader(validation_pass(trainer, module, validation), TUNING, shown)
-        samples, seed = use.samples, use.seed
-        posterior = posterior.tune_prior("grid", data, predictive=use.predictive, link=link, samples=samples, seed=seed)
+        posterior = posterior.tune_prior(tuning, data, predictive=predictive, seed=use.seed)
     if tune != "auto" and calibrate is None:
         return posterior, by_evidence
     place = None if calibrate is None else "outputs" if calibrate == "outputs" else "probs"
-    scoring = Scoring(use.predictive, use.link, use.samples, use.seed, place)
-    by_auto = tune == "auto" and use.predictive != "map"  # the plain network has no prior
+    scoring = Scoring(use.predictive, use.seed, place)
+    by_auto = tune == "auto" and use.predictive.kind != "map"  # the plain network has no prior
     try:
         held_out = validation_data(trainer, module, validation)
         if held_out is not None:
@@ -206,8 +152,8 @@ def two_fold(choice: Choice, data: Iterable[Any]) -> HeldOutScores | None:
             tempered = choice.posterior.with_calibration(plain)
             predictions = (
                 choice.posterior.predict(x_half, "map", calibrated=False),
-                tempered.predict(x_half, "map", scoring.link),
-                chosen.predict(x_half, scoring.predictive, scoring.link, scoring.samples, generator),
+                tempered.predict(x_half, "map"),
+                chosen.predict(x_half, scoring.predictive, generator=generator),
             )
             for score, loss, prediction in zip(scores, losses, predictions, strict=True):
                 score.update(prediction, y_half)

@@ -14,12 +14,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.curvature.fit import read_by_targets
-from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.processes import is_sharded
+from lightning_bayes.options.network import Network, network_option
+from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.use import UseOptions
+from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
@@ -37,7 +41,6 @@ from lightning_bayes.trainer.checkpoints import (
 from lightning_bayes.trainer.dry_run import DryRun
 from lightning_bayes.trainer.loss_check import LossFit, explain
 from lightning_bayes.trainer.module import PredictStep, check_module, network_of, refuse_variational
-from lightning_bayes.trainer.options import UseOptions
 from lightning_bayes.trainer.private import (
     callbacks_of,
     forward_context,
@@ -61,30 +64,74 @@ def _option(field: str) -> Any:
 
 
 class PosteriorCallback(Callback):
-    """Use a posterior over the weights of any LightningModule, as `use` says."""
+    """What a callback does with a posterior over the weights of any LightningModule.
+
+    Every callback takes these arguments. They can all be plain words and numbers, as in a configuration file.
+
+    Args:
+        likelihood: "classification", "binary" or "regression", or a `Likelihood`.
+        network: the name of the submodule that maps x to f, by default the module's own `forward`; or
+            `Network(name, output, class_dim)`.
+        predictive: "glm", "bnn" or "map", or an option such as `GLM(link="probit", samples=100)`.
+            `LaplaceCallback` also takes "gp" and `GP(points=…)`.
+        calibrate: "auto" finds one number on the first validation dataloader, if there is one, that corrects
+            predictions: a temperature of the probabilities ("probs"), or a factor on a regression's variance. "outputs"
+            is a temperature of the network's outputs instead; None finds none.
+
+        name: suffix of the logged numbers, and key among several callbacks.
+        ood: dataloaders after the first hold out-of-distribution data.
+        plots: write a reliability diagram (for a regression, a calibration curve) to the logger, or as a PNG file.
+        save: where the posterior's own file goes: a file, a folder, True, False, or None, which writes it unless both
+            logger and checkpoints are off and it would go into the working directory.
+        predict_step: "replace" the module's own in `trainer.predict`, "keep" it, or return "both".
+
+        seed: of everything that is drawn.
+        progress: show progress bars.
+    """
 
     name: str = _option("name")
-    likelihood: Likelihood = _option("likelihood")
-    predictive: str = _option("predictive")
-    link: str | None = _option("link")
-    samples: int = _option("samples")
-    network: str | None = _option("network")
-    output: str | int | None = _option("output")
-    class_dim: int | None = _option("class_dim")
-    seed: int = _option("seed")
+    predictive: PredictiveOption = _option("predictive")
+    network: Network = _option("network")
+    calibrate: str | None = _option("calibrate")
     ood: bool = _option("ood")
     plots: bool = _option("plots")
-    predict_step: str = _option("predict_step")
     save: bool | str | None = _option("save")
+    predict_step: str = _option("predict_step")
+    seed: int = _option("seed")
+    progress: bool = _option("progress")
 
     trains_at_its_weights: ClassVar[bool] = True  # and not at samples around them
-    priority: int = 2  # callbacks with a lower number run first, whatever their order on the Trainer
+    keeps_points: ClassVar[bool] = False  # training points, for predictive="gp"
+    priority: ClassVar[int] = 2  # callbacks with a lower number run first, whatever their order on the Trainer
 
-    def __init__(self, use: UseOptions) -> None:
+    def __init__(
+        self,
+        likelihood: str | Likelihood = "classification",
+        *,
+        network: str | Network | None = None,
+        predictive: str | PredictiveOption = "glm",
+        calibrate: str | None = "auto",
+        name: str = "posterior",
+        ood: bool = False,
+        plots: bool = False,
+        save: bool | str | None = None,
+        predict_step: str = "replace",
+        seed: int = 0,
+        progress: bool = True,
+    ) -> None:
         super().__init__()
-        self.use = use
+        self.likelihood = resolve(likelihood)
+        self.use = use = UseOptions(
+            name=name, predictive=predictive_option(predictive), network=network_option(network), calibrate=calibrate,
+            ood=ood, plots=plots, save=save, predict_step=predict_step, seed=seed, progress=progress,
+        )  # fmt: skip
+        self.likelihood.choose_link(use.predictive.link)  # raises for an unknown link
+        if use.predictive.kind == "gp" and not self.keeps_points:
+            raise ValueError(f"{type(self).__name__} keeps no training points for predictive='gp': use LaplaceCallback")
+        if plots:
+            require_matplotlib()
         self._module: LightningModule | None = None  # that was seen last
-        self._read_as = Output(use.output, use.class_dim)  # completed by the first batch
+        self._read_as = Output(use.network.output, use.network.class_dim)  # completed by the first batch
         self._posterior: GaussianPosterior | None = None
         self._stored: dict[str, Any] | None = None  # of a checkpoint, until the module is there
         self._file = PosteriorFile(use.name, use.save)
@@ -123,7 +170,7 @@ class PosteriorCallback(Callback):
         # Mixed precision is for the network, not for integrals over its outputs; and tensors made in Lightning's
         # inference mode could never be used with gradients.
         with torch.inference_mode(False), torch.autocast(self.posterior.device.type, enabled=False):
-            return self.posterior.predict(x, self.predictive, self.link, self.samples, generator)
+            return self.posterior.predict(x, self.predictive, generator=generator)
 
     def evaluate(
         self, module: LightningModule, dataloader: Any, ood_dataloaders: Any = (), trainer: Trainer | None = None
@@ -174,7 +221,7 @@ class PosteriorCallback(Callback):
 
     def network_in(self, module: LightningModule) -> nn.Module:
         """The part of the module that maps x to f."""
-        return wrap_output(unwrap(network_of(module, self.network)), self._read_as)
+        return wrap_output(unwrap(network_of(module, self.network.name)), self._read_as)
 
     def read_by_targets(self, module: LightningModule, x: Any, y: Any) -> Any:
         """Learn the class dimension of the outputs from a batch. Returns x in its container."""
@@ -198,7 +245,7 @@ class PosteriorCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._has_trained = False
-        network_of(pl_module, self.network)  # raise for a wrong name before training, not after it
+        network_of(pl_module, self.network.name)  # raise for a wrong name before training, not after it
         self._check_module(pl_module)
 
     def _check_module(self, module: LightningModule) -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import BNN, GLM, GP, Tuning, fit_laplace
 from lightning_bayes.network import Processes
 
 X = draw(5, FEATURES, seed=9).double()
@@ -84,7 +84,7 @@ def callbacks(**arguments: Any) -> list[Any]:
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
-        *(laplace(name=word, gp_points=4, gp_selection=word, predictive="gp", **arguments) for word in SELECTIONS),
+        *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
         *(laplace(name=word, tune=None, **{word: priors[word]}, **arguments) for word in PRIORS),
     ]
 
@@ -128,7 +128,7 @@ class Scenarios:
             "prediction": posterior.predict(X).probs,
             "samples": posterior.sample(3, torch.Generator().manual_seed(2)),
             "sampled prediction": posterior.predict(
-                X, "bnn", samples=4, generator=torch.Generator().manual_seed(2)
+                X, BNN(samples=4), generator=torch.Generator().manual_seed(2)
             ).probs,
         }
         if posterior.points is not None:
@@ -144,13 +144,13 @@ class Scenarios:
     def iterated(self) -> None:
         """Passes of the linear model, in which a process may have a smaller share, or none."""
         for n in (11, 1):
-            callback = laplace(tune="linear", iterate=True, passes=8, prior_groups="normalised", calibrate=None)
+            callback = laplace(tune=Tuning("linear", groups="normalised", iterate=True, passes=8), calibrate=None)
             self.trainer(callback).fit(Still(), DataLoader(labelled(n), BATCH, shuffle=True))
             self.keep(f"iterated {n}", callback.posterior)
 
     def evaluation(self) -> None:
         """Test loaders that DDP pads, out-of-distribution data, pictures, predictions, checkpoints, a tuned grid."""
-        callback = laplace(ood=True, plots=True, link="bridge", tune="grid", name="grid")
+        callback = laplace(ood=True, plots=True, tune="grid", name="grid", predictive=GLM(link="bridge"))
         checkpoint = ModelCheckpoint(self.folder / "kept")
         model = Still()
         fit = self.trainer(callback, checkpoint, enable_checkpointing=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_bayes import BNN
 from lightning_bayes.posterior import ShardedPosterior, fit_l2m
 
 GLOBAL = 12  # examples in a step of all processes
@@ -172,10 +173,10 @@ class Scenarios:
 
         before = {name: whole(p).clone() for name, p in model.named_parameters()}
         x = self.x(self.rank // self.tensor)
-        self.results["bnn"] = posterior.predict(x, "bnn", samples=SAMPLES, generator=seeded()).probs
+        self.results["bnn"] = posterior.predict(x, BNN(samples=SAMPLES), generator=seeded()).probs
         self.results["map"] = posterior.predict(x, "map").probs
         model.fail_at = 3  # in the third of the samples
-        self.results["failed"] = error(lambda: posterior.predict(x, "bnn", samples=SAMPLES))
+        self.results["failed"] = error(lambda: posterior.predict(x, BNN(samples=SAMPLES)))
         model.fail_at = -1
         self.results["restored"] = all(torch.equal(before[name], whole(p)) for name, p in model.named_parameters())
         self.results["modes"] = [model.training, *(p.requires_grad for p in model.parameters())]

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_bayes import GaussianPosterior
+from lightning_bayes import BNN, GaussianPosterior
 from lightning_bayes.posterior import ShardedPosterior
 
 GLOBAL, EXAMPLES = 12, 37  # of which the first of two processes has four batches, and the second three
@@ -128,7 +128,7 @@ class Scenarios:
                 "fingerprint": posterior.fingerprint,
                 "n_data": torch.tensor(posterior.n_data),
                 "glm": callback.predict(own).probs,
-                "bnn": posterior.predict(own, "bnn", samples=4, generator=torch.Generator().manual_seed(3)).probs,
+                "bnn": posterior.predict(own, BNN(samples=4), generator=torch.Generator().manual_seed(3)).probs,
                 "covariance": posterior.functional(own)[1],
                 "evaluated": posterior.predict(own, "map").probs,
             }

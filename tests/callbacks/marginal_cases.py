@@ -12,7 +12,7 @@ from callback_cases import CLASSES, FEATURES, draw, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Gaussian, MarginalLikelihoodCallback
+from lightning_bayes import Gaussian, Learning, MarginalLikelihoodCallback
 
 EXAMPLES, BATCH, OUTPUTS, NOISE = 11, 4, 2, 0.4  # batches of 4, 4 and 3
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}
@@ -85,7 +85,7 @@ def marginal(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
 
 def fixed(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
     """One that never learns: the prior stays what was given."""
-    return marginal(model, burn_in_epochs=1000, keep="last", **words)
+    return marginal(model, burn_in_epochs=1000, evidence=Learning(keep="last"), **words)
 
 
 def trained(folder: Path, model: Any, *callbacks: Any, path: Any = None, **options: Any) -> Any:

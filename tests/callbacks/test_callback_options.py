@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from callback_cases import FEATURES, draw, fitted, held_out, laplace
+from lightning_bayes.trainer.options import UseOptions
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_bayes import L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.predictive.evaluate import evaluate
-from lightning_bayes.trainer.options import UseOptions
 
 CALLBACKS = [LaplaceCallback, L2MCallback, OnlineLaplaceCallback]
 

@@ -12,7 +12,7 @@ from callback_cases import CLASSES, FEATURES, Classifier, draw, labelled, laplac
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, L2MCallback, OnlineLaplaceCallback
+from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, L2MCallback, LowRank, OnlineLaplaceCallback
 from lightning_bayes.curvature import low_rank
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
@@ -191,14 +191,14 @@ def test_a_low_rank_that_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(dry_run, "_free_memory", lambda device: 1e4)
     says = r"structure='lowrank' over 53 weights needs .* GB, but cpu has 1e-05 GB: use a smaller rank=, structure="
     with pytest.raises(CurvatureError, match=says):
-        run(tmp_path, laplace(structure="lowrank", rank=20), Stopped())
+        run(tmp_path, laplace(structure=LowRank(rank=20)), Stopped())
 
 
 def test_a_trial_of_a_low_rank_is_one_product_with_two_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[torch.Size] = []
     monkeypatch.setattr(low_rank.BlockLanczos, "add", _noting(low_rank.BlockLanczos.add, products))
     network = nn.Sequential(nn.Linear(FEATURES, 200), nn.Tanh(), nn.Linear(200, CLASSES))
-    laplace(structure="lowrank", rank=400).try_fit(network, draw(2, FEATURES, seed=0), torch.tensor([0, 1]))
+    laplace(structure=LowRank(rank=400)).try_fit(network, draw(2, FEATURES, seed=0), torch.tensor([0, 1]))
     assert products == [torch.Size([2, 200 * (FEATURES + 1) + 201 * CLASSES])]
 
 
@@ -341,9 +341,9 @@ def test_both_numbers_are_said(tmp_path: Path, multi_label: bool) -> None:
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_an_online_posterior_looks_at_the_loss_of_its_samples(tmp_path: Path, samples: int) -> None:
-    run(tmp_path, online(samples=samples, prior_precision=1.0), Trained(F.cross_entropy), fast_dev_run=1)
+    run(tmp_path, online(prior_precision=1.0, train_samples=samples), Trained(F.cross_entropy), fast_dev_run=1)
     with pytest.warns(UserWarning, match=NOT_THE_LIKELIHOODS):
-        run(tmp_path, online(samples=samples, prior_precision=1.0), Trained(F.multi_margin_loss), fast_dev_run=1)
+        run(tmp_path, online(prior_precision=1.0, train_samples=samples), Trained(F.multi_margin_loss), fast_dev_run=1)
 
 
 class Unseen(Trained):

@@ -10,7 +10,7 @@ from helpers.tensors import TIGHT
 from helpers.training import TASKS, LitNet, loader, trainer
 from torch import Tensor
 
-from lightning_bayes import L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
+from lightning_bayes import Kron, L2MCallback, LaplaceCallback, Learning, MarginalLikelihoodCallback, Prior, fit_laplace
 from lightning_bayes.posterior import PriorError
 
 
@@ -42,11 +42,13 @@ def test_a_prior_mean_may_come_in_any_form(within: str | None, saved: str, tmp_p
     }
     torch.save(pretrained.state_dict(), tmp_path / "weights.pt")
     torch.save({"state_dict": pretrained.state_dict()}, tmp_path / "model.ckpt")
-    callback = LaplaceCallback(prior_mean=forms[saved], network=within, tune="marglik", structure="full")
+    callback = LaplaceCallback(network=within, tune="marglik", structure="full", prior=Prior(mean=forms[saved]))
     trained(tmp_path, callback, max_epochs=1)
     posterior = callback.posterior
     assert torch.equal(posterior.prior.mean, weights)
-    by_hand = fit_laplace(posterior.network, loader(), structure="full", prior_mean=weights).tune_prior("marglik")
+    by_hand = fit_laplace(posterior.network, loader(), structure="full", prior=Prior(mean=weights)).tune_prior(
+        "marglik"
+    )
     assert torch.allclose(posterior.prior_precision, by_hand.prior_precision)
 
 
@@ -54,7 +56,7 @@ def test_a_prior_mean_may_come_in_any_form(within: str | None, saved: str, tmp_p
 def test_the_state_dict_of_the_module_that_trains_is_its_start(kind: Any, tmp_path: Path) -> None:
     module = Plain()
     start = torch.cat([p.detach().flatten() for p in module.parameters()])
-    callback = kind(prior_mean=module.state_dict(), prior_precision=1.0, calibrate=None)
+    callback = kind(prior_precision=1.0, calibrate=None, prior=Prior(mean=module.state_dict()))
     trainer(tmp_path, callback).fit(module, loader())
     assert torch.equal(callback.posterior.prior.mean, start)
     assert not torch.allclose(callback.posterior.mean, start)
@@ -96,7 +98,11 @@ def test_a_wrong_prior_is_known_before_training(tmp_path: Path) -> None:
             steps.append(batch_idx)
             return super().training_step(batch, batch_idx)
 
-    for words in ({"prior": other}, {"prior_mean": torch.zeros(3)}, {"prior_mean": {"net.0.weight": torch.ones(2)}}):
+    for words in (
+        {"prior": other},
+        {"prior": Prior(mean=torch.zeros(3))},
+        {"prior": Prior(mean={"net.0.weight": torch.ones(2)})},
+    ):
         with pytest.raises(PriorError, match="prior"):
             trainer(tmp_path, LaplaceCallback(network="net", **words)).fit(Counting(), loader())
     with pytest.raises(FileNotFoundError, match="no posterior's file"):
@@ -105,7 +111,7 @@ def test_a_wrong_prior_is_known_before_training(tmp_path: Path) -> None:
 
 
 def test_data_can_be_added_to_the_posterior_of_a_callback(tmp_path: Path) -> None:
-    callback = LaplaceCallback(tune=None, calibrate=None, updatable=True)
+    callback = LaplaceCallback(tune=None, calibrate=None, structure=Kron(updatable=True))
     trained(tmp_path, callback)
     grown = callback.posterior.update(loader(n=5, seed=9))
     both = [*loader(), *loader(n=5, seed=9)]
@@ -117,7 +123,7 @@ def test_data_can_be_added_to_the_posterior_of_a_callback(tmp_path: Path) -> Non
 def test_the_evidence_of_other_callbacks_is_around_it_too(kind: Any, tmp_path: Path) -> None:
     pretrained = Plain(seed=3).state_dict()
     words: dict[str, Any] = {"tune": "marglik"} if kind is L2MCallback else {}
-    callback = kind(prior_mean=pretrained, calibrate=None, loss_scale=1.0, **words)
+    callback = kind(calibrate=None, loss_scale=1.0, prior=Prior(mean=pretrained), **words)
     trained(tmp_path, callback)
     posterior = callback.posterior
     m = torch.cat([w.flatten() for w in pretrained.values()])
@@ -138,7 +144,7 @@ def test_marginal_likelihood_training_pulls_to_the_prior_mean(tmp_path: Path) ->
 
     module = Descending()
     words: dict[str, Any] = {"burn_in_epochs": 10, "prior_precision": 1e4, "loss_scale": 1.0, "calibrate": None}
-    callback = MarginalLikelihoodCallback(prior_mean=pretrained, keep="last", **words)
+    callback = MarginalLikelihoodCallback(prior=Prior(mean=pretrained), evidence=Learning(keep="last"), **words)
     trainer(tmp_path, callback, max_epochs=10).fit(module, loader())
     far = [(p - pretrained[name]).abs().max() for name, p in module.named_parameters()]
     assert max(far) < 0.05

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import L2MCallback, LaplaceCallback, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, L2MCallback, LaplaceCallback, LaplacePosterior, fit_laplace
 from lightning_bayes.predictive.auto import survey
 from lightning_bayes.predictive.held_out import Scoring
 from lightning_bayes.trainer import held_out_choice as choices
@@ -234,12 +234,12 @@ def test_tuning_and_calibration_are_apart(tmp_path: Path, words: dict[str, Any])
     if words.get("tune", "auto") is None:
         assert float(callback.posterior.prior_precision) == 1.0
     if not calibrated:  # the prior is the best one for the link of predictions that stay without a temperature
-        again = callback.posterior.with_prior(1.0).tune_prior("auto", validation(), calibrate=False)
+        again = callback.posterior.with_prior(1.0).tune_prior("auto", validation(), calibrate=None)
         torch.testing.assert_close(callback.posterior.prior_precision, again.prior_precision)
 
 
 def test_a_temperature_of_the_outputs_by_name(tmp_path: Path) -> None:
-    callback = LaplaceCallback(calibrate="outputs", link="probit")
+    callback = LaplaceCallback(calibrate="outputs", predictive=GLM(link="probit"))
     make_trainer(tmp_path, callback).fit(Classifier(), train_loader(), validation())
     (calibration,) = callback.posterior.calibrations
     assert (calibration.link, calibration.probs_temperature) == ("probit", 1.0)

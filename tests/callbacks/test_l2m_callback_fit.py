@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Gaussian, L2MCallback, LaplacePosterior
+from lightning_bayes import BNN, Bernoulli, Gaussian, L2MCallback, LaplacePosterior, Tuning
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import OptimizerError, PosteriorError, fit_l2m
 
@@ -58,7 +58,7 @@ def run(folder: Path, make: Any, *callbacks: L.Callback) -> dict[str, Any]:
 @pytest.mark.parametrize("tune", [None, "marglik", "mackay", "grid"])
 def test_training_is_unchanged_bit_for_bit(tmp_path: Path, tune: str | None) -> None:
     plain = run(tmp_path, Classifier)  # with dropout and batch norm
-    watched = run(tmp_path, Classifier, l2m(tune=tune, prior_precision=2.0, predictive="bnn", samples=10))
+    watched = run(tmp_path, Classifier, l2m(tune=tune, prior_precision=2.0, predictive=BNN(samples=10)))
     for part in ("weights", "optimizer", "gradients"):
         assert plain[part].keys() == watched[part].keys()
         for key, value in plain[part].items():
@@ -407,10 +407,10 @@ def test_one_prior_per_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_the_prior_is_tuned_by_evidence_as_tune_prior_does(tmp_path: Path, method: str, per_layer: bool) -> None:
-    callback = l2m(tune=method, per_layer=per_layer)
+    callback = l2m(tune=Tuning(method, groups="layers" if per_layer else None))
     model, fit = fitted(tmp_path, callback)
     bare = fit_l2m(model, fit.optimizers, n_data=N, batch_size=callback._batches.size, prior_precision=1.0)
-    expected = bare.tune_prior(method, loader=loader(), per_layer=per_layer)
+    expected = bare.tune_prior(Tuning(method, groups="layers" if per_layer else None), loader=loader())
     assert callback.posterior.prior_precision.shape == ((2,) if per_layer else ())
     torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision, rtol=1e-7, atol=0)
     nll = F.cross_entropy(model(loader().dataset.tensors[0]), loader().dataset.tensors[1], reduction="sum")  # type: ignore[attr-defined]

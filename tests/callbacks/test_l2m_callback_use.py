@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from callback_cases import Classifier, Temperate, draw, held_out, labelled, laplace, train_loader, trainer
 from helpers.cli import run_cli
+from helpers.options import predictive_of
 from helpers.processes import environment
 from helpers.programs import run_program
 from l2m_cases import N, Net, adam, fitted, l2m, loader, wide
@@ -45,12 +46,14 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
 def test_map_and_posterior_are_scored_side_by_side(tmp_path: Path, predictive: str) -> None:
-    callback = l2m(predictive=predictive, samples=7, seed=3)
+    callback = l2m(predictive=predictive_of(predictive, samples=7), seed=3)
     model, fit = fitted(tmp_path, callback)
     (logged,) = fit.test(model, HELD_OUT, verbose=False)
     assert logged.keys() == {f"test_{m}_{w}" for m in ("nll", "acc", "ece", "brier") for w in ("map", "l2m")}
     x = HELD_OUT.dataset.tensors[0]  # type: ignore[attr-defined]
-    probs = callback.posterior.predict(x, predictive, samples=7, generator=torch.Generator().manual_seed(3)).probs
+    probs = callback.posterior.predict(
+        x, predictive_of(predictive, samples=7), generator=torch.Generator().manual_seed(3)
+    ).probs
     assert logged["test_nll_l2m"] == pytest.approx(nll(probs), rel=1e-6)
     assert logged["test_nll_map"] == pytest.approx(nll(model(x).detach().softmax(1)), rel=1e-6)
 

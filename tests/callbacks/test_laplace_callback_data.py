@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_bayes import GaussianPosterior, fit_laplace
+from lightning_bayes import FitData, GaussianPosterior, fit_laplace
 from lightning_bayes.network import DataError
 
 X = draw(5, 4, seed=9)
@@ -175,7 +175,7 @@ def test_a_limit_on_shuffled_data_leaves_no_example_out_and_says_so(
 
 
 def test_max_batches_limits_the_pass_over_shuffled_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, callback = Classifier(), laplace(tune=None, max_batches=2)
+    model, callback = Classifier(), laplace(tune=None, data=FitData(max_batches=2))
     with caplog.at_level(logging.INFO):
         trainer(tmp_path, callback, limit_train_batches=3).fit(model, train_loader())
     assert callback.posterior.n_data == 16
@@ -313,7 +313,7 @@ def test_of_endless_data_the_pass_takes_what_training_took_and_says_so(tmp_path:
 
 @pytest.mark.parametrize("data", [Endless(), labelled(37)], ids=["endless", "indexed"])
 def test_max_batches_ends_the_pass(tmp_path: Path, data: Any) -> None:
-    model, callback = Classifier(), laplace(tune=None, max_batches=2)
+    model, callback = Classifier(), laplace(tune=None, data=FitData(max_batches=2))
     trainer(tmp_path, callback, max_steps=3, max_epochs=-1).fit(model, DataLoader(data, batch_size=8))
     plain = DataLoader(Subset(labelled(37), range(16)), batch_size=8)
     same_posterior(callback.posterior, fit_laplace(model, plain), X)

@@ -24,7 +24,7 @@ from callback_cases import (
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import BNN, Gaussian, LaplacePosterior, Tuning, fit_laplace
 
 
 def run(folder: Path, *callbacks: L.Callback) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def run(folder: Path, *callbacks: L.Callback) -> dict[str, Any]:
 @pytest.mark.parametrize("curvature", ["ggn", "fisher_mc"])
 def test_training_is_unchanged_bit_for_bit(tmp_path: Path, tune: str, curvature: str) -> None:
     plain = run(tmp_path)
-    watched = run(tmp_path, laplace(tune=tune, curvature=curvature, predictive="bnn", samples=10))
+    watched = run(tmp_path, laplace(tune=tune, curvature=curvature, predictive=BNN(samples=10)))
     for part in ("weights", "optimizer", "gradients"):
         assert plain[part].keys() == watched[part].keys()
         for key, value in plain[part].items():
@@ -69,10 +69,10 @@ def test_the_posterior_is_fit_laplace_on_the_training_data_in_plain_order(tmp_pa
 
 
 def test_the_prior_is_tuned_as_tune_prior_does(tmp_path: Path) -> None:
-    callback = laplace(tune="mackay", per_layer=True)
+    callback = laplace(tune=Tuning("mackay", groups="layers"))
     model, _ = fitted(tmp_path, callback, precision="64-true")
     data = DataLoader([(x.double(), y) for x, y in labelled(37)], batch_size=8)
-    expected = fit_laplace(model, data).tune_prior("mackay", per_layer=True)
+    expected = fit_laplace(model, data).tune_prior(Tuning("mackay", groups="layers"))
     assert callback.posterior.prior_precision.shape == (3,)  # two linear layers and a batch norm
     same_posterior(callback.posterior, expected, draw(5, 4, seed=9).double(), rtol=1e-7)
 
@@ -125,7 +125,7 @@ def test_one_log_line_has_examples_evidence_effective_parameters_and_prior(
 
 def test_the_same_numbers_go_to_every_logger(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, name=name) for name in ("a", "b")]
-    callback = laplace(likelihood="regression", name="mine", tune="marglik", per_layer=True)
+    callback = laplace(likelihood="regression", name="mine", tune=Tuning("marglik", groups="layers"))
     _, fit = fitted(tmp_path, callback, Regressor(), logger=loggers, log_every_n_steps=1)
     posterior = callback.posterior
     expected = {

@@ -7,7 +7,7 @@ import torch
 from callback_cases import by_evidence, fitted, train_loader
 from torch.utils.data import DataLoader
 
-from lightning_bayes import GaussianPosterior, LaplacePosterior
+from lightning_bayes import GaussianPosterior, LaplacePosterior, Tuning
 
 
 def test_groups_reach_the_posterior_and_its_file(tmp_path: Path) -> None:
@@ -28,6 +28,6 @@ def test_the_iterated_evidence_goes_over_the_training_data(tmp_path: Path) -> No
     model, fit = fitted(tmp_path, callback)
     plain.fit_now(fit, model, train_loader())
     data: Any = DataLoader(train_loader().dataset, 9)  # the same examples, in order
-    expected = plain.posterior.tune_prior("linear", data, iterate=True, passes=6)
+    expected = plain.posterior.tune_prior(Tuning("linear", iterate=True, passes=6), data)
     torch.testing.assert_close(callback.posterior.prior_precision, expected.prior_precision, rtol=1e-4, atol=0)
     assert not torch.equal(callback.posterior.prior_precision, plain.posterior.prior_precision)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from callback_cases import draw, laplace, same_numbers, trainer
+from helpers.options import predictive_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer
@@ -50,7 +51,9 @@ def go_through(folder: Path, make: Any, arguments: dict[str, Any], train: Any, t
     from_file = GaussianPosterior.load(callback.posterior_path, twin)
     x = split(next(iter(test)))[0]
     generator = torch.Generator().manual_seed(callback.seed)
-    loaded = from_file.predict(x, callback.predictive, callback.link, callback.samples, generator)
+    loaded = from_file.predict(
+        x, predictive_of(callback.predictive, link=callback.link, samples=callback.samples), generator=generator
+    )
     torch.testing.assert_close(loaded.entropy, predictions[0].entropy, rtol=1e-4, atol=1e-5)
 
     # Beside the posterior's, the network's own score.

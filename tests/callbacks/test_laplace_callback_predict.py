@@ -7,11 +7,12 @@ import lightning as L
 import pytest
 import torch
 from callback_cases import Classifier, fitted, held_out, labelled, laplace, train_loader, trainer
+from helpers.options import predictive_of
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_bayes import LaplaceCallback, Prediction
+from lightning_bayes import BNN, GLM, LaplaceCallback, Prediction
 from lightning_bayes.trainer.module import ModuleError
 
 
@@ -33,7 +34,7 @@ def same_predictions(found: list[Any], callback: LaplaceCallback, inputs: tuple[
 def test_each_batch_gives_its_prediction(
     tmp_path: Path, inference_mode: bool, predictive: str, link: str | None
 ) -> None:
-    callback = laplace(predictive=predictive, link=link, samples=6)
+    callback = laplace(predictive=predictive_of(predictive, link, 6))
     model, fit = fitted(tmp_path, callback, inference_mode=inference_mode)
     found = fit.predict(model, held_out())
     same_predictions(found, callback, batches())
@@ -42,11 +43,11 @@ def test_each_batch_gives_its_prediction(
 
 @pytest.mark.parametrize("batch_size", [4, 11])
 def test_a_prediction_is_the_posteriors_own_for_any_batch_size(tmp_path: Path, batch_size: int) -> None:
-    callback = laplace(link="mc", samples=6, seed=4)
+    callback = laplace(seed=4, predictive=GLM(link="mc", samples=6))
     model, fit = fitted(tmp_path, callback)
     found = Prediction.cat(fit.predict(model, held_out(batch_size=batch_size)))
     generator = torch.Generator().manual_seed(4)
-    expected = callback.posterior.predict(torch.cat(batches()), link="mc", samples=6, generator=generator)
+    expected = callback.posterior.predict(torch.cat(batches()), GLM(link="mc", samples=6), generator=generator)
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.epistemic, expected.epistemic, rtol=1e-6, atol=1e-8)
 
@@ -76,7 +77,7 @@ def test_several_loaders_give_a_list_each(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_give_a_dict_by_name(tmp_path: Path) -> None:
-    kron, diag = laplace(name="kron"), laplace(name="diag", structure="diag", predictive="bnn", samples=3)
+    kron, diag = laplace(name="kron"), laplace(name="diag", structure="diag", predictive=BNN(samples=3))
     L.seed_everything(0, verbose=False)
     model = Classifier()
     fit = trainer(tmp_path, kron, diag)
@@ -263,7 +264,7 @@ def test_a_writer_receives_the_predictions_that_are_not_returned(tmp_path: Path)
 
 @pytest.mark.parametrize("link", ["probit", "mc"])
 def test_mixed_precision_does_not_round_the_predictive(tmp_path: Path, link: str) -> None:
-    callback = laplace(link=link, samples=50)
+    callback = laplace(predictive=GLM(link=link, samples=50))
     model, _ = fitted(tmp_path, callback)
     found = trainer(tmp_path, callback, precision="bf16-mixed").predict(model, held_out())
     same_predictions(found, callback, batches())

@@ -9,7 +9,7 @@ import torch
 from callback_cases import Classifier, held_out, labelled, laplace, train_loader, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
+from lightning_bayes import GP, GaussianPosterior, LaplaceCallback, Prediction
 from lightning_bayes.posterior import PosteriorError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not improve the predictions of this network")
@@ -40,9 +40,9 @@ def test_scores_and_predictions_are_those_of_the_process(tmp_path: Path, words: 
 
 
 def test_a_checkpoint_holds_the_points(tmp_path: Path) -> None:
-    callback, checkpoint = laplace(gp_points=9, predictive="gp"), ModelCheckpoint(tmp_path / "kept")
+    callback, checkpoint = laplace(predictive=GP(points=9)), ModelCheckpoint(tmp_path / "kept")
     fitted(tmp_path, callback, checkpoint, enable_checkpointing=True)
-    again, model = LaplaceCallback(gp_points=9, predictive="gp", progress=False), Classifier()
+    again, model = LaplaceCallback(predictive=GP(points=9), progress=False), Classifier()
     other = trainer(tmp_path, again, ModelCheckpoint(tmp_path / "kept"), enable_checkpointing=True)
     loaded = other.predict(model, held_out(), ckpt_path=checkpoint.best_model_path)
     probs = torch.cat([prediction.probs for prediction in loaded])
@@ -53,6 +53,6 @@ def test_a_checkpoint_holds_the_points(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_conditioned_on_is_an_error_before_training(tmp_path: Path) -> None:
-    callback = laplace(gp_points=10_000, predictive="gp")
+    callback = laplace(predictive=GP(points=10_000))
     with pytest.raises(PosteriorError, match=r"between 10000 points with 3 outputs is too large.*pass gp_points=6688"):
         fitted(tmp_path, callback)

@@ -30,7 +30,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_bayes import Categorical, fit_laplace
+from lightning_bayes import BNN, GLM, Categorical, fit_laplace
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.predictive.evaluate import evaluate
 from lightning_bayes.trainer.module import ModuleError
@@ -207,7 +207,7 @@ def test_evaluate_leaves_the_random_state_and_the_mode_alone(tmp_path: Path) -> 
 
 
 def test_scores_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
-    callback = laplace(predictive="bnn", samples=7)
+    callback = laplace(predictive=BNN(samples=7))
     model, _ = fitted(tmp_path, callback)
     same_numbers(callback.evaluate(model, held_out(batch_size=1)), callback.evaluate(model, held_out(batch_size=11)))
 
@@ -243,7 +243,7 @@ class Tolerant(Classifier):
 
 def test_the_loaders_after_the_first_are_told_apart_by_entropy_and_epistemic_variance(tmp_path: Path) -> None:
     # The bridge's epistemic variance is in closed form, so that batches cannot change it.
-    callback = laplace(ood=True, link="bridge")
+    callback = laplace(ood=True, predictive=GLM(link="bridge"))
     model, fit = fitted(tmp_path, callback, Tolerant())
     (near, out) = fit.test(model, [held_out(), far()], verbose=False)
     expected = ood_scores(callback, 4 * draw(9, FEATURES, seed=8))
@@ -254,7 +254,7 @@ def test_the_loaders_after_the_first_are_told_apart_by_entropy_and_epistemic_var
 
 
 def test_several_out_of_distribution_loaders_are_scored_each_for_itself(tmp_path: Path) -> None:
-    callback = laplace(ood=True, link="bridge")
+    callback = laplace(ood=True, predictive=GLM(link="bridge"))
     model, fit = fitted(tmp_path, callback, Tolerant())
     found = callback.evaluate(model, held_out(), ood_dataloaders=[far(9), far(5)])
     results = fit.test(model, [held_out(), far(9), far(5)], verbose=False)
@@ -266,7 +266,7 @@ def test_several_out_of_distribution_loaders_are_scored_each_for_itself(tmp_path
 
 
 def test_evaluate_takes_one_out_of_distribution_loader_as_it_is(tmp_path: Path) -> None:
-    callback = laplace(link="bridge")
+    callback = laplace(predictive=GLM(link="bridge"))
     model, _ = fitted(tmp_path, callback)
     found = callback.evaluate(model, held_out(), ood_dataloaders=far())
     expected = ood_scores(callback, 4 * draw(9, FEATURES, seed=8))
@@ -369,7 +369,7 @@ def test_tensorboard_holds_the_reliability_diagrams(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_test_equals_evaluate_in_any_precision(tmp_path: Path, precision: str, inference_mode: bool) -> None:
-    callback = laplace(predictive="glm", link="mc", samples=9)
+    callback = laplace(predictive=GLM(link="mc", samples=9))
     model, fit = fitted(tmp_path, callback, precision=precision, inference_mode=inference_mode)
     (logged,) = fit.test(model, held_out(), verbose=False)
     del logged["test_loss"]

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Si
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, fit_laplace
+from lightning_bayes import BNN, Gaussian, L2MCallback, LaplaceCallback, MarginalLikelihoodCallback, Prior, fit_laplace
 
 X = draw(5, 4, seed=9)
 
@@ -44,7 +44,7 @@ def same_as_plain(callback: LaplaceCallback, model: nn.Module, n: int = 37) -> N
 
 def test_two_callbacks_log_side_by_side_as_each_would_alone(tmp_path: Path) -> None:
     def pair() -> list[LaplaceCallback]:
-        return [laplace(name="a", structure="diag"), laplace(name="b", predictive="bnn", samples=5, tune=None)]
+        return [laplace(name="a", structure="diag"), laplace(name="b", predictive=BNN(samples=5), tune=None)]
 
     alone: dict[str, float] = {}
     for callback in pair():
@@ -434,10 +434,7 @@ CLI_NOTICE = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Jsonar
 def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     cli = build(tmp_path, run=True)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback)]
-    expected = fit_laplace(
-        cli.model, train_loader(shuffle=False), structure="diag", subset="last_layer", curvature="fisher_mc",
-        prior_precision=2.5, temperature=0.5, seed=3,
-    )  # fmt: skip
+    expected = fit_laplace(cli.model, train_loader(shuffle=False), structure="diag", subset="last_layer", curvature="fisher_mc", prior_precision=2.5, seed=3, prior=Prior(temperature=0.5))  # fmt: skip
     same_posterior(callback.posterior, expected, X)
     assert (callback.predictive, callback.link, callback.samples, callback.name) == ("bnn", "mc", 7, "mine")
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"

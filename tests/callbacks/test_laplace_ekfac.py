@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_bayes
-from lightning_bayes import GaussianPosterior, MarginalLikelihoodCallback, fit_laplace
+from lightning_bayes import FitData, GaussianPosterior, MarginalLikelihoodCallback, fit_laplace
 from lightning_bayes.network import DataError
 from lightning_bayes.structures import EKFACBlockDiagonal
 
@@ -68,5 +68,5 @@ def test_trained_weights_and_an_iterator_are_refused_before_it_is_read() -> None
     batches = iter(train_loader())
     for limited in (None, 2):
         with pytest.raises(DataError, match="the loader is an iterator"):
-            laplace(structure="ekfac", max_batches=limited).fit_now(None, Classifier(), batches)
+            laplace(structure="ekfac", data=FitData(max_batches=limited)).fit_now(None, Classifier(), batches)
     assert len(list(batches)) == 5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplaceCallback, fit_laplace
+from lightning_bayes import Diag, LaplaceCallback, fit_laplace
 from lightning_bayes.curvature.diagonal import RuleError
 
 
@@ -37,7 +37,7 @@ def data() -> TensorDataset:
 
 
 def fitted(module: Net, folder: Path, hessian: str) -> LaplaceCallback:
-    callback = LaplaceCallback(structure="diag", hessian=hessian, tune=None, progress=False, save=False)
+    callback = LaplaceCallback(structure=Diag(method=hessian), tune=None, progress=False, save=False)
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], default_root_dir=folder, logger=False)
     trainer.fit(module, DataLoader(data(), batch_size=4))
     return callback
@@ -49,7 +49,7 @@ def test_the_callback_passes_it_on(tmp_path: Path, hessian: str) -> None:
     module = Net()
     found = fitted(module, tmp_path, hessian).posterior.precision.diagonal()
     x, y = data().tensors
-    expected = {name: fit_laplace(module, [(x, y)], structure="diag", hessian=name) for name in ("exact", "approx")}
+    expected = {name: fit_laplace(module, [(x, y)], structure=Diag(method=name)) for name in ("exact", "approx")}
     torch.testing.assert_close(found, expected[hessian].precision.diagonal())
     assert not torch.allclose(*(posterior.precision.diagonal() for posterior in expected.values()), rtol=1e-3)
 

@@ -32,7 +32,7 @@ from marginal_cases import (
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_bayes import Gaussian, MarginalLikelihoodCallback
+from lightning_bayes import Gaussian, Learning, MarginalLikelihoodCallback
 from lightning_bayes.callbacks.hyperparameters import add_prior_gradient
 from lightning_bayes.network.errors import DataError
 
@@ -123,10 +123,10 @@ def test_thawed_weights_get_their_prior_in_the_next_epoch(tmp_path: Path) -> Non
 
     model = Slow()
     model.net[0].requires_grad_(False)
-    callback = marginal(prior_precision=3.0, keep="last")
+    callback = marginal(prior_precision=3.0, evidence=Learning(keep="last"))
     trained(tmp_path, model, Thaw(), callback, max_epochs=1)
     assert set(callback._hyperparameters.prior_precision) == {"net.2"}
-    callback = marginal(prior_precision=3.0, keep="last")
+    callback = marginal(prior_precision=3.0, evidence=Learning(keep="last"))
     trained(tmp_path, model, Thaw(), callback, max_epochs=3)
     assert set(callback._hyperparameters.prior_precision) == {"net.0", "net.2"}
 
@@ -217,7 +217,7 @@ def test_the_noise_that_is_learned_is_no_news_to_the_loss(tmp_path: Path) -> Non
             learned.append(callback._hyperparameters)
 
     model = regressor()
-    callback = marginal(model, prior_precision=2.0, steps=5, keep="last")
+    callback = marginal(model, prior_precision=2.0, evidence=Learning(steps=5, keep="last"))
     found, _ = trained(tmp_path, model, Note(), callback, max_epochs=4)
     assert len({round(η.noise, 6) for η in learned}) == 4
 

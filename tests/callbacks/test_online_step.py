@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Gaussian, OnlineLaplaceCallback
+from lightning_bayes import Gaussian, Memory, OnlineLaplaceCallback
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal, RuleError
 from lightning_bayes.likelihoods import LikelihoodError
@@ -128,7 +128,7 @@ class Spy(L.Callback):
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_others_see_the_mean_whether_they_come_first_or_last(tmp_path: Path, samples: int) -> None:
-    first, last, callback = Spy(), Spy(), online(n_data=EXAMPLES, samples=samples)
+    first, last, callback = Spy(), Spy(), online(n_data=EXAMPLES, train_samples=samples)
     model = Convolutional()
     fit = trainer(tmp_path, first, callback, last, precision="64-true", val_check_interval=1, num_sanity_val_steps=1)
     fit.fit(model, Given(images()), Given(images(4)))
@@ -345,7 +345,7 @@ class Sorting(Autoencoder):
 def test_an_operation_without_a_rule_is_refused_by_name(tmp_path: Path) -> None:
     callback = online(n_data=EXAMPLES, hessian="approx")
     refused(tmp_path, Sorting(), callback, "through sort.*use hessian='exact'", RuleError)
-    callback = online(n_data=EXAMPLES, hessian="auto", threshold=2)
+    callback = online(n_data=EXAMPLES, hessian="auto", memory=Memory(threshold=2))
     refused(tmp_path, Sorting(), callback, "through sort.*use hessian='exact'", RuleError)
     run = trained(tmp_path, Sorting(), vectors())
     agree(run, ByHand(Sorting(), EXAMPLES).run(vectors(), run.noises))
@@ -384,7 +384,7 @@ def test_a_wrong_target_of_a_later_batch_is_told(tmp_path: Path, kind: type, hes
     """When numbers are looked at next: at the end of this short training."""
     data = [(x, (x > 0).double()) for x in vectors(32)]
     data[6][1][1, 2] = 2.0
-    callback = online(likelihood="binary", n_data=32, hessian=hessian, threshold=2, at=at)
+    callback = online(likelihood="binary", n_data=32, hessian=hessian, memory=Memory(threshold=2, curvature_at=at))
     with pytest.raises(LikelihoodError, match="Bernoulli needs targets that are 0 or 1, got 2"):
         trained(tmp_path, kind(), data, callback)
 
@@ -442,7 +442,7 @@ def test_recomputed_activations_are_those_of_the_sample(tmp_path: Path, reentran
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_several_samples_with_activation_checkpointing_are_refused(tmp_path: Path, reentrant: bool) -> None:
-    callback = online(n_data=EXAMPLES, samples=2)
+    callback = online(n_data=EXAMPLES, train_samples=2)
     refused(tmp_path, Recomputing(reentrant), callback, "activation checkpointing recomputes.*use samples=1")
     x = draw(3, FEATURES, seed=1).requires_grad_()
     model = Recomputing(reentrant)
@@ -478,7 +478,7 @@ def test_mixed_precision_is_for_the_users_step_and_not_for_the_curvature(tmp_pat
 def test_weights_in_16_bits_have_their_curvature_in_32(tmp_path: Path, hessian: str) -> None:
     still = Convolutional(lambda p: torch.optim.SGD(p, 0.0))  # in which only batch norm's statistics move
     data = images()
-    callback, reference = (online(n_data=EXAMPLES, hessian=hessian, threshold=8) for _ in range(2))
+    callback, reference = (online(n_data=EXAMPLES, hessian=hessian, memory=Memory(threshold=8)) for _ in range(2))
     half = trained(tmp_path, still, [x.bfloat16() for x in data], callback, precision="bf16-true", max_epochs=2)
     full = trained(tmp_path, still, data, reference, max_epochs=2)
     assert all(p.dtype == torch.bfloat16 for p in half.model.parameters())
@@ -503,10 +503,10 @@ class Inside(Autoencoder):
 )
 def test_a_compiled_network_trains_like_another(tmp_path: Path, inside: bool, samples: int) -> None:
     model: Any = Inside() if inside else torch.compile(Autoencoder(), backend="aot_eager")
-    callback = online(n_data=EXAMPLES, samples=samples)
+    callback = online(n_data=EXAMPLES, train_samples=samples)
     spy = Spy()
     trainer(tmp_path, callback, spy, precision="64-true").fit(model, Given(vectors()))
-    expected = trained(tmp_path, Autoencoder(), vectors(), online(n_data=EXAMPLES, samples=samples))
+    expected = trained(tmp_path, Autoencoder(), vectors(), online(n_data=EXAMPLES, train_samples=samples))
     assert callback._memory is not None
     same(callback._memory.C, expected.C)
     same(flat(model), expected.weights)

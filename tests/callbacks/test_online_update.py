@@ -30,7 +30,7 @@ from online_cases import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Gaussian
+from lightning_bayes import Gaussian, Memory
 from lightning_bayes.callbacks.online_step import CurvatureMemory, MemoryRule, numbered_noise
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal
@@ -98,7 +98,7 @@ def test_the_papers_prior_would_have_decayed_and_this_one_has_not(tmp_path: Path
 def test_the_steady_state(tmp_path: Path, average: bool, datasets: float) -> None:
     still = Autoencoder(lambda parameters: torch.optim.SGD(parameters, 0.0))
     whole = vectors(size=EXAMPLES)
-    callback = online(n_data=EXAMPLES, average=average, memory_factor=0.4)
+    callback = online(n_data=EXAMPLES, memory_factor=0.4, memory=Memory(average=average))
     run = trained(tmp_path, still, whole, callback, max_epochs=60)
     once = ByHand(still, EXAMPLES).curvature(flat(still), whole[0])
     same(run.C, datasets * once)
@@ -273,7 +273,7 @@ def test_a_training_step_of_any_form(tmp_path: Path, kind: Any, samples: int) ->
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(outputs)
 
-    callback = online(n_data=EXAMPLES, samples=samples)
+    callback = online(n_data=EXAMPLES, train_samples=samples)
     run = trained(tmp_path, kind(), vectors(), callback, callbacks=[Look()])
     agree(run, ByHand(kind(), EXAMPLES, samples=samples).run(vectors(), run.noises))
     assert all((outputs.keys() == {"loss", "found"}) == (kind is Returns) for outputs in seen)
@@ -320,7 +320,7 @@ def test_the_other_diagonals_enter_the_same_update(tmp_path: Path, hessian: str)
     for module in still.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 0.0
-    run = trained(tmp_path, still, images(), online(n_data=EXAMPLES, hessian=hessian, threshold=10))
+    run = trained(tmp_path, still, images(), online(n_data=EXAMPLES, hessian=hessian, memory=Memory(threshold=10)))
     still.double()
     subset = choose_subset(still, images()[0], "all")
     diagonal = BatchDiagonal(still, subset, Gaussian(1.0), {"auto": "mixed"}.get(hessian, hessian), 10)
@@ -347,7 +347,7 @@ def test_curvature_that_is_not_finite_stops_training_before_it_is_remembered(tmp
             return super().loss(batch.clamp(-1, 1))
 
     model = Tame()
-    callback = online(n_data=EXAMPLES, at=at)
+    callback = online(n_data=EXAMPLES, memory=Memory(curvature_at=at))
     with pytest.raises(RuntimeError, match="the curvature of a batch is not finite"):
         trainer(tmp_path, callback, precision="64-true").fit(model, Given(batches))
     same(flat(model), flat(Autoencoder()))

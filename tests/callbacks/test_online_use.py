@@ -15,7 +15,7 @@ from online_cases import EXAMPLES, Autoencoder, ByHand, Given, agree, flat, onli
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback
+from lightning_bayes import BNN, GLM, Gaussian, LaplacePosterior, Memory, OnlineLaplaceCallback
 
 X = draw(5, 4, seed=9).double()
 
@@ -47,7 +47,7 @@ class Wrapped(L.LightningModule):
 )  # for the shift is not in the network
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_networks_weights_are_sampled_and_all_others_train(tmp_path: Path, samples: int) -> None:
-    callback = online(n_data=EXAMPLES, network="net", samples=samples)
+    callback = online(n_data=EXAMPLES, network="net", train_samples=samples)
     run = trained(tmp_path, Wrapped(), [{"image": x} for x in vectors()], callback)
 
     class Inner(Autoencoder):
@@ -164,7 +164,7 @@ def test_any_likelihood_trains_tests_and_predicts(
     posterior = callback.posterior
     x = data(11, 5).tensors[0]
     found = fit.predict(model, loader)
-    expected = posterior.predict(x, "bnn", samples=5, generator=torch.Generator().manual_seed(0))
+    expected = posterior.predict(x, BNN(samples=5), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(torch.cat([each.epistemic for each in found]), expected.epistemic)
     assert posterior.n_data == 37
     assert isinstance(posterior, LaplacePosterior)
@@ -225,7 +225,7 @@ def test_iterable_data_need_their_number(tmp_path: Path) -> None:
 
 
 def test_without_the_number_of_the_data_where_it_is_not_needed(tmp_path: Path) -> None:
-    n, C = counted(tmp_path, DataLoader(Stream(), 4), online(memory_factor=0.0, scaling="batch"))
+    n, C = counted(tmp_path, DataLoader(Stream(), 4), online(memory_factor=0.0, memory=Memory(extrapolate=False)))
     assert n == 0
     same(C, ByHand(Autoencoder(), 1).curvature(flat(Autoencoder()), torch.cat(vectors())))
 
@@ -358,11 +358,7 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
 
     L.seed_everything(0, verbose=False)
-    same_words = OnlineLaplaceCallback(
-        "classification", memory_factor=0.01, hessian="mixed", samples=2, prior_precision=2.5, scale=0.5, average=True,
-        at="sample", same_sample=True, initial_curvature=3.0, scaling="batch", max_std=0.1, threshold=4, n_data=100,
-        subset=["net.0", "net.4.bias"], predictive="glm", link="probit", predictive_samples=7, name="mine", seed=3,
-    )  # fmt: skip
+    same_words = OnlineLaplaceCallback("classification", memory_factor=0.01, hessian="mixed", prior_precision=2.5, same_sample=True, max_std=0.1, n_data=100, subset=["net.0", "net.4.bias"], predictive=GLM(samples=7, link="probit"), name="mine", seed=3, train_samples=2, memory=Memory(average=True, scale=0.5, initial_curvature=3.0, threshold=4, curvature_at="sample", extrapolate=False))  # fmt: skip
     model = Classifier()
     trainer(tmp_path, same_words, max_epochs=1).fit(model, train_loader(shuffle=False))
     assert torch.equal(callback.posterior.mean, same_words.posterior.mean)

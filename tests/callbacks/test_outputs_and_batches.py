@@ -25,6 +25,7 @@ from lightning_bayes import (
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
+    Network,
     OnlineLaplaceCallback,
     SWAGCallback,
     VariationalInferenceMixin,
@@ -154,7 +155,7 @@ def test_classes_are_where_the_caller_says(caplog: pytest.LogCaptureFixture) -> 
     """Where positions are as many as classes, the shape of the targets does not tell."""
     network = Tokens("tensor").double()
     ids, labels = torch.randint(WORDS, (5, CLASSES)), torch.randint(CLASSES, (5, CLASSES))
-    named = fit_laplace(network, [(ids, labels)], class_dim=-1)
+    named = fit_laplace(network, [(ids, labels)], output=Network(class_dim=-1))
     reference = fit_laplace(Tokens("dense").double(), [(ids, labels)])
     torch.testing.assert_close(named.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
     with caplog.at_level(logging.WARNING, "lightning_bayes"):

@@ -178,7 +178,7 @@ def test_a_regression_by_its_words() -> None:
     model, loader = Regressor(), DataLoader(measured(37), 8)
     words: dict[str, Any] = {"structure": "diag", "subset": "last_layer", "tune": None, "prior_precision": 3.0}
     posterior = lightning_bayes.fit(model, loader, likelihood="regression", progress=False, **words)
-    expected = fit_laplace(model, loader, "regression", "diag", "last_layer", prior_precision=3.0)
+    expected = fit_laplace(model, loader, "regression", prior_precision=3.0, structure="diag", subset="last_layer")
     same_posterior(posterior, expected, X)
 
 

@@ -38,18 +38,20 @@ class VariationalInferenceNet(VariationalInferenceMixin, LitNet):
 
 def laplace(task: str, structure: str = "kron", subset: str = "all", seed: int = 0) -> GaussianPosterior:
     net = LitNet(task, seed).net
-    return fit_laplace(net, loader(task), TASKS[task], structure, subset, prior_precision=2.0)
+    return fit_laplace(net, loader(task), TASKS[task], prior_precision=2.0, structure=structure, subset=subset)
 
 
 def process(task: str) -> GaussianPosterior:
     """With training points, for predictions in function space."""
-    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp_points=5)
+    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], prior_precision=2.0, gp=5)
 
 
 def after(task: str, structure: str) -> GaussianPosterior:
     """With the posterior of other data, at other weights, for its prior."""
     before = laplace(task, structure, seed=1)
-    return fit_laplace(LitNet(task).net, loader(task), TASKS[task], structure, prior=before, prior_precision=1.5)
+    return fit_laplace(
+        LitNet(task).net, loader(task), TASKS[task], prior=before, prior_precision=1.5, structure=structure
+    )
 
 
 def l2m(task: str) -> LaplacePosterior:
@@ -99,7 +101,7 @@ def _train(module: Any, *callbacks: Any) -> None:
 
 
 def ensemble(task: str) -> DeepEnsemble:
-    return DeepEnsemble([laplace(task), laplace(task, "diag", seed=1)], weights=[1.0, 3.0])
+    return DeepEnsemble([laplace(task), laplace(task, "diag", seed=1)], member_weights=[1.0, 3.0])
 
 
 MAKERS: dict[str, Callable[[str], Any]] = {

@@ -12,15 +12,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import FEATURES, OUTPUTS, TASKS, LitNet, dataset, loader, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from posterior_kinds import VariationalInferenceNet, VariationalLaplaceNet
 
 from lightning_bayes import (
+    BNN,
     GaussianPosterior,
     L2MCallback,
     LaplaceCallback,
+    LowRank,
     MarginalLikelihoodCallback,
     OnlineLaplaceCallback,
     Prediction,
@@ -60,7 +63,7 @@ METHODS: dict[str, tuple[Callable[[str], LitNet], Callable[[str], PosteriorCallb
     "laplace": (plain, lambda task: LaplaceCallback(TASKS[task], progress=False)),
     "lowrank": (
         plain,
-        lambda task: LaplaceCallback(TASKS[task], structure="lowrank", rank=5, name="lowrank", progress=False),
+        lambda task: LaplaceCallback(TASKS[task], structure=LowRank(rank=5), name="lowrank", progress=False),
     ),
     "l2m": (plain, lambda task: L2MCallback(TASKS[task], loss_scale=1.0)),
     "online_laplace": (plain, lambda task: OnlineLaplaceCallback(TASKS[task], memory_factor=0.1)),
@@ -202,7 +205,11 @@ def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
         mean = prediction.mean if run.module.task == "regression" else prediction.probs
         assert mean.shape == (len(x), OUTPUTS)
         assert mean.dtype == torch.float64
-        expected = run.posterior.predict(x, callback.predictive, callback.link, callback.samples, seeded(callback.seed))
+        expected = run.posterior.predict(
+            x,
+            predictive_of(callback.predictive, link=callback.link, samples=callback.samples),
+            generator=seeded(callback.seed),
+        )
         same_predictions([prediction], [expected])
 
 
@@ -234,7 +241,7 @@ def test_a_file_holds_the_same_posterior(fitted: Any, tmp_path: Path) -> None:
     network.load_state_dict(torch.load(run.last, weights_only=True)["state_dict"])
     loaded = GaussianPosterior.load(path, network)
     same_posterior(loaded, run.posterior)
-    one, two = (p.predict(X, "bnn", samples=5, generator=seeded()) for p in (loaded, run.posterior))
+    one, two = (p.predict(X, BNN(samples=5), generator=seeded()) for p in (loaded, run.posterior))
     same_predictions([one], [two])
 
 

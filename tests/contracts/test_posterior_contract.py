@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.options import predictive_of
 from helpers.oracles import at_weights, jacobian
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import FEATURES, OUTPUTS, TASKS, dataset, loader
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.distributions import MultivariateNormal
 
-from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, Prediction, evaluate
+from lightning_bayes import BNN, GLM, DeepEnsemble, GaussianPosterior, LaplacePosterior, Prediction, evaluate
 from lightning_bayes.posterior import PosteriorError
 
 B = 5
@@ -141,7 +142,9 @@ def test_the_gaussian_over_outputs_is_that_of_the_linear_model(kind: str) -> Non
 def test_every_predictive_and_link_gives_a_prediction(kind: str, task: str, predictive: str) -> None:
     posterior = made(kind, task)
     for link in (None, *TASKS[task].links) if predictive in ("glm", "gp") else (None,):
-        prediction, again = (posterior.predict(X, predictive, link, 7, seeded(3)) for _ in range(2))
+        prediction, again = (
+            posterior.predict(X, predictive_of(predictive, link=link, samples=7), generator=seeded(3)) for _ in range(2)
+        )
         assert type(prediction) is Prediction
         assert len(prediction) == B
         values = tensors(prediction)
@@ -184,7 +187,7 @@ def test_predictions_are_those_of_the_network_at_its_weights_and_at_draws(kind: 
     moments = [likelihood.conditional(outputs_at(posterior, θ)) for θ in weights]
     mean = torch.stack([mean for mean, _ in moments])
     variance = torch.stack([variance.expand(B, OUTPUTS) for _, variance in moments])
-    sampled = posterior.predict(X, "bnn", samples=9, generator=seeded(2))
+    sampled = posterior.predict(X, BNN(samples=9), generator=seeded(2))
     torch.testing.assert_close(sampled.mean if task == "regression" else sampled.probs, mean.mean(0), **TIGHT)
     torch.testing.assert_close(sampled.epistemic, mean.var(0, correction=0), **TIGHT)
     torch.testing.assert_close(sampled.aleatoric, variance.mean(0), **TIGHT)
@@ -213,7 +216,7 @@ def test_predictions_have_a_gradient_in_x(kind: str, task: str) -> None:
     posterior = made(kind, task)
 
     def predict(x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensors(posterior.predict(x, generator=seeded(), samples=4, differentiable=True)).values())
+        return tuple(tensors(posterior.predict(x, GLM(samples=4), generator=seeded(), differentiable=True)).values())
 
     x = X[:2].clone().requires_grad_()
     with untouched(posterior.network):
@@ -252,9 +255,9 @@ def test_an_ensemble_is_the_mixture_of_its_members(task: str) -> None:
 @both_kinds_of_targets
 def test_scores_have_the_same_keys(kind: str, task: str) -> None:
     posterior, predictive = made(kind, task), predictives(kind)[0]
-    scores = evaluate(posterior, loader(task), predictive=predictive, samples=5)
+    scores = evaluate(posterior, loader(task), predictive=predictive_of(predictive, samples=5))
     x, y = dataset(task).tensors
-    predicted = posterior.predict(x, predictive, samples=5, generator=seeded())
+    predicted = posterior.predict(x, predictive_of(predictive, samples=5), generator=seeded())
     if task == "regression":
         assert scores.keys() == {"nll", "rmse", "coverage"}
         assert scores["rmse"] == pytest.approx(float((predicted.mean - y).square().mean().sqrt()))
@@ -277,7 +280,7 @@ def reloaded(posterior: Any, how: str, folder: Path) -> Any:
         member.save(path)
         assert path.is_dir() if member.is_sharded else isinstance(torch.load(path, weights_only=True), dict)
     if isinstance(posterior, DeepEnsemble):
-        return DeepEnsemble.load(paths, networks, weights=posterior.weights)
+        return DeepEnsemble.load(paths, networks, member_weights=posterior.weights)
     return GaussianPosterior.load(paths[0], networks[0])
 
 
@@ -293,7 +296,7 @@ def test_what_comes_back_is_the_same_posterior(kind: str, how: str, task: str, t
     loaded = reloaded(posterior, how, tmp_path)
     assert type(loaded) is type(posterior)
     for predictive in predictives(kind):
-        one, two = (p.predict(X, predictive, samples=5, generator=seeded()) for p in (loaded, posterior))
+        one, two = (p.predict(X, predictive_of(predictive, samples=5), generator=seeded()) for p in (loaded, posterior))
         for name, value in tensors(two).items():
             torch.testing.assert_close(tensors(one)[name], value, **TIGHT)
     for one, two in zip(members(loaded), members(posterior), strict=True):
@@ -520,14 +523,14 @@ def test_calibration_is_kept_and_changes_predictions_alone(kind: str, task: str)
 
 USES: dict[str, Callable[[Any], Any]] = {
     "glm": lambda p: p.predict(X),
-    "glm, mc": lambda p: p.predict(X, link="mc", samples=3),
-    "bnn": lambda p: p.predict(X, "bnn", samples=3),
+    "glm, mc": lambda p: p.predict(X, GLM(link="mc", samples=3)),
+    "bnn": lambda p: p.predict(X, BNN(samples=3)),
     "map": lambda p: p.predict(X, "map"),
-    "evaluate": lambda p: evaluate(p, loader(), samples=3),
+    "evaluate": lambda p: evaluate(p, loader(), predictive=GLM(samples=3)),
     "functional": lambda p: p.functional(X),
     "differentiable": lambda p: p.predict(X.clone().requires_grad_(), differentiable=True).entropy.sum().backward(),
     "function": lambda p: p.sample_function()(X.clone().requires_grad_()).sum().backward(),
-    "calibrate": lambda p: p.calibrate(loader(), samples=3),
+    "calibrate": lambda p: p.calibrate(loader(), GLM(samples=3)),
 }
 OF_SOME = {"ensemble": ("glm", "glm, mc", "bnn", "map", "evaluate"), "sharded": ("bnn", "map")}
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from factor_cases import THRESHOLDS, cnn, data
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import Kron, fit_laplace
 from lightning_bayes.network import Processes
 
 
@@ -21,7 +21,7 @@ def main(folder: Path, world: int, rank: int) -> None:
         x, y = data(n)
         own = [(x[rank::world], y[rank::world])] if rank < n else []
         for rank_of_factors in (None, 3, "auto"):
-            words = {"rank": rank_of_factors, "processes": Processes.current(), "probe": x[:1]}
+            words = {"structure": Kron(rank=rank_of_factors), "processes": Processes.current(), "probe": x[:1]}
             posterior = fit_laplace(network, own, "classification", **words)
             for block in posterior.curvature.structure.blocks:
                 for found in (block.left, block.right):

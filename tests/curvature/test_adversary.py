@@ -14,10 +14,11 @@ import oracles
 import pytest
 import torch
 from adversary import BLOCKS, FRONTS, LIKELIHOODS, POOLINGS, draw, hooked
+from helpers.options import predictive_of
 from helpers.tensors import seeded
 from torch import Tensor
 
-from lightning_bayes import DeepEnsemble, Prediction, fit_laplace
+from lightning_bayes import DeepEnsemble, Kron, Prediction, fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
 from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.structures import Kronecker
@@ -60,8 +61,8 @@ def attack(seed: int) -> None:
                     loader,
                     likelihood,
                     curvature=curvature,
-                    weight_sharing=sharing,
                     probe=batches[0][0],
+                    structure=Kron(weight_sharing=sharing),
                 ).structure
                 for loader in (batches, singles)
             )
@@ -95,7 +96,7 @@ def attack(seed: int) -> None:
                 again = fit_laplace(network, batches, likelihood, structure=structure)
                 torch.testing.assert_close(again.functional(x)[1], covariances, **tight)
     for words in [*(("glm", link) for link in likelihood.links), ("bnn", None), ("map", None)]:
-        one_value(lambda x, words=words: posterior.predict(x, *words, 10, seeded()), batches)
+        one_value(lambda x, words=words: posterior.predict(x, predictive_of(*words, 10), generator=seeded()), batches)
     members = DeepEnsemble([posterior, posterior.with_prior(3.0)])
     one_value(lambda x: members.predict(x, generator=seeded()), batches)
 

@@ -6,10 +6,12 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.options import estimate_of
 from networks import CASES, Case, N
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bayes import Kron
 from lightning_bayes.curvature import blocks, fit_curvature
 from lightning_bayes.jacobian import gradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
@@ -26,7 +28,7 @@ NETWORKS = [
 @pytest.mark.parametrize("name", NETWORKS)
 def test_any_split_equals_one_batch(name: str, structure: str, curvature: str) -> None:
     case = CASES[name]()
-    options: dict[str, Any] = {"structure": structure, "curvature": curvature, "samples": 2}
+    options: dict[str, Any] = {"structure": structure, "curvature": estimate_of(curvature, 2)}
     whole = fit_curvature(case.network, case.loader(), case.likelihood, **options)
     for sizes in ((1,) * N, (3, 1), (1, 2, 1)):
         split = fit_curvature(case.network, case.loader(*sizes), case.likelihood, **options)
@@ -38,7 +40,7 @@ def test_any_split_equals_one_batch(name: str, structure: str, curvature: str) -
 def test_reduce_is_the_same_for_any_split() -> None:
     case = CASES["deep_cnn"]()
     whole, split = (
-        fit_curvature(case.network, case.loader(*sizes), weight_sharing="reduce").structure.to_dense()
+        fit_curvature(case.network, case.loader(*sizes), structure=Kron(weight_sharing="reduce")).structure.to_dense()
         for sizes in ((), (1, 3))
     )
     torch.testing.assert_close(split, whole, **TIGHT)

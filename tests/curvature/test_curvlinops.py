@@ -8,6 +8,7 @@ import torch
 from networks import CASES, OUTPUTS, Case, real
 from torch import Tensor, nn
 
+from lightning_bayes import Kron, LowRank
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian
 
@@ -72,7 +73,7 @@ def test_low_rank(network: str, loss: str) -> None:
     """The largest eigenvalues of the peer's operator, by SciPy's Lanczos; and all of its matrix."""
     case, criterion = setting(network, loss, bias=True)
     G = dense(curvlinops.GGNLinearOperator, case, criterion)
-    few = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "lowrank", rank=4).structure
+    few = fit_curvature(case.network, case.loader(1, 5), case.likelihood, LowRank(rank=4)).structure
     largest = eigsh(G.numpy(), k=4, return_eigenvectors=False)[::-1].copy()
     torch.testing.assert_close(few.values, torch.from_numpy(largest), rtol=1e-4, atol=1e-10)
     every = fit_curvature(case.network, case.loader(1, 5), case.likelihood, "lowrank").structure
@@ -108,7 +109,7 @@ def test_kfac_is_curvlinops(network: str, loss: str, sharing: str, bias: bool) -
     case, criterion = setting(network, loss, bias)
     options = {"fisher_type": "type-2", "kfac_approx": sharing, "separate_weight_and_bias": False}
     K = dense(curvlinops.KFACLinearOperator, case, criterion, **options)
-    fitted = fit_curvature(case.network, case.loader(3, 3), case.likelihood, "kron", weight_sharing=sharing).structure
+    fitted = fit_curvature(case.network, case.loader(3, 3), case.likelihood, Kron(weight_sharing=sharing)).structure
     torch.testing.assert_close(fitted.to_dense(), K, **TIGHT)
     v = real(2, len(K))
     damped = K + 0.3 * torch.eye(len(K), dtype=torch.float64)

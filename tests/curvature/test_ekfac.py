@@ -6,11 +6,13 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.options import estimate_of
 from helpers.untouched import untouched
 from networks import CASES, CONVOLUTIONS, OUTPUTS, TRANSPOSED, Case, Wired, real
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import EKFAC as EKFACOption
+from lightning_bayes import Kron, fit_laplace
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
 from lightning_bayes.likelihoods import Categorical, Gaussian
@@ -69,16 +71,16 @@ def test_eigenvalues_are_those_of_the_exact_block_in_its_basis(name: str) -> Non
 @pytest.mark.parametrize("name", ["conv_2d_groups", "linear_on_sequences", "embedding", "used_twice", "deep_cnn"])
 def test_the_block_is_exact_whatever_sharing_the_basis_is_from(name: str) -> None:
     case = CASES[name]()
-    found = fit(case, 3, 1, weight_sharing="reduce")
+    found = fit(case, 3, 1, structure=EKFACOption(weight_sharing="reduce"))
     assert check_blocks(found, oracles.ggn(case))
-    same_basis = fit(case, 3, 1, weight_sharing="reduce", structure="kron")
+    same_basis = fit(case, 3, 1, structure=Kron(weight_sharing="reduce"))
     assert torch.equal(found.blocks[0].left.vectors, same_basis.blocks[0].left.vectors)
 
 
 @pytest.mark.parametrize("kind", ["empirical_fisher", "fisher_mc"])
 @pytest.mark.parametrize("name", ["mlp", "deep_cnn", "embedding", "tagging"])
 def test_both_passes_see_the_same_labels(name: str, kind: str) -> None:
-    case, options = CASES[name](), {"curvature": kind, "samples": 2, "seed": 5}
+    case, options = CASES[name](), {"curvature": estimate_of(kind, 2), "seed": 5}
     assert check_blocks(fit(case, 1, 2, 1, **options), fit(case, structure="full", **options).to_dense())
 
 
@@ -199,9 +201,7 @@ def test_a_broken_second_pass_leaves_the_network_as_it_was() -> None:
 
 def test_training_points_are_kept_once() -> None:
     case = CASES["mlp"]()
-    once, twice = (
-        fit_laplace(case.network, case.loader(1, 3), structure=word, gp_points=3) for word in ("kron", "ekfac")
-    )
+    once, twice = (fit_laplace(case.network, case.loader(1, 3), structure=word, gp=3) for word in ("kron", "ekfac"))
     assert once.points is not None
     assert twice.points is not None
     assert torch.equal(once.points.index, twice.points.index)
@@ -220,7 +220,7 @@ def test_single_weights_have_no_such_form() -> None:
 def test_refinement_fits_it_again() -> None:
     """For squared loss the linearised network's curvature is the network's own."""
     case = CASES["gaussian_noise_per_output"]()
-    posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, "ekfac", prior_precision=2.0)
+    posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, prior_precision=2.0, structure="ekfac")
     refined = posterior.refine(case.loader(1, 3))
     assert isinstance(refined.curvature.structure, EKFACBlockDiagonal)
     torch.testing.assert_close(refined.precision.to_dense(), posterior.precision.to_dense(), **TIGHT)
@@ -229,7 +229,9 @@ def test_refinement_fits_it_again() -> None:
 def test_the_covariance_of_outputs_is_that_of_its_dense_matrix() -> None:
     for name in ("mlp", "conv_2d_groups", "transposed_2d_all_options", "linear_on_sequences", "embedding"):
         case = CASES[name]()
-        posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, "ekfac", prior_precision=2.0)
+        posterior = fit_laplace(
+            case.network, case.loader(1, 3), case.likelihood, prior_precision=2.0, structure="ekfac"
+        )
         Σ = torch.linalg.inv(posterior.curvature.structure.to_dense() + 2 * torch.eye(len(posterior.mean)))
         network, parameters = oracles.subset(case.network)
         J = torch.stack([oracles.jacobian(network, oracles.example(case.x, n), parameters)[1] for n in range(4)])
@@ -241,7 +243,9 @@ def test_its_evidence_is_a_lower_bound_of_the_exact_one(name: str) -> None:
     """A matrix without what is off its diagonal, in any basis, has the larger determinant (Hadamard) and the larger
     number of weights that the data determine (Schur)."""
     case = CASES[name]()
-    ekfac, full = (fit_laplace(case.network, case.loader(), case.likelihood, word) for word in ("ekfac", "full"))
+    ekfac, full = (
+        fit_laplace(case.network, case.loader(), case.likelihood, structure=word) for word in ("ekfac", "full")
+    )
     for δ in (1e-3, 1.0, 50.0):
         one, exact = ekfac.with_prior(δ), full.with_prior(δ)
         assert one.log_marginal_likelihood() <= exact.log_marginal_likelihood() + 1e-9
@@ -253,7 +257,9 @@ def test_new_noise_is_a_new_fit(name: str) -> None:
     case = CASES[name]()
     y = real(4, OUTPUTS)
     data = [(case.x[:3], y[:3]), (case.x[3:], y[3:])]
-    one, other = (fit_laplace(case.network, data, Gaussian(σ), "ekfac", prior_precision=2.0) for σ in (0.5, 1.5))
+    one, other = (
+        fit_laplace(case.network, data, Gaussian(σ), prior_precision=2.0, structure="ekfac") for σ in (0.5, 1.5)
+    )
     moved = one.with_noise(1.5)
     torch.testing.assert_close(moved.precision.logdet(), other.precision.logdet(), **TIGHT)
     torch.testing.assert_close(moved.log_marginal_likelihood(), other.log_marginal_likelihood(), **TIGHT)

@@ -11,7 +11,7 @@ from helpers.tensors import real
 from networks import CASES, Wired
 from torch import nn
 
-from lightning_bayes import GaussianPosterior, fit_laplace
+from lightning_bayes import GaussianPosterior, Kron, Tuning, fit_laplace
 from lightning_bayes.curvature import blocks as input_sum
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.network import CurvatureError
@@ -50,7 +50,9 @@ def test_few_rows_give_the_factors_themselves(name: str, sharing: str, monkeypat
 
     def fitted() -> Any:
         loader = case.loader(1, 3)
-        return fit_curvature(case.network, loader, case.likelihood, weight_sharing=sharing).structure.to_dense()
+        return fit_curvature(
+            case.network, loader, case.likelihood, structure=Kron(weight_sharing=sharing)
+        ).structure.to_dense()
 
     expected = fitted()
     monkeypatch.setattr(input_sum, "WIDE", 1)
@@ -85,7 +87,7 @@ def test_few_rows_whose_products_are_too_large_are_those_of_a_parameter(wide: No
 
 @pytest.mark.parametrize("rank", [1, 3, 20])
 def test_a_rank_is_that_of_each_factor(rank: int, wide: None) -> None:
-    exact, found = (fit_laplace(cnn(), batches(7, 2), rank=k) for k in (None, rank))
+    exact, found = (fit_laplace(cnn(), batches(7, 2), structure=Kron(rank=k)) for k in (None, rank))
     pairs = zip(exact.curvature.structure.blocks, found.curvature.structure.blocks, strict=True)
     for whole, block in pairs:
         assert isinstance(whole, Kronecker)
@@ -102,26 +104,26 @@ def test_a_rank_is_that_of_each_factor(rank: int, wide: None) -> None:
 def test_the_precision_of_a_wide_layer_with_dead_inputs_has_an_inverse(rank: Any) -> None:
     x = torch.zeros(1500, 1100)
     x[:, :250] = real(1500, 250, seed=9).float()
-    M = fit_laplace(nn.Linear(1100, 3), [(x, torch.arange(1500) % 3)], rank=rank).precision
+    M = fit_laplace(nn.Linear(1100, 3), [(x, torch.arange(1500) % 3)], structure=Kron(rank=rank)).precision
     v = real(1, 3303, seed=10).float()
     assert (M.solve(M.matmul(v)) - v).norm() <= 1e-3 * v.norm()
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_file_holds_the_same_posterior(rank: Any, wide: None, tmp_path: Path) -> None:
-    posterior = fit_laplace(cnn(), batches(7, 2), rank=rank, prior_precision=[0.5, 1.0, 2.0])
+    posterior = fit_laplace(cnn(), batches(7, 2), prior_precision=[0.5, 1.0, 2.0], structure=Kron(rank=rank))
     posterior.save(tmp_path / "q.pt")
     loaded = GaussianPosterior.load(tmp_path / "q.pt", cnn())
     assert torch.equal(loaded.precision.to_dense(), posterior.precision.to_dense())
-    tuned = loaded.tune_prior("marglik", per_layer=True)
+    tuned = loaded.tune_prior(Tuning("marglik", groups="layers"))
     assert tuned.log_marginal_likelihood() >= loaded.log_marginal_likelihood()
 
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_data_added_later_make_the_factors_of_one_fit(rank: int | None, wide: None) -> None:
     first, second = batches(7, 2)
-    grown = fit_laplace(cnn(), [first], rank=rank, updatable=True).update([second])
-    whole = fit_laplace(cnn(), [first, second], rank=rank, updatable=True)
+    grown = fit_laplace(cnn(), [first], structure=Kron(rank=rank, updatable=True)).update([second])
+    whole = fit_laplace(cnn(), [first, second], structure=Kron(rank=rank, updatable=True))
     pairs = zip(grown.curvature.structure.blocks, whole.curvature.structure.blocks, strict=True)
     for ours, theirs in pairs:
         for side in ("left", "right"):
@@ -149,7 +151,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("rank", RANKS)
 def test_two_processes_fit_the_factors_of_one(rank: Any, of_two: list[dict[str, Any]], wide: None) -> None:
     for n in (1, 3, 7):
-        one = fit_laplace(cnn(), [data(n)], rank=rank)
+        one = fit_laplace(cnn(), [data(n)], structure=Kron(rank=rank))
         factors = [f for block in one.curvature.structure.blocks for f in (block.left, block.right)]
         draw = one.sample(2, torch.Generator().manual_seed(1))
         for found in of_two:

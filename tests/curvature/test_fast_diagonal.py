@@ -1,4 +1,4 @@
-"""`fit_laplace(structure="diag", hessian=…)` is the sum over batches of the diagonals that back-propagation gives."""
+"""`fit_laplace(structure=Diag(method=…))` is the sum over batches of the diagonals that back-propagation gives."""
 
 import copy
 from itertools import pairwise
@@ -10,7 +10,7 @@ import torch
 from networks import CASES, Case, N
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, fit_laplace
+from lightning_bayes import Diag, Gaussian, fit_laplace
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal, RuleError
 from lightning_bayes.curvature.diagonal.batch_diagonal import THRESHOLD
@@ -33,9 +33,9 @@ def case_of(name: str) -> Case:
     return wide() if name == "wide" else CASES[name]()
 
 
-def diagonal(case: Case, *sizes: int, **options: Any) -> Tensor:
+def diagonal(case: Case, *sizes: int, hessian: Any = "exact", **options: Any) -> Tensor:
     """Of the curvature alone."""
-    posterior = fit_laplace(case.network, case.loader(*sizes), case.likelihood, "diag", **options)
+    posterior = fit_laplace(case.network, case.loader(*sizes), case.likelihood, structure=Diag(hessian), **options)
     assert posterior.n_data == N
     return posterior.curvature.structure.diagonal()
 
@@ -71,7 +71,7 @@ def test_the_pass_learns_the_rest_too() -> None:
     """Evidence, gradient and counts are those of the exact fit: only the curvature is approximated."""
     case = wide()
     exact, fast = (
-        fit_laplace(case.network, case.loader(*UNEVEN), case.likelihood, "diag", hessian=hessian).curvature
+        fit_laplace(case.network, case.loader(*UNEVEN), case.likelihood, structure=Diag(method=hessian)).curvature
         for hessian in ("exact", "approx")
     )
     for name in ("log_likelihood", "squared_error", "gradient"):
@@ -98,7 +98,12 @@ def test_processes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Processes, "gather", lambda self, value: [value])
     for rank, batch in enumerate(case.loader(*UNEVEN)):
         fit_laplace(
-            case.network, [batch], case.likelihood, "diag", hessian="approx", processes=Processes(rank, 2), probe=case.x
+            case.network,
+            [batch],
+            case.likelihood,
+            processes=Processes(rank, 2),
+            probe=case.x,
+            structure=Diag(method="approx"),
         )
     both = [a + b for a, b in zip(*handed, strict=True)]
     handed.clear()
@@ -113,8 +118,10 @@ def test_the_network_is_left_as_it_was_even_if_it_writes_into_its_input() -> Non
     network.train()
     state = copy.deepcopy(network.state_dict())
     x, y = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
-    fitted = fit_laplace(network, [(x.clone(), y)], "regression", "diag", hessian="approx")
-    other = fit_laplace(network, [(x[:1].clone(), y[:1]), (x[1:].clone(), y[1:])], "regression", "diag", hessian="auto")
+    fitted = fit_laplace(network, [(x.clone(), y)], "regression", structure=Diag(method="approx"))
+    other = fit_laplace(
+        network, [(x[:1].clone(), y[:1]), (x[1:].clone(), y[1:])], "regression", structure=Diag(method="auto")
+    )
     assert fitted.curvature.structure.size == other.curvature.structure.size == 12 + 10
     torch.testing.assert_close(fitted.curvature.gradient, other.curvature.gradient)
     assert network.training
@@ -133,10 +140,10 @@ def test_what_has_no_rule_is_refused_by_name() -> None:
 
     batch = (torch.randn(N, 3), torch.randn(N, 2))
     with pytest.raises(RuleError, match=r"through sort.*use hessian='exact'"):
-        fit_laplace(Sorting(), [batch], "regression", "diag", hessian="approx")
+        fit_laplace(Sorting(), [batch], "regression", structure=Diag(method="approx"))
     positive = nn.Linear(3, 2)
     nn.init.ones_(positive.weight)
     for bad in (torch.nan, torch.inf):
         far = torch.full_like(batch[0], bad)
         with pytest.raises(ValueError, match="batch 1: the network's output is not finite"):
-            fit_laplace(positive, [batch, (far, batch[1])], "regression", "diag", hessian="approx")
+            fit_laplace(positive, [batch, (far, batch[1])], "regression", structure=Diag(method="approx"))

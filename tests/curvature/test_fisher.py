@@ -3,9 +3,11 @@
 import oracles
 import pytest
 import torch
+from helpers.options import structure_of
 from networks import CASES
 from torch import Tensor
 
+from lightning_bayes import FisherMC
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.network import noise
 
@@ -37,8 +39,9 @@ def test_empirical_fisher_is_the_sum_of_outer_products_of_gradients(name: str) -
 )
 def test_empirical_kronecker_blocks_are_kfac_of_the_gradients(name: str, sharing: str) -> None:
     case = CASES[name]()
-    options = {"curvature": "empirical_fisher", "weight_sharing": sharing}
-    H = fit_curvature(case.network, case.loader(), case.likelihood, "kron", **options).structure.to_dense()
+    structure = structure_of("kron", weight_sharing=sharing)
+    fitted = fit_curvature(case.network, case.loader(), case.likelihood, structure, curvature="empirical_fisher")
+    H = fitted.structure.to_dense()
     for places, block in oracles.kfac(case, sharing, "empirical_fisher").values():
         torch.testing.assert_close(H[places.unsqueeze(-1), places], block, **TIGHT)
 
@@ -53,7 +56,7 @@ def test_monte_carlo_fisher_converges_to_the_ggn_like_one_over_root_samples(name
     def errors(samples: int, seeds: int) -> Tensor:
         fits = [
             fit_curvature(
-                case.network, case.loader(), case.likelihood, structure, curvature="fisher_mc", samples=samples, seed=s
+                case.network, case.loader(), case.likelihood, structure, curvature=FisherMC(samples=samples), seed=s
             )
             for s in range(seeds)
         ]
@@ -87,7 +90,7 @@ def test_monte_carlo_labels_belong_to_the_seed_and_not_to_the_global_generator()
 def test_monte_carlo_fisher_averages_over_its_samples() -> None:
     """With S labels it is the mean of S outer products: of the same expected size for any S."""
     case = CASES["gaussian_noise_per_output"]()
-    one = fit_curvature(case.network, case.loader(), case.likelihood, "full", curvature="fisher_mc", samples=400)
+    one = fit_curvature(case.network, case.loader(), case.likelihood, "full", curvature=FisherMC(samples=400))
     exact = fit_curvature(case.network, case.loader(), case.likelihood, "full")
     ratio = one.structure.diagonal().sum() / exact.structure.diagonal().sum()
     assert abs(ratio - 1) < 6 * (2 / (400 * len(case.y))) ** 0.5 * 2

@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.options import estimate_of, structure_of
 from networks import Case, Wired, moved, real
 from torch import Tensor, nn
 
@@ -132,8 +133,9 @@ def one_by_one(network: nn.Module, batches: Batches) -> list[Case]:
     ]
 
 
-def fit(network: nn.Module, batches: Batches, structure: str, curvature: str = "ggn", **options: Any) -> Curvature:
-    return fit_curvature(network, batches, structure=structure, curvature=curvature, samples=2, **options)
+def fit(network: nn.Module, batches: Batches, structure: Any, curvature: str = "ggn", **options: Any) -> Curvature:
+    estimate = estimate_of(curvature, 2)
+    return fit_curvature(network, batches, structure=structure, curvature=estimate, **options)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -164,10 +166,10 @@ def test_kronecker_blocks_are_those_of_one_example_at_a_time(name: str, sharing:
     for batches in orders:
         cases = one_by_one(network, batches)
         singles = [(case.x, case.y) for case in cases]
-        options = {"weight_sharing": sharing, "probe": batches[0][0]}
+        structure, options = structure_of("kron", weight_sharing=sharing), {"probe": batches[0][0]}
         for curvature in ("ggn", "fisher_mc"):
-            found = fit(network, batches, "kron", curvature, **options).structure
-            expected = fit(network, singles, "kron", curvature, **options).structure
+            found = fit(network, batches, structure, curvature, **options).structure
+            expected = fit(network, singles, structure, curvature, **options).structure
             assert sum(isinstance(block, Kronecker) for block in found.blocks) >= 2
             torch.testing.assert_close(found.to_dense(), expected.to_dense(), **TIGHT)
         exact = sum(oracles.ggn(case) for case in cases)

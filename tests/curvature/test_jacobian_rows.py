@@ -25,11 +25,11 @@ def test_curvature_and_outputs_of_single_weights(name: str, filled: float, monke
     case = CASES[name]()
     whole = fit_curvature(case.network, case.loader(), case.likelihood, "full").structure.to_dense()
     mask = (torch.rand(len(whole)) < 0.2).nonzero().squeeze(1)
-    posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, "full", mask)
+    posterior = fit_laplace(case.network, case.loader(1, 3), case.likelihood, structure="full", subset=mask)
     H = whole[mask.unsqueeze(-1), mask]
     torch.testing.assert_close(posterior.curvature.structure.to_dense(), H, **TIGHT)
     _, covariance = posterior.functional(case.x)
-    everything = fit_laplace(case.network, case.loader(), case.likelihood, "full")
+    everything = fit_laplace(case.network, case.loader(), case.likelihood, structure="full")
     known = torch.full((len(whole),), 1e14, dtype=whole.dtype)  # weights outside are known exactly
     known[mask] = 1.0
     zeroed = torch.zeros_like(whole)

@@ -11,6 +11,7 @@ import torch
 from networks import CASES, CONVOLUTIONS, OUTPUTS, TRANSPOSED, Attention, Case, Wired, real
 from torch import Tensor, nn
 
+from lightning_bayes import Kron
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker
@@ -40,7 +41,9 @@ ONE_POSITION = [
 
 
 def fit(case: Case, **options: Any) -> BlockDiagonal:
-    structure = fit_curvature(case.network, case.loader(), case.likelihood, structure="kron", **options).structure
+    structure = fit_curvature(
+        case.network, case.loader(), case.likelihood, **{"structure": "kron", **options}
+    ).structure
     assert isinstance(structure, BlockDiagonal)
     return structure
 
@@ -116,7 +119,7 @@ def test_deep_linear_convolutional_network_with_one_pixel_gives_the_exact_blocks
 @pytest.mark.parametrize("name", SHARED)
 def test_blocks_of_linear_convolution_and_embedding_are_kfac(name: str, sharing: str) -> None:
     case = CASES[name]()
-    H = fit(case, weight_sharing=sharing).to_dense()
+    H = fit(case, structure=Kron(weight_sharing=sharing)).to_dense()
     for places, block in oracles.kfac(case, sharing).values():
         torch.testing.assert_close(H[places.unsqueeze(-1), places], block, **TIGHT)
 
@@ -130,11 +133,11 @@ def test_part_of_a_layer_is_that_part_of_its_factors(name: str, sharing: str) ->
     case = CASES[name]()
     thawed = copy.deepcopy(case.network)
     thawed.requires_grad_(True)
-    whole = fit(Case(thawed, case.x, case.y, case.likelihood), weight_sharing=sharing).to_dense()
+    whole = fit(Case(thawed, case.x, case.y, case.likelihood), structure=Kron(weight_sharing=sharing)).to_dense()
     names = [n for n, _ in case.network.named_parameters()]
     for chosen in (names[::2], names[1::2], names[1:2] + names[2:3]):
         places = torch.cat([oracles.positions_of(thawed, n).flatten() for n in names if n in chosen])
-        part = fit(case, subset=chosen, weight_sharing=sharing).to_dense()
+        part = fit(case, subset=chosen, structure=Kron(weight_sharing=sharing)).to_dense()
         torch.testing.assert_close(part, whole[places.unsqueeze(-1), places], **TIGHT)
 
 
@@ -172,7 +175,7 @@ def test_attention_has_the_blocks_of_its_four_linear_layers(name: str, sharing: 
     assert isinstance(network, Attention)
     nn.init.normal_(network.attention.in_proj_bias)
     plain = Case(PlainAttention(network.attention, network.head), case.x, case.y, case.likelihood)
-    H = fit(case, weight_sharing=sharing).to_dense()
+    H = fit(case, structure=Kron(weight_sharing=sharing)).to_dense()
     seen = torch.zeros_like(H, dtype=torch.bool)
     for layer, (_, block) in oracles.kfac(plain, sharing).items():
         if layer in "qkv":

@@ -6,17 +6,19 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from helpers.options import estimate_of
 from helpers.untouched import untouched
 from networks import CASES, Case, real
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bayes import LowRank
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.jacobian import products as ggn_product
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network import CurvatureError, DataError, Processes
-from lightning_bayes.structures import LowRank
+from lightning_bayes.structures import LowRank as LowRankMatrix
 
 OPAQUE = ("custom_function",)  # without products
 QUICK = (
@@ -27,8 +29,8 @@ QUICK = (
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in OPAQUE]
 
 
-def lowrank(case: Case, *sizes: int, **arguments: Any) -> Curvature:
-    return fit_curvature(case.network, case.loader(*sizes), case.likelihood, "lowrank", **arguments)
+def lowrank(case: Case, *sizes: int, structure: Any = "lowrank", **arguments: Any) -> Curvature:
+    return fit_curvature(case.network, case.loader(*sizes), case.likelihood, structure, **arguments)
 
 
 def dense(fitted: Curvature) -> Tensor:
@@ -43,7 +45,7 @@ def close(actual: Tensor, H: Tensor) -> None:
 def test_a_rank_that_is_high_enough_is_the_exact_curvature(name: str) -> None:
     case = CASES[name]()
     H = oracles.ggn(case)
-    close(dense(lowrank(case, rank=len(H))), H)
+    close(dense(lowrank(case, structure=LowRank(rank=len(H)))), H)
 
 
 def regression(n: int = 40, C: int = 3, width: int = 8) -> Case:
@@ -57,9 +59,9 @@ def regression(n: int = 40, C: int = 3, width: int = 8) -> Case:
 def test_every_kind_of_curvature_and_what_the_pass_learns(name: str, curvature: str) -> None:
     """That of the full matrix, in batches of other sizes, one of them of one example."""
     case = CASES[name]()
-    words: dict[str, Any] = {"curvature": curvature, "samples": 3, "seed": 5}
+    words: dict[str, Any] = {"curvature": estimate_of(curvature, 3), "seed": 5}
     full = fit_curvature(case.network, case.loader(), case.likelihood, "full", **words)
-    fitted = lowrank(case, 1, len(case.y) - 1, rank=200, **words)
+    fitted = lowrank(case, 1, len(case.y) - 1, structure=LowRank(rank=200), **words)
     close(dense(fitted), dense(full))
     assert (fitted.n_data, fitted.n_outputs, fitted.kind) == (full.n_data, full.n_outputs, curvature)
     torch.testing.assert_close(fitted.log_likelihood, full.log_likelihood)
@@ -78,21 +80,21 @@ def test_a_low_rank_is_the_largest_part_and_no_more_than_the_whole(rank: int) ->
     last = fit_curvature(case.network, case.loader(), case.likelihood, "full", ["2"])
     values = torch.linalg.eigvalsh(dense(last)).flip(0)
     torch.testing.assert_close(values[0::3], values[1::3])  # three times each
-    fitted = lowrank(case, 11, 29, subset=["2"], rank=rank)
-    assert isinstance(fitted.structure, LowRank)
+    fitted = lowrank(case, 11, 29, subset=["2"], structure=LowRank(rank=rank))
+    assert isinstance(fitted.structure, LowRankMatrix)
     torch.testing.assert_close(fitted.structure.values, values[: min(rank, 27)], rtol=1e-3, atol=1e-9)
     assert torch.linalg.eigvalsh(dense(last) - dense(fitted)).min() > -1e-10 * values[0]
 
 
-@pytest.mark.parametrize(("outputs", "rank"), [(100, 100), (100, 70), (70, 140), (130, None)])
-def test_eigenvalues_that_many_outputs_repeat_are_all_there(outputs: int, rank: int | None) -> None:
+@pytest.mark.parametrize(("outputs", "rank"), [(100, 100), (100, 70), (70, 140), (130, 100)])
+def test_eigenvalues_that_many_outputs_repeat_are_all_there(outputs: int, rank: int) -> None:
     x = real(50, 3).double() * torch.tensor([3.0, 1.0, 0.3]).double()
     A = torch.cat([x, torch.ones(50, 1).double()], 1)
     values = torch.linalg.eigvalsh(A.mT @ A).flip(0).repeat_interleave(outputs)
     network = nn.Linear(3, outputs).double()
-    fitted = fit_curvature(network, [(x, real(50, outputs).double())], Gaussian(1.0), "lowrank", rank=rank)
-    assert isinstance(fitted.structure, LowRank)
-    torch.testing.assert_close(fitted.structure.values, values[: rank or 100], rtol=1e-2, atol=0)
+    fitted = fit_curvature(network, [(x, real(50, outputs).double())], Gaussian(1.0), LowRank(rank=rank))
+    assert isinstance(fitted.structure, LowRankMatrix)
+    torch.testing.assert_close(fitted.structure.values, values[:rank], rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("subset", ["last_layer", ["0.bias", "2.weight"], "mask"])
@@ -131,7 +133,7 @@ def test_float32() -> None:
     H = dense(fit_curvature(case.network, case.loader(), case.likelihood, "full"))
     case.network.float()
     fitted = fit_curvature(case.network, [(case.x.float(), case.y.float())], case.likelihood, "lowrank").structure
-    assert isinstance(fitted, LowRank)
+    assert isinstance(fitted, LowRankMatrix)
     assert fitted.dtype == torch.float32
     U = fitted.vectors
     torch.testing.assert_close(U.mT @ U, torch.eye(fitted.rank), rtol=0, atol=1e-5)
@@ -154,7 +156,7 @@ def test_a_fit_never_makes_a_jacobian() -> None:
     case = regression(n=200, C=10, width=30)
     P, vectors = 30 * 5 + 31 * 10, 16
     with Largest() as largest:
-        lowrank(case, rank=8)
+        lowrank(case, structure=LowRank(rank=8))
     jacobian = 200 * 10 * P
     assert largest.numbers <= 200 * 30 * vectors < jacobian / 9  # the tangents of a block at the widest layer
 
@@ -176,7 +178,7 @@ class Fewer:
 def test_other_data_in_a_later_pass_are_an_error() -> None:
     case = regression()
     with pytest.raises(DataError, match="pass 2 over the data gave 35 examples, but the first gave 40: use a list"):
-        fit_curvature(case.network, Fewer(case.loader(20, 15, 5)), case.likelihood, "lowrank", rank=20)
+        fit_curvature(case.network, Fewer(case.loader(20, 15, 5)), case.likelihood, LowRank(rank=20))
 
 
 def test_shuffled_data_have_the_same_curvature_but_not_the_same_draws() -> None:
@@ -263,7 +265,7 @@ def test_what_overflows_has_a_name() -> None:
 
 
 def test_the_bar_counts_the_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    lowrank(regression(), 20, 20, rank=20, progress=True)
+    lowrank(regression(), 20, 20, progress=True, structure=LowRank(rank=20))
     shown = capsys.readouterr().err
     assert "Laplace: curvature: " in shown
     assert "Laplace: curvature, pass 2 of at most 5: " in shown
@@ -288,10 +290,10 @@ def test_an_exception_in_any_pass_leaves_the_network_as_it_was(calls: int) -> No
     network[0].bias.requires_grad_(False)
     network[2].weight.grad = real(3, 8).double()
     with pytest.raises(Broken), untouched(network):
-        lowrank(case, 1, 20, 19, rank=25)
+        lowrank(case, 1, 20, 19, structure=LowRank(rank=25))
     handle.remove()
     with untouched(network):
-        lowrank(case, 1, 20, 19, rank=25)
+        lowrank(case, 1, 20, 19, structure=LowRank(rank=25))
 
 
 def test_a_network_that_writes_into_its_input() -> None:

@@ -16,7 +16,7 @@ from helpers.networks import made
 from networks import CASES, OUTPUTS, Case, N, Wired, real
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import Kron, fit_laplace
 from lightning_bayes.curvature import choose_subset, fit_curvature
 from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.jacobian.plan import make_plan
@@ -48,7 +48,9 @@ def case_of(way: str) -> Case:
 
 
 def fit(case: Case, *sizes: int, **options: Any) -> BlockDiagonal:
-    structure = fit_curvature(case.network, case.loader(*sizes), case.likelihood, "kron", **options).structure
+    structure = fit_curvature(
+        case.network, case.loader(*sizes), case.likelihood, **{"structure": "kron", **options}
+    ).structure
     assert isinstance(structure, BlockDiagonal)
     return structure
 
@@ -65,8 +67,8 @@ def test_block_is_that_of_the_linear_layer_with_the_transposed_weight(way: str, 
     residual = "residual" in way
     parts = {"inner": inner, "head": case.network.head}
     linear = Wired(lambda s, x: s.head((s.inner(x) + (x if residual else 0)).tanh().sum(1)), **parts)
-    found = fit(case, 1, 3, weight_sharing=sharing)
-    expected = fit(Case(linear, case.x, case.y, case.likelihood), weight_sharing=sharing)
+    found = fit(case, 1, 3, structure=Kron(weight_sharing=sharing))
+    expected = fit(Case(linear, case.x, case.y, case.likelihood), structure=Kron(weight_sharing=sharing))
     assert [type(block) for block in found.blocks] == [Kronecker, Kronecker]
     places = torch.arange(16).reshape(4, 4).mT.flatten()
     places = torch.cat([places, torch.arange(16, len(expected.to_dense()))])

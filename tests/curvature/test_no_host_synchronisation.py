@@ -11,7 +11,7 @@ import torch
 from helpers.synchronisation import HostSynchronised, NoSynchronisation
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import Diag, LowRank, fit_laplace
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.curvature.fit import log_likelihood
 from lightning_bayes.likelihoods import resolve
@@ -81,11 +81,11 @@ def test_a_fit_does_not_wait_for_a_batch(network: Any, likelihood: str, curvatur
 
 @pytest.mark.parametrize("hessian", ["approx", "mixed"])
 def test_a_fast_diagonal_does_not_wait_for_a_batch(hessian: str) -> None:
-    assert fit_curvature(mlp(), loader("regression"), "regression", "diag", hessian=hessian).n_data == 4 * BATCHES
+    assert fit_curvature(mlp(), loader("regression"), "regression", Diag(method=hessian)).n_data == 4 * BATCHES
 
 
 def test_a_low_rank_does_not_wait_for_a_batch() -> None:
-    assert fit_curvature(mlp(), loader("classification"), structure="lowrank", rank=5).n_data == 4 * BATCHES
+    assert fit_curvature(mlp(), loader("classification"), structure=LowRank(rank=5)).n_data == 4 * BATCHES
 
 
 def test_a_posterior_and_a_likelihood_do_not_wait_for_a_batch() -> None:

@@ -11,7 +11,7 @@ from helpers.tensors import real
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_bayes import GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes import GaussianPosterior, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 IMAGE = (1, 4, 4)
@@ -173,10 +173,11 @@ def test_they_are_kept_in_the_state_and_found_from_data_where_they_are_not_known
     assert isinstance(loaded, LaplacePosterior)
     assert loaded.curvature.normalised == ("0",)
     bare = replace(posterior, curvature=replace(posterior.curvature, normalised=None))  # as without a pass
+    tuning = Tuning("mackay", groups="normalised")
     with pytest.raises(PosteriorError, match="does not know: pass loader="):
-        bare.tune_prior("mackay", prior_groups="normalised")
-    tuned = bare.tune_prior("mackay", loader, prior_groups="normalised").prior_precision
-    torch.testing.assert_close(tuned, posterior.tune_prior("mackay", prior_groups="normalised").prior_precision)
+        bare.tune_prior(tuning)
+    tuned = bare.tune_prior(tuning, loader).prior_precision
+    torch.testing.assert_close(tuned, posterior.tune_prior(tuning).prior_precision)
     assert tuned.shape == (3,)
     assert tuned[1] == tuned[2] != tuned[0]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.options import estimate_of
 from helpers.synchronisation import NoSynchronisation
 from torch import Tensor, nn
 
@@ -68,7 +69,8 @@ def test_it_is_the_ordinary_diagonal(case: str, curvature: str, likelihood: Like
     classes = isinstance(likelihood, Categorical)
     targets = [torch.randint(3, (n,)) if classes else torch.randn(n, 3).double() for n in SIZES]
     batches = list(zip(inputs, targets, strict=True))
-    expected = fit_curvature(net, batches, likelihood, "diag", curvature=curvature, samples=2, seed=4)
+    estimate = estimate_of(curvature, 2)
+    expected = fit_curvature(net, batches, likelihood, "diag", curvature=estimate, seed=4)
     before = {name: t.clone() for name, t in net.state_dict().items()}
     grads = [p.requires_grad for p in net.parameters()]
     total = ShardedDiagonalSum(net, likelihood, curvature, 2, 4, Processes())

@@ -78,7 +78,7 @@ def test_columns_through_an_operation_that_cannot_be_batched(caplog: pytest.LogC
 
 
 def test_an_operator_without_forward_mode(caplog: pytest.LogCaptureFixture) -> None:
-    posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), "diag")
+    posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), structure="diag")
     with caplog.at_level(logging.INFO, logger="lightning_bayes"):
         for _ in range(2):
             sample_functions(posterior, real(4, 3), 2)
@@ -128,7 +128,7 @@ def test_out_of_memory_in_vmap(raiser: Callable[..., Any], monkeypatch: pytest.M
 def test_out_of_memory_in_a_linearised_network(
     place: str, raiser: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), "diag")
+    posterior = fit_laplace(custom(Cubed), [(real(4, 3), real(4, 3))], Gaussian(0.5), structure="diag")
     monkeypatch.setattr(f"lightning_bayes.jacobian.products.{place}", raiser)
     with pytest.raises(RuntimeError, match=r"^(CUDA out of memory|.*can't allocate)"):
         sample_functions(posterior, real(4, 3), 2)

@@ -8,6 +8,7 @@ from helpers.networks import Wired, made
 from helpers.tensors import TIGHT, real, seeded
 from torch import Tensor, nn
 
+from lightning_bayes import Kron
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.jacobian import layers
 from lightning_bayes.jacobian.patches import Patches, transposed_patches
@@ -51,12 +52,12 @@ def _network() -> nn.Module:
     ).eval()
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_sharing": "reduce"}, {"structure": "diag"}, {"structure": "full"}])
-def test_a_fit_in_strips_is_the_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("structure", ["kron", Kron(weight_sharing="reduce"), "diag", "full"])
+def test_a_fit_in_strips_is_the_fit(structure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = real(5, 2, 4, 6), torch.randint(2, (5, 4, 6), generator=seeded(1))
     batches = list(zip(x.split([3, 1, 1]), y.split([3, 1, 1]), strict=True))
     network = made(_network)
-    whole = fit_curvature(network, batches, curvature="fisher_mc", **options).structure.to_dense()
+    whole = fit_curvature(network, batches, structure=structure, curvature="fisher_mc").structure.to_dense()
     monkeypatch.setattr(layers, "STRIP", 1)
-    strips = fit_curvature(network, batches, curvature="fisher_mc", **options).structure.to_dense()
+    strips = fit_curvature(network, batches, structure=structure, curvature="fisher_mc").structure.to_dense()
     torch.testing.assert_close(strips, whole, **TIGHT)

@@ -12,20 +12,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from helpers.options import predictive_of
 from torch import Tensor, nn
 
 from lightning_bayes import (
+    GLM,
     Bernoulli,
     Categorical,
     Conformal,
     DeepEnsemble,
+    Diag,
     Gaussian,
     GaussianPosterior,
     HeteroscedasticGaussian,
+    Kron,
     LaplacePosterior,
     LinearMeasurement,
+    LowRank,
     Prediction,
     Subnetwork,
+    Tuning,
     evaluate,
     fit_l2m,
     fit_laplace,
@@ -78,8 +84,9 @@ def batches(task: str = "classification", seed: int = 1, n: int = N) -> list[tup
 def laplace(
     device: torch.device, task: str = "classification", structure: str = "kron", seed: int = 0, **options: Any
 ) -> LaplacePosterior:
-    options = {"prior_precision": 2.0, **({"rank": 6} if structure == "lowrank" else {}), **options}
-    return fit_laplace(network(task, seed).to(device), batches(task), LIKELIHOODS[task], structure, **options)
+    option = LowRank(rank=6) if structure == "lowrank" else structure
+    options = {"prior_precision": 2.0, **options}
+    return fit_laplace(network(task, seed).to(device), batches(task), LIKELIHOODS[task], structure=option, **options)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -118,7 +125,7 @@ def convolutional(device: torch.device, structure: str, **options: Any) -> Any:
         layers = [nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
         net = filled(nn.Sequential(*layers, nn.Linear(18, OUTPUTS))).eval()
     data = [(drawn(n, 1, 3, 3, seed=n), drawn(n, OUTPUTS, seed=n + 9).argmax(1)) for n in (4, 3)]
-    posterior = fit_laplace(net.to(device), data, "classification", structure, prior_precision=2.0, **options)
+    posterior = fit_laplace(net.to(device), data, "classification", prior_precision=2.0, structure=structure, **options)
     return posterior.functional(drawn(3, 1, 3, 3, seed=0).to(device))
 
 
@@ -127,7 +134,7 @@ def of_measurements(device: torch.device, by_functions: bool) -> Any:
     functions = (lambda x: x @ A.mT.to(x.dtype), lambda y: y @ A.to(y.dtype))
     likelihood = LinearMeasurement(functions if by_functions else A, 0.3)
     data = [(x, drawn(len(x), 2, seed=5)) for x, _ in batches()]
-    posterior = fit_laplace(network().to(device), data, likelihood, "full", prior_precision=2.0)
+    posterior = fit_laplace(network().to(device), data, likelihood, prior_precision=2.0, structure="full")
     return posterior.functional(X.to(device)), posterior.log_marginal_likelihood(noise_std=0.4)
 
 
@@ -148,17 +155,18 @@ def after_another(device: torch.device) -> Any:
 
 
 def updated(device: torch.device, structure: str) -> Any:
-    options = {"updatable": True} if structure == "kron" else {}
-    return described(laplace(device, "classification", structure, **options).update(batches(seed=5)))
+    option: Any = Kron(updatable=True) if structure == "kron" else structure
+    return described(laplace(device, "classification", option).update(batches(seed=5)))
 
 
 def refined(device: torch.device, method: str) -> Any:
     return described(laplace(device, "classification", "full").refine(batches(), method, passes=20, samples=8))
 
 
-def tuned(device: torch.device, method: str, task: str, structure: str = "kron", **options: Any) -> Any:
-    loader = batches(task, seed=3) if method in ("auto", "grid") else batches(task) if options.get("iterate") else None
-    posterior = laplace(device, task, structure).tune_prior(method, loader, **options)
+def tuned(device: torch.device, method: str | Tuning, task: str, structure: str = "kron") -> Any:
+    iterates = isinstance(method, Tuning) and method.iterate
+    loader = batches(task, seed=3) if method in ("auto", "grid") else batches(task) if iterates else None
+    posterior = laplace(device, task, structure).tune_prior(method, loader)
     noise = posterior.likelihood.tunable_noise
     return {**described(posterior), "σ": torch.as_tensor(1.0 if noise is None else noise)}
 
@@ -167,9 +175,11 @@ def tuned(device: torch.device, method: str, task: str, structure: str = "kron",
 
 
 def predicted(device: torch.device, task: str, predictive: str, link: str | None, **options: Any) -> Any:
-    points = {"gp_points": 5} if predictive == "gp" else {}
+    points = {"gp": 5} if predictive == "gp" else {}
     posterior = laplace(device, task, **points)
-    return values(posterior.predict(X.to(device), predictive, link, 8, seeded(), **options))
+    return values(
+        posterior.predict(X.to(device), predictive_of(predictive, link=link, samples=8), generator=seeded(), **options)
+    )
 
 
 def weights(device: torch.device, structure: str) -> Any:
@@ -187,7 +197,7 @@ def acquired(device: torch.device) -> Any:
 
 
 def stored(device: torch.device, structure: str) -> Any:
-    posterior = laplace(device, "regression", structure, gp_points=4)
+    posterior = laplace(device, "regression", structure, gp=4)
     with TemporaryDirectory() as folder:
         posterior.save(Path(folder) / "posterior.pt")
         loaded = GaussianPosterior.load(Path(folder) / "posterior.pt", network("regression").to(device))
@@ -198,29 +208,29 @@ def stored(device: torch.device, structure: str) -> Any:
 
 def moved(device: torch.device, structure: str) -> Any:
     """To the CPU, and from there."""
-    there = laplace(device, "classification", structure, gp_points=4).to("cpu")
-    back = laplace(CPU, "classification", structure, gp_points=4).to(device)
+    there = laplace(device, "classification", structure, gp=4).to("cpu")
+    back = laplace(CPU, "classification", structure, gp=4).to(device)
     assert back.mean.device == device
     process = values(back.predict(X.to(device), "gp", generator=seeded()))
     return described(there), described(back), str(there.summary()), process
 
 
 def calibrated(device: torch.device, task: str, of: str = "outputs") -> Any:
-    posterior = laplace(device, task).calibrate(batches(task, seed=3), samples=8, of=of)
+    posterior = laplace(device, task).calibrate(batches(task, seed=3), GLM(samples=8), of=of)
     return values(posterior.predict(X.to(device), generator=seeded()))
 
 
 def conformal(device: torch.device, task: str, method: str = "aps") -> Any:
     """From a loader; and from predictions on the device with targets on the CPU."""
     posterior = laplace(device, task)
-    of_loader = posterior.conformalize(batches(task, seed=3), 0.7, method, samples=8)
+    of_loader = posterior.conformalize(batches(task, seed=3), 0.7, method, GLM(samples=8))
     x, y = (torch.cat(parts) for parts in zip(*batches(task, seed=3), strict=True))
     of_prediction = Conformal.fit(posterior.predict(x.to(device), generator=seeded()), y, 0.7, method)
     return of_loader.quantile, of_loader.predict(X.to(device)), of_prediction.quantile
 
 
 def ensemble(device: torch.device, task: str) -> Any:
-    members = DeepEnsemble([laplace(device, task), laplace(device, task, "diag", seed=1)], weights=[1.0, 3.0])
+    members = DeepEnsemble([laplace(device, task), laplace(device, task, "diag", seed=1)], member_weights=[1.0, 3.0])
     predictions = [members.predict(X.to(device), p, generator=seeded()) for p in ("glm", "bnn", "map")]
     return list(map(values, predictions)), evaluate(members, batches(task, seed=3))
 
@@ -230,7 +240,7 @@ def autoencoder(device: torch.device) -> Any:
         parts = {"encoder": nn.Linear(FEATURES, 2), "decoder": nn.Linear(2, FEATURES)}
         net = filled(nn.Sequential(OrderedDict(parts)))
     data = [(x, x) for x, _ in batches()]
-    posterior = fit_laplace(net.to(device), data, Gaussian(0.6), "diag", prior_precision=2.0)
+    posterior = fit_laplace(net.to(device), data, Gaussian(0.6), prior_precision=2.0, structure="diag")
     reconstruction = posterior.reconstruct(X.to(device), generator=seeded(), samples=5)
     return [getattr(reconstruction, f.name) for f in fields(reconstruction)]
 
@@ -292,12 +302,12 @@ CASES: dict[str, Case] = {
         for s in ("full", "diag", "kron")
         for c in ("fisher_mc", "empirical_fisher")
     },
-    **{f"fit diag {h}": partial(fitted, task="binary", structure="diag", hessian=h) for h in ("approx", "mixed")},
-    **{f"fit damped {d}": partial(fitted, task="regression", structure="kron", damping=d) for d in ("glm", "ritter")},
-    "fit kron of rank 2": partial(fitted, task="classification", structure="kron", rank=2),
+    **{f"fit diag {h}": partial(fitted, task="binary", structure=Diag(method=h)) for h in ("approx", "mixed")},
+    **{f"fit damped {d}": partial(fitted, task="regression", structure=Kron(damping=d)) for d in ("glm", "ritter")},
+    "fit kron of rank 2": partial(fitted, task="classification", structure=Kron(rank=2)),
     "fit last layer": partial(fitted, task="classification", structure="full", subset="last_layer"),
     **{f"fit of a convolution, {s}": partial(convolutional, structure=s) for s in STRUCTURES},
-    "fit of a convolution, reduce": partial(convolutional, structure="kron", weight_sharing="reduce"),
+    "fit of a convolution, reduce": partial(convolutional, structure=Kron(weight_sharing="reduce")),
     **{
         f"fit of a subnetwork, {by}": partial(fitted, task="regression", structure="full", subset=Subnetwork(7, by))
         for by in ("magnitude", "random", "laplace_diag")
@@ -313,8 +323,8 @@ CASES: dict[str, Case] = {
         for m in ("auto", "marglik", "mackay", "linear", "grid")
         for t in ("classification", "regression")
     },
-    "tune each layer": partial(tuned, method="marglik", task="regression", per_layer=True),
-    "tune full": partial(tuned, method="linear", task="classification", structure="full", iterate=True),
+    "tune each layer": partial(tuned, method=Tuning("marglik", groups="layers"), task="regression"),
+    "tune full": partial(tuned, method=Tuning("linear", iterate=True), task="classification", structure="full"),
     **{
         f"predict {p} {link or ''} {t}": partial(predicted, task=t, predictive=p, link=link)
         for t, likelihood in LIKELIHOODS.items()

@@ -18,6 +18,7 @@ from second_device import load
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bayes import (
+    GP,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
@@ -38,8 +39,8 @@ def run(device: torch.device, processes: Processes) -> dict[str, Any]:
         rows: dict[str, dict[str, Any]] = {
             **{structure: {"structure": structure} for structure in STRUCTURES},
             "labels that are drawn": {"curvature": "fisher_mc"},
-            "points": {"gp_points": 5},
-            "points by leverage": {"gp_points": 5, "gp_selection": "leverage"},
+            "points": {"gp": 5},
+            "points by leverage": {"gp": GP(points=5, selection="leverage")},
             "subnetwork": {"subset": Subnetwork(7)},
         }
         for name, options in rows.items():

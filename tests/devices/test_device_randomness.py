@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from lightning_bayes import (
+    BNN,
     DeepEnsemble,
     GaussianPosterior,
     LaplaceCallback,
@@ -80,7 +81,7 @@ class Noisy:
 
 
 CALLS: dict[str, Any] = {
-    "fit": lambda p, data: fit_laplace(p.network, data, "classification", "diag"),
+    "fit": lambda p, data: fit_laplace(p.network, data, "classification", structure="diag"),
     "update": lambda p, data: p.update(data),
     "tune": lambda p, data: p.tune_prior("grid", data),
     "calibrate": lambda p, data: p.calibrate(data),
@@ -136,12 +137,12 @@ class Draws(TorchFunctionMode):
 
 
 DRAWING: dict[str, Any] = {
-    "predict": lambda p, x: p.predict(x, "bnn", samples=3),
+    "predict": lambda p, x: p.predict(x, BNN(samples=3)),
     "functions": lambda p, x: p.sample_function(n=2)(x),
-    "evaluate": lambda p, x: evaluate(p, batches(), predictive="bnn", samples=3),
-    "calibrate": lambda p, x: p.calibrate(batches(), "bnn", samples=3),
-    "conformalize": lambda p, x: p.conformalize(batches(seed=3), predictive="bnn", samples=3),
-    "ensemble": lambda p, x: DeepEnsemble([p, p]).predict(x, "bnn", samples=3),
+    "evaluate": lambda p, x: evaluate(p, batches(), predictive=BNN(samples=3)),
+    "calibrate": lambda p, x: p.calibrate(batches(), BNN(samples=3)),
+    "conformalize": lambda p, x: p.conformalize(batches(seed=3), predictive=BNN(samples=3)),
+    "ensemble": lambda p, x: DeepEnsemble([p, p]).predict(x, BNN(samples=3)),
 }
 
 
@@ -155,7 +156,7 @@ def test_weights_are_drawn_on_the_device(second: torch.device, call: str) -> Non
 
 
 def test_a_callback_draws_on_the_device_the_same_for_any_batch(second: torch.device, tmp_path: Path) -> None:
-    callback = LaplaceCallback(tune=None, calibrate=None, predictive="bnn", samples=4, progress=False)
+    callback = LaplaceCallback(tune=None, calibrate=None, predictive=BNN(samples=4), progress=False)
     fit, module = trainer(tmp_path, callback, max_epochs=1, **on_device(second)), Lit("classification")
     data = loader("classification", 1)
     fit.fit(module, data)

@@ -12,6 +12,7 @@ from device_training import Lit, loader, on_device, variational
 from helpers.training import trainer
 
 from lightning_bayes import (
+    GP,
     L2MCallback,
     LaplaceCallback,
     LogSigmaMultiplierMixin,
@@ -42,7 +43,7 @@ METHODS: dict[str, Any] = {
     "lowrank": lambda task: (Lit(task), LaplaceCallback(LIKELIHOODS[task], structure="lowrank", progress=False)),
     "marglik, gp": lambda task: (
         Lit(task),
-        LaplaceCallback(LIKELIHOODS[task], tune="marglik", predictive="gp", gp_points=6, progress=False),
+        LaplaceCallback(LIKELIHOODS[task], tune="marglik", predictive=GP(points=6), progress=False),
     ),
     "bnn, ood": lambda task: (Lit(task), LaplaceCallback(LIKELIHOODS[task], predictive="bnn", progress=False)),
     "l2m": lambda task: (Lit(task), L2MCallback(LIKELIHOODS[task], loss_scale=1.0)),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, LaplacePosterior, fit_laplace
 from lightning_bayes.posterior.options import FitOptions
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_networks_page_reads_a_tagger() -> None:
     assert names["callback"].posterior.n_data == 24
     assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
     assert names["tagger"].output == "logits"
-    assert names["of_images"].predict(names["images"], samples=3).probs.shape == (40, 300)
+    assert names["of_images"].predict(names["images"], GLM(samples=3)).probs.shape == (40, 300)
 
 
 def test_metrics() -> None:
@@ -477,7 +477,7 @@ def test_from_laplace_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     loader = Data().loader()
     x = next(iter(loader))[0]
     names = run_page(DOCS / "from_laplace_torch.md", model=nn.Linear(4, 3), train_loader=loader, x=x)
-    torch.testing.assert_close(names["again"].predict(x, "glm", link="probit").probs, names["probs"])
+    torch.testing.assert_close(names["again"].predict(x, GLM(link="probit")).probs, names["probs"])
 
 
 def test_the_right_column_of_laplace_torch_names_what_exists() -> None:

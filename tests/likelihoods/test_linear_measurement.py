@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, GaussianPosterior, LinearMeasurement, fit_laplace
+from lightning_bayes import Diag, Gaussian, GaussianPosterior, LinearMeasurement, fit_laplace
 from lightning_bayes.likelihoods import LikelihoodError
 
 F64 = torch.float64
@@ -95,9 +95,8 @@ def test_the_fast_diagonals_see_the_coupled_outputs(
     """Both are exact for one layer."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(2 * SIDE**2, SIDE**2)).to(F64)
-    options: dict[str, Any] = {"structure": "diag"}
-    fast = fit_laplace(network, batches, LinearMeasurement(A, SIGMA), hessian=hessian, **options)
-    exact = fit_laplace(network, batches, LinearMeasurement(A, SIGMA), **options)
+    fast = fit_laplace(network, batches, LinearMeasurement(A, SIGMA), structure=Diag(method=hessian))
+    exact = fit_laplace(network, batches, LinearMeasurement(A, SIGMA), structure="diag")
     torch.testing.assert_close(fast.precision.diagonal(), exact.precision.diagonal(), **TIGHT)
 
 
@@ -172,7 +171,7 @@ def test_one_output_per_example(structure: str) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).to(F64)
     x, y, A = torch.randn(5, 3, dtype=F64), torch.randn(5, 2, dtype=F64), torch.tensor([[1.0], [2.0]], dtype=F64)
-    posterior = fit_laplace(network, [(x, y)], LinearMeasurement(A, SIGMA), structure)
+    posterior = fit_laplace(network, [(x, y)], LinearMeasurement(A, SIGMA), structure=structure)
     variances = posterior.functional(x)[1].reshape(5, 1)
     torch.testing.assert_close(posterior.predict(x).epistemic, variances * A.square().T, **TIGHT)
 

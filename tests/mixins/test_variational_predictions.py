@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.options import predictive_of
 from variational_cases import VI, VL, Lit, dataset, gradients, images, loader, options, spread, targets, trainer, vl
 
 from lightning_bayes import GaussianPosterior, LaplaceCallback, Prediction
@@ -73,7 +74,7 @@ def test_test_scores_the_mean_and_the_posterior(kind: Any, name: str, task: str,
     x, y = dataset(task, 7).tensors
     predictive = {"vl": "glm", "vi": "bnn"}[name]
     for who, word in ((name, predictive), ("map", "map")):
-        p = module.posterior.predict(x, word, samples=10, generator=torch.Generator().manual_seed(0))
+        p = module.posterior.predict(x, predictive_of(word, samples=10), generator=torch.Generator().manual_seed(0))
         if task == "classification":
             nll = -p.probs[range(7), y].log().mean()
         elif task == "binary":
@@ -93,7 +94,9 @@ def test_predict_answers_with_predictions(word: str, tmp_path: Path) -> None:
     assert [type(p) for p in out] == [Prediction, Prediction]
     probs = torch.cat([p.probs for p in out])  # type: ignore[union-attr]
     expected = module.posterior.predict(
-        images(7), {"mean": "map"}.get(word, word), samples=10, generator=torch.Generator().manual_seed(0)
+        images(7),
+        predictive_of({"mean": "map"}.get(word, word), samples=10),
+        generator=torch.Generator().manual_seed(0),
     )
     torch.testing.assert_close(probs, expected.probs)
     epistemic = torch.cat([p.epistemic for p in out])  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers.networks import made, mlp
 from helpers.tensors import real
 
-from lightning_bayes import Categorical, fit_laplace
+from lightning_bayes import Categorical, Kron, fit_laplace
 from lightning_bayes.network import Processes
 
 
@@ -18,11 +18,12 @@ def main(folder: Path, world: int, rank: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     network, x, y = made(mlp), real(11, 3), torch.arange(11) % 3
     first, second = ([(x[part], y[part])] for part in (slice(rank, 5, world), slice(5 + rank, 11, world)))
-    words: dict[str, Any] = {"processes": Processes.current(), "updatable": True}
+    words: dict[str, Any] = {"processes": Processes.current()}
     answers = {}
     for structure in ("full", "diag", "kron"):
+        option = Kron(updatable=True) if structure == "kron" else structure
         for curvature in ("ggn", "fisher_mc"):
-            posterior = fit_laplace(network, first, Categorical(), structure, curvature=curvature, **words)
+            posterior = fit_laplace(network, first, Categorical(), curvature=curvature, structure=option, **words)
             posterior = posterior.update(second, processes=Processes.current())
             answers[f"{structure} {curvature}"] = posterior.precision.to_dense()
             answers[f"evidence {structure} {curvature}"] = posterior.log_marginal_likelihood()

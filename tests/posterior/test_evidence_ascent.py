@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.evidence.tuning import ascend
 
 N, C, SIGMA = 23, 2, 0.7
@@ -23,8 +23,8 @@ def fitted(structure: str = "kron", likelihood: Any = None) -> LaplacePosterior:
         network,
         [(x[:9], (y.argmax(1) if labels else y)[:9]), (x[9:], (y.argmax(1) if labels else y)[9:])],
         likelihood or Gaussian(SIGMA),
-        structure,
         prior_precision=[0.5, 2.0],
+        structure=structure,
     )
 
 
@@ -71,7 +71,7 @@ def test_the_steps_are_adams_on_the_dense_evidence(structure: str, likelihood: A
 def test_many_steps_end_at_the_maximum() -> None:
     posterior = fitted("kron", "classification")
     tuned = ascend(posterior, steps=500, lr=0.03)
-    best = posterior.tune_prior("marglik", per_layer=True)
+    best = posterior.tune_prior(Tuning("marglik", groups="layers"))
     torch.testing.assert_close(tuned.prior_precision, best.prior_precision, rtol=1e-3, atol=0)
 
 
@@ -95,7 +95,7 @@ def test_the_noise_is_that_of_the_networks_own_residuals() -> None:
     posterior = fitted("diag")
     tuned = ascend(posterior, steps=300, lr=0.05, at="optimum")
     σ = tuned.likelihood.noise_std  # type: ignore[attr-defined]
-    expected = tuned.tune_prior("marglik", per_layer=True)  # at these weights
+    expected = tuned.tune_prior(Tuning("marglik", groups="layers"))  # at these weights
     assert float(σ) == pytest.approx(float(expected.likelihood.noise_std), rel=0.1)  # type: ignore[attr-defined]
 
 

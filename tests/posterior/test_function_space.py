@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import GP, LaplacePosterior, Prior, fit_laplace
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from lightning_bayes.posterior import function_space, kernel
 from lightning_bayes.structures import Diagonal
@@ -55,7 +55,7 @@ def batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
 def fit(name: str = "mlp", kind: str = "classification", **words: Any) -> LaplacePosterior:
     torch.manual_seed(0)
     make, shape = NETWORKS[name]
-    words = {"structure": "full", "gp_points": None, "gp_outputs": "joint", **words}
+    words = {"structure": "full", "gp": GP(points=None, outputs="joint"), **words}
     return fit_laplace(make().double(), batches(*data(kind, shape)), LIKELIHOODS[kind], **words)
 
 
@@ -92,13 +92,12 @@ def test_with_all_points_the_process_is_the_linearised_network(name: str, kind: 
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.3},
+    "temperature": {"prior": Prior(temperature=0.3)},
     "a subnetwork": {"subset": torch.tensor([0, 3, 7, 11, 20, 30, 40, 45])},
     "some parameters": {"subset": ["0.weight", "3.bias"]},
     "the last layer": {"subset": "last_layer"},
-    "reweighted data": {"gp_weighting": "data"},
-    "leverage": {"gp_selection": "leverage"},
-    "more points than there are": {"gp_points": 1000},
+    "leverage": {"gp": GP(points=None, selection="leverage", outputs="joint")},
+    "more points than there are": {"gp": GP(points=1000, outputs="joint")},
     "one prior for each weight": {"prior_precision": torch.linspace(0.1, 2, 48).double()},
 }
 
@@ -113,7 +112,7 @@ def test_so_it_is_for_a_noise_of_the_networks_own() -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double(), torch.randn(9, 3).double()
     y = torch.randn(9, 2).double()
-    posterior = fit_laplace(net, [(x, y)], HeteroscedasticGaussian(), structure="full", gp_points=None)
+    posterior = fit_laplace(net, [(x, y)], HeteroscedasticGaussian(), structure="full", gp=GP(points=None))
     torch.testing.assert_close(covariance(posterior, 2 * x), posterior.functional(2 * x)[1], rtol=1e-8, atol=1e-10)
 
 
@@ -141,23 +140,22 @@ def test_targets_without_a_value_say_nothing() -> None:
     x, y = data("classification", (3,))
     y[::2] = -100
     net = NETWORKS["mlp"][0]().double()
-    posterior = fit_laplace(net, batches(x, y), Categorical(ignore_index=-100), "full", gp_points=None)
+    posterior = fit_laplace(net, batches(x, y), Categorical(ignore_index=-100), structure="full", gp=GP(points=None))
     torch.testing.assert_close(covariance(posterior, 2 * x), posterior.functional(2 * x)[1], rtol=1e-8, atol=1e-10)
 
 
 # -- with some points, eq. (15) by hand --------------------------------------------------------------------------------
 
 
-def by_hand(posterior: LaplacePosterior, x: Tensor, x_all: Tensor, weighting: str, independent: bool) -> Tensor:
+def by_hand(posterior: LaplacePosterior, x: Tensor, x_all: Tensor, independent: bool) -> Tensor:
     """`K** − K*M (K_MM + Λ⁻¹)⁻¹ K_M*` with whole Jacobians, and `Λ⁻¹` where it exists."""
     assert posterior.points is not None
     M = len(posterior.points)
     x_M = x_all[posterior.points.index]
-    ratio = posterior.n_data / M
-    δ = float(posterior.prior_precision) * (ratio if weighting == "prior" else 1)
+    δ = float(posterior.prior_precision) * posterior.n_data / M
     J_M, J = (jacobian(posterior.network, t, posterior.subset.names) for t in (x_M, x))  # [M, C, P]
     S = posterior.likelihood.fisher_root(posterior.network(x_M).detach())  # [R, M, C]
-    Λ = torch.einsum("rmc,rmd->mcd", S, S) * (ratio if weighting == "data" else 1)  # [M, C, C]
+    Λ = torch.einsum("rmc,rmd->mcd", S, S)  # [M, C, C]
     if independent:
         variances = []
         for c in range(C):
@@ -170,18 +168,17 @@ def by_hand(posterior: LaplacePosterior, x: Tensor, x_all: Tensor, weighting: st
 
 
 @pytest.mark.parametrize("outputs", ["joint", "independent"])
-@pytest.mark.parametrize("weighting", ["prior", "data"])
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_fewer_points_condition_by_the_formula(name: str, weighting: str, outputs: str) -> None:
-    posterior = fit(name, gp_points=7, gp_weighting=weighting, gp_outputs=outputs, prior_precision=0.4)
+def test_fewer_points_condition_by_the_formula(name: str, outputs: str) -> None:
+    posterior = fit(name, prior_precision=0.4, gp=GP(points=7, outputs=outputs))
     x_all, _ = data("classification", NETWORKS[name][1])
-    expected = by_hand(posterior, unseen(name), x_all, weighting, outputs == "independent")
+    expected = by_hand(posterior, unseen(name), x_all, outputs == "independent")
     torch.testing.assert_close(covariance(posterior, unseen(name)), expected, rtol=1e-8, atol=1e-10)
 
 
 def test_batches_and_pieces_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One input alone, points that are not held, and layers in pieces of one output."""
-    posterior, x = fit("cnn", gp_points=8), unseen("cnn")
+    posterior, x = fit("cnn", gp=8), unseen("cnn")
     expected = covariance(posterior, x)
     for n in range(len(x)):
         torch.testing.assert_close(covariance(posterior, x[n : n + 1]), expected[n : n + 1])
@@ -192,7 +189,7 @@ def test_batches_and_pieces_of_any_size_give_the_same(monkeypatch: pytest.Monkey
 
 
 def test_several_priors_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    posterior, x = fit(gp_points=9, prior_precision=torch.tensor([0.2, 1.0, 3.0]).double()), unseen()
+    posterior, x = fit(prior_precision=torch.tensor([0.2, 1.0, 3.0]).double(), gp=9), unseen()
     candidates = [posterior.with_prior(posterior.prior_precision * c) for c in (0.1, 1.0, 30.0)]
     expected = [covariance(candidate, x) for candidate in candidates]
     for candidate in candidates:
@@ -235,7 +232,7 @@ def unique_rows() -> nn.Module:
 def test_networks_that_mix_and_sort_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     network = made(make)
     x, y = torch.randn(N, 3, 2, generator=torch.Generator().manual_seed(0)).double(), torch.arange(N) % C
-    posterior = fit_laplace(network, batches(x, y), structure="full", gp_points=None, gp_outputs="joint")
+    posterior = fit_laplace(network, batches(x, y), structure="full", gp=GP(points=None, outputs="joint"))
     other = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(1)).double()
     expected = posterior.functional(other)[1]
     torch.testing.assert_close(covariance(posterior, other), expected, rtol=1e-8, atol=1e-10)
@@ -260,7 +257,7 @@ def test_no_jacobian_is_ever_built(outputs: str) -> None:
     M = 40
     wide = made(lambda: nn.Sequential(nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 60), nn.Tanh(), nn.Linear(60, C)))
     x, y = torch.randn(M, 30).double(), torch.arange(M) % C
-    posterior = fit_laplace(wide, [(x, y)], structure="diag", gp_points=None, gp_outputs=outputs)
+    posterior = fit_laplace(wide, [(x, y)], structure="diag", gp=GP(points=None, outputs=outputs))
     with Largest() as largest:
         covariance(posterior, x[:20])
     assert largest.numel <= M * C * 200 < 0.02 * M * C * posterior.subset.size  # the gradients at the widest layer
@@ -269,7 +266,7 @@ def test_no_jacobian_is_ever_built(outputs: str) -> None:
 def test_one_output_without_a_dimension_of_its_own() -> None:
     network = made(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)))
     x, _ = data("classification", (3,))
-    posterior = fit_laplace(network, batches(x, (x[:, 0] > 0).double()), "binary", structure="full", gp_points=None)
+    posterior = fit_laplace(network, batches(x, (x[:, 0] > 0).double()), "binary", structure="full", gp=GP(points=None))
     by_process, by_weights = (posterior.predict(2 * x, predictive) for predictive in ("gp", "glm"))
     assert by_process.probs.shape == (N,)
     torch.testing.assert_close(by_process.probs, by_weights.probs, rtol=1e-8, atol=1e-10)
@@ -280,7 +277,7 @@ def test_frozen_layers_are_known() -> None:
     network = NETWORKS["mlp"][0]().double()
     network[0].requires_grad_(False)
     network[3].bias.requires_grad_(False)
-    posterior = fit_laplace(network, batches(*data("classification", (3,))), structure="full", gp_points=None)
+    posterior = fit_laplace(network, batches(*data("classification", (3,))), structure="full", gp=GP(points=None))
     torch.testing.assert_close(
         covariance(posterior, unseen()), posterior.functional(unseen())[1], rtol=1e-8, atol=1e-10
     )

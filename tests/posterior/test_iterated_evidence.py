@@ -19,7 +19,7 @@ from helpers.tensors import real
 from scipy.optimize import root
 from torch import Tensor, nn
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, fit_laplace
+from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Tuning, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import PosteriorError
@@ -113,8 +113,8 @@ CASES = [
 def test_the_fixed_point_is_that_of_dense_algebra(fisher: str, kind: str, prior_groups: str | None) -> None:
     network, x, y, likelihood = problem(kind)
     posterior = fit_laplace(network, batches(x, y), likelihood, structure="full", prior_precision=0.3)
-    options: Any = {"passes": 3000, "tolerance": 1e-6, "fisher": fisher, "prior_groups": prior_groups}
-    tuned = posterior.tune_prior("linear", batches(x, y), iterate=True, **options)
+    options: Any = {"passes": 3000, "tolerance": 1e-6, "fisher": fisher, "groups": prior_groups}
+    tuned = posterior.tune_prior(Tuning("linear", iterate=True, **options), batches(x, y))
     index = posterior.subset.layer_index if prior_groups else torch.zeros(posterior.subset.size, dtype=torch.long)
     logs = tuned.prior_precision.log().reshape(-1)
     if kind == "regression":
@@ -138,8 +138,8 @@ def test_a_linear_network_has_its_exact_evidence_from_any_weights() -> None:
             network.weight.mul_(size)
         x = real(N, 3)
         y = x @ real(3, 2, seed=4) + 0.5 * real(N, 2, seed=5)
-        posterior = fit_laplace(network, batches(x, y), Gaussian(0.7), "full")
-        tuned.append(posterior.tune_prior("linear", batches(x, y), iterate=True, passes=200, tolerance=1e-9))
+        posterior = fit_laplace(network, batches(x, y), Gaussian(0.7), structure="full")
+        tuned.append(posterior.tune_prior(Tuning("linear", tolerance=1e-9, iterate=True, passes=200), batches(x, y)))
         exact = posterior.tune_prior("linear")
         torch.testing.assert_close(tuned[-1].prior_precision, exact.prior_precision, rtol=1e-4, atol=0)
     torch.testing.assert_close(tuned[0].prior_precision, tuned[1].prior_precision, rtol=1e-6, atol=0)
@@ -149,10 +149,13 @@ def test_a_linear_network_has_its_exact_evidence_from_any_weights() -> None:
 @pytest.mark.parametrize("structure", ["kron", "diag"])
 def test_the_optimum_of_other_structures_has_no_gradient(structure: str, caplog: pytest.LogCaptureFixture) -> None:
     network, x, y, likelihood = problem("classification")
-    posterior = fit_laplace(network, batches(x, y), likelihood, structure)
+    posterior = fit_laplace(network, batches(x, y), likelihood, structure=structure)
     with caplog.at_level(logging.INFO, "lightning_bayes"):
         posterior.tune_prior(
-            "linear", batches(x, y), iterate=True, passes=3000, tolerance=1e-6, per_layer=structure == "kron"
+            Tuning(
+                "linear", groups="layers" if structure == "kron" else None, tolerance=1e-6, iterate=True, passes=3000
+            ),
+            batches(x, y),
         )
     (said,) = [record for record in caplog.records if "linear evidence" in record.getMessage()]
     assert said.levelno == logging.INFO
@@ -164,10 +167,10 @@ def test_the_optimum_of_other_structures_has_no_gradient(structure: str, caplog:
 def test_the_budget_of_passes_is_kept_and_what_is_missing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     network, x, y, likelihood = problem("classification")
     counted = Counted(batches(x, y))
-    posterior = fit_laplace(network, counted, likelihood, "diag")
+    posterior = fit_laplace(network, counted, likelihood, structure="diag")
     counted.passes = 0
     with caplog.at_level(logging.WARNING, "lightning_bayes"):
-        posterior.tune_prior("linear", counted, iterate=True, passes=3, tolerance=1e-9)
+        posterior.tune_prior(Tuning("linear", tolerance=1e-9, iterate=True, passes=3), counted)
     assert counted.passes == 2  # a product and a gradient; one pass alone is no further step
     assert "after 2 passes over the data, at a relative gradient of" in caplog.text
     assert "raise `passes`" in caplog.text
@@ -185,29 +188,30 @@ class Counted:
 def test_ten_passes_are_the_default() -> None:
     network, x, y, likelihood = problem("classification")
     counted = Counted(batches(x, y))
-    posterior = fit_laplace(network, counted, likelihood, "diag")
+    posterior = fit_laplace(network, counted, likelihood, structure="diag")
     counted.passes = 0
-    posterior.tune_prior("linear", counted, iterate=True, tolerance=1e-12)
+    posterior.tune_prior(Tuning("linear", tolerance=1e-12, iterate=True), counted)
     assert 9 <= counted.passes <= 10
 
 
 def test_a_posterior_without_the_gradient_takes_one_more_pass() -> None:
     """As one made without a pass over the data."""
     network, x, y, likelihood = problem("regression")
-    posterior = fit_laplace(network, batches(x, y), likelihood, "full")
+    posterior = fit_laplace(network, batches(x, y), likelihood, structure="full")
     unknown = replace(posterior.curvature, gradient=None, squared_error=None, log_likelihood=None)
-    options: Any = {"loader": batches(x, y), "iterate": True, "passes": 500, "tolerance": 1e-8}
+    tuning = Tuning("linear", iterate=True, passes=500, tolerance=1e-8)
     bare = replace(posterior, curvature=unknown)
-    expected = posterior.tune_prior("linear", **options)
-    torch.testing.assert_close(bare.tune_prior("linear", **options).prior_precision, expected.prior_precision)
+    expected = posterior.tune_prior(tuning, batches(x, y))
+    found = bare.tune_prior(tuning, batches(x, y))
+    torch.testing.assert_close(found.prior_precision, expected.prior_precision)
 
 
 def test_a_subnetwork_and_frozen_layers() -> None:
     """Only the chosen weights move, and only theirs are counted."""
     network, x, y, likelihood = problem("classification")
     network[0].weight.requires_grad_(False)
-    posterior = fit_laplace(network, batches(x, y), likelihood, "full", subset=["2.weight"])
-    tuned = posterior.tune_prior("linear", batches(x, y), iterate=True, passes=1000, tolerance=1e-6)
+    posterior = fit_laplace(network, batches(x, y), likelihood, subset=["2.weight"], structure="full")
+    tuned = posterior.tune_prior(Tuning("linear", tolerance=1e-6, iterate=True, passes=1000), batches(x, y))
     dense = Dense(network, x, y, likelihood, torch.zeros(6, dtype=torch.long), "2.weight")
     log_prior = tuned.prior_precision.log().reshape(1)
     torch.testing.assert_close(log_prior, dense.solve(log_prior), rtol=0, atol=1e-5)
@@ -220,16 +224,16 @@ def test_what_has_no_convex_linear_model_is_refused() -> None:
     y = real(N, 1)
     posterior = fit_laplace(network, batches(x, y), HeteroscedasticGaussian())
     with pytest.raises(PosteriorError, match=r"HeteroscedasticGaussian is not convex.*use tune_prior\('marglik'\)"):
-        posterior.tune_prior("linear", batches(x, y), iterate=True)
+        posterior.tune_prior(Tuning("linear", iterate=True), batches(x, y))
 
 
 def test_other_data_than_those_of_the_fit_are_refused() -> None:
     network, x, y, likelihood = problem("classification")
     posterior = fit_laplace(network, batches(x, y), likelihood)
     with pytest.raises(PosteriorError, match="has 22 examples, but the posterior was fitted to 23"):
-        posterior.tune_prior("linear", batches(x, y)[:1], iterate=True)
+        posterior.tune_prior(Tuning("linear", iterate=True), batches(x, y)[:1])
     with pytest.raises(DataError, match="makes several passes, but the loader is an iterator"):
-        posterior.tune_prior("linear", iter(batches(x, y)), iterate=True)
+        posterior.tune_prior(Tuning("linear", iterate=True), iter(batches(x, y)))
 
 
 def test_an_exception_within_a_pass_leaves_the_network_as_it_was() -> None:
@@ -244,7 +248,7 @@ def test_an_exception_within_a_pass_leaves_the_network_as_it_was() -> None:
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        posterior.tune_prior("linear", Broken(), iterate=True)
+        posterior.tune_prior(Tuning("linear", iterate=True), Broken())
     assert network.training
     assert all(p.grad is None and p.requires_grad for p in network.parameters())
     assert all(torch.equal(v, state[k]) for k, v in network.state_dict().items())

@@ -11,7 +11,7 @@ from helpers.tensors import real
 from posterior_cases import STRUCTURES, case
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, Kron, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.posterior.evidence import step_length
 
@@ -38,7 +38,7 @@ def exact_evidence(x: Tensor, y: Tensor, δ: float, σ: float) -> Tensor:
 @pytest.mark.parametrize("weights", [0.0, 1.0, 30.0])
 def test_it_is_bayesian_linear_regression_from_any_weights(weights: float, structure: str) -> None:
     network, x, y = linear_regression(weights)
-    posterior = fit_laplace(network, [(x[:5], y[:5]), (x[5:], y[5:])], Gaussian(0.7), structure)
+    posterior = fit_laplace(network, [(x[:5], y[:5]), (x[5:], y[5:])], Gaussian(0.7), structure=structure)
     for δ, σ in ((2.0, 0.7), (0.3, 0.4), (50.0, 2.0)):
         expected = exact_evidence(x, y, δ, σ)
         torch.testing.assert_close(posterior.log_marginal_likelihood(δ, σ, at="optimum"), expected)
@@ -51,11 +51,11 @@ def test_tuning_finds_the_prior_of_the_exact_evidence_from_any_weights() -> None
     tuned = []
     for weights in (0.5, 20.0):
         network, x, y = linear_regression(weights)
-        posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "full")
+        posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), structure="full")
         tuned.append(posterior.tune_prior("linear").prior_precision)
     torch.testing.assert_close(tuned[0], tuned[1], rtol=1e-4, atol=0)
     σ = torch.tensor(0.7, dtype=torch.float64)
-    best = posterior.tune_prior("linear", noise=False).prior_precision
+    best = posterior.tune_prior(Tuning("linear", noise=False)).prior_precision
     scan = torch.linspace(-0.2, 0.2, 9).exp().double() * best
     evidence = torch.stack([exact_evidence(x, y, float(δ), float(σ)) for δ in scan])
     assert int(evidence.argmax()) == 4
@@ -65,7 +65,9 @@ def test_tuning_finds_the_prior_of_the_exact_evidence_from_any_weights() -> None
 def test_one_newton_step_of_a_classifier_by_dense_algebra(structure: str) -> None:
     """`θ⋆` and the evidence at it, written out with matrices; the sum of gradients is autograd's."""
     problem = case("mlp")
-    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, prior_precision=3.0)
+    posterior = fit_laplace(
+        problem.network, problem.loader(), problem.likelihood, prior_precision=3.0, structure=structure
+    )
     θ, H = posterior.mean, posterior.curvature.structure.to_dense()
     f = problem.network(problem.x)
     loss = -problem.likelihood.log_likelihood(f, problem.y)
@@ -90,7 +92,7 @@ def test_one_newton_step_of_a_classifier_by_dense_algebra(structure: str) -> Non
 def test_its_gradient_in_prior_and_noise_is_that_of_finite_differences(structure: str) -> None:
     network = mlp(outputs=2).double()
     x, y = real(9, 3), real(9, 2, seed=1)
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.5), structure)
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.5), structure=structure)
     δ = torch.tensor([0.7, 4.0], dtype=torch.float64, requires_grad=True)
     σ = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda δ, σ: posterior.log_marginal_likelihood(δ, σ, at="optimum"), (δ, σ))
@@ -119,9 +121,9 @@ def test_a_network_that_is_not_at_a_mode_is_not_taken_for_one() -> None:
         moved = copy.deepcopy(network)
         with torch.no_grad():
             moved.weight[:, 3] = size
-        posterior = fit_laplace(moved, [(x, y)], Gaussian(1.0), "full")
+        posterior = fit_laplace(moved, [(x, y)], Gaussian(1.0), structure="full")
         for method, priors in tuned.items():
-            priors.append(posterior.tune_prior(method, noise=False).prior_precision)
+            priors.append(posterior.tune_prior(Tuning(method, noise=False)).prior_precision)
     torch.testing.assert_close(*tuned["linear"], rtol=1e-5, atol=0)
     assert tuned["marglik"][1] < tuned["marglik"][0] / 100
 
@@ -174,7 +176,7 @@ def test_a_noise_at_its_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     x = real(4, 3).repeat(2, 1)
     network = mlp(outputs=2).double()
-    posterior = fit_laplace(network, [(x, network(x).detach())], Gaussian(1.0), "full")
+    posterior = fit_laplace(network, [(x, network(x).detach())], Gaussian(1.0), structure="full")
     for method in ("linear", "marglik"):
         caplog.clear()
         tuned = posterior.tune_prior(method)
@@ -184,10 +186,10 @@ def test_a_noise_at_its_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_clear_errors_where_it_cannot_be_had() -> None:
     network, x, y = linear_regression(1.0)
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron", damping="glm")
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.7), structure=Kron(damping="glm"))
     with pytest.raises(PosteriorError, match="without damping"):
         posterior.log_marginal_likelihood(at="optimum")
-    plain = fit_laplace(network, [(x, y)], Gaussian(0.7), "kron")
+    plain = fit_laplace(network, [(x, y)], Gaussian(0.7), structure="kron")
     again = LaplacePosterior.from_state_dict(network, plain.state_dict())
     torch.testing.assert_close(again.log_marginal_likelihood(at="optimum"), plain.log_marginal_likelihood(at="optimum"))
     with pytest.raises(PosteriorError, match="needs the gradient of the training loss"):
@@ -209,8 +211,8 @@ def test_error_bars_of_a_network_with_batch_norm_are_less_overestimated() -> Non
         optimizer.zero_grad()
         (network(x[rows]) - y[rows]).square().mean().backward()
         optimizer.step()
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.2), "full")
-    naive, linear = (posterior.tune_prior(method, noise=False) for method in ("marglik", "linear"))
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.2), structure="full")
+    naive, linear = (posterior.tune_prior(Tuning(method, noise=False)) for method in ("marglik", "linear"))
     assert linear.prior_precision > 2 * naive.prior_precision
     between = torch.linspace(-1, 1, 20).double().unsqueeze(1)
     assert linear.predict(between).epistemic.mean() < 0.7 * naive.predict(between).epistemic.mean()

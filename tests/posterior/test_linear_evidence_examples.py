@@ -12,7 +12,7 @@ from helpers.networks import made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, LaplacePosterior, Tuning, fit_laplace
 
 NOISE = 0.15
 
@@ -42,9 +42,9 @@ def test_error_bars_of_the_tutorials_one_dimensional_example() -> None:
         return [nn.Linear(i, o), nn.BatchNorm1d(o), nn.Tanh()]
 
     network = made(lambda: nn.Sequential(*layers(1, 12), *layers(12, 12), nn.Linear(12, 1)))
-    posterior = fit_laplace(trained(network, x, y, F.mse_loss, 300), [(x, y)], Gaussian(NOISE), "full")
-    at_weights = posterior.tune_prior("mackay", noise=False)
-    at_optimum = posterior.tune_prior("linear", [(x, y)], iterate=True, passes=100, noise=False)
+    posterior = fit_laplace(trained(network, x, y, F.mse_loss, 300), [(x, y)], Gaussian(NOISE), structure="full")
+    at_weights = posterior.tune_prior(Tuning("mackay", noise=False))
+    at_optimum = posterior.tune_prior(Tuning("linear", noise=False, iterate=True, passes=100), [(x, y)])
     assert at_optimum.prior_precision > 2 * at_weights.prior_precision
     grid = torch.linspace(-2, 2, 100).double()[:, None]
 
@@ -82,7 +82,7 @@ def test_a_convolutional_network_on_digits_comes_to_the_optimum(
     posterior = fit_laplace(network, batches, "classification")
     with caplog.at_level(logging.INFO, "lightning_bayes"):
         tuned = posterior.tune_prior(
-            "linear", batches, iterate=True, passes=2000, tolerance=1e-6, prior_groups=prior_groups
+            Tuning("linear", groups=prior_groups, tolerance=1e-6, iterate=True, passes=2000), batches
         )
     (said,) = [record for record in caplog.records if "linear evidence" in record.getMessage()]
     _, passes, residual, moved = said.args  # type: ignore[misc]

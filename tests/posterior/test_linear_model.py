@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import (
+    GLM,
+    Bernoulli,
+    Categorical,
+    Diag,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Kron,
+    LaplacePosterior,
+    fit_laplace,
+)
 from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
@@ -245,7 +255,7 @@ def test_a_refined_posterior_with_many_outputs_predicts_around_its_own_mean() ->
     network, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 70)).double(), torch.randn(9, 2).double()
     y = torch.randn(9, 70).double() + 3
     refined = fit_laplace(network, [(x, y)], "regression").refine([(x, y)], passes=400)
-    prediction = refined.predict(x, samples=2000, generator=torch.Generator().manual_seed(0))
+    prediction = refined.predict(x, GLM(samples=2000), generator=torch.Generator().manual_seed(0))
     mean, covariance = refined.functional(x)
     torch.testing.assert_close(prediction.mean, mean)
     torch.testing.assert_close(prediction.epistemic, covariance.diagonal(dim1=1, dim2=2), rtol=0.3, atol=0)
@@ -264,11 +274,11 @@ def test_refinement_keeps_the_words_of_the_fit() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
     x, y = torch.randn(7, 1, 3, 3).double(), torch.randn(7, 2).double()
-    fitted = fit_laplace(network, [(x, y)], "regression", weight_sharing="reduce")
+    fitted = fit_laplace(network, [(x, y)], "regression", structure=Kron(weight_sharing="reduce"))
     refined = fitted.refine([(x, y)], tolerance=1e-3)
     torch.testing.assert_close(refined.precision.to_dense(), fitted.precision.to_dense())
     with pytest.raises(PosteriorError, match="needs a fit with hessian='exact', not 'approx'"):
-        fit_laplace(network, [(x, y)], "regression", "diag", hessian="approx").refine([(x, y)])
+        fit_laplace(network, [(x, y)], "regression", structure=Diag(method="approx")).refine([(x, y)])
 
 
 def test_dense_outputs_are_refused() -> None:

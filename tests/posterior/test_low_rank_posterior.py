@@ -5,16 +5,28 @@ from typing import Any
 import pytest
 import torch
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from posterior_cases import CASES
 from posterior_cases import case as made_case
 from torch import nn
 
-from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes import (
+    GP,
+    Categorical,
+    Gaussian,
+    GaussianPosterior,
+    LaplacePosterior,
+    LowRank,
+    Prior,
+    Subnetwork,
+    Tuning,
+    fit_laplace,
+)
 from lightning_bayes.jacobian import output_gaussian
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.structures import LowRank
+from lightning_bayes.structures import LowRank as LowRankMatrix
 from lightning_bayes.structures import output_covariance as jacobian_columns
 
 N = 23
@@ -37,9 +49,9 @@ def batches(y: Any) -> list[Any]:
     return [(X[:1], y[:1]), (X[1:12], y[1:12]), (X[12:], y[12:])]
 
 
-def fitted(task: str, structure: str, **arguments: Any) -> LaplacePosterior:
+def fitted(task: str, structure: Any, **arguments: Any) -> LaplacePosterior:
     likelihood, y = TARGETS[task]
-    return fit_laplace(network(), batches(y), likelihood, structure, **{"prior_precision": 0.7, **arguments})
+    return fit_laplace(network(), batches(y), likelihood, structure=structure, **{"prior_precision": 0.7, **arguments})
 
 
 def same(one: LaplacePosterior, two: LaplacePosterior, **tolerance: float) -> None:
@@ -84,13 +96,14 @@ def test_it_is_tuned_as_the_full_posterior(task: str, method: str) -> None:
 
 def test_per_layer_priors_are_tuned_as_those_of_the_full_posterior() -> None:
     low, full = (
-        fitted("regression", structure).tune_prior("marglik", per_layer=True) for structure in ("lowrank", "full")
+        fitted("regression", structure).tune_prior(Tuning("marglik", groups="layers"))
+        for structure in ("lowrank", "full")
     )
     same(low, full, rtol=1e-4, atol=1e-5)
 
 
 def test_another_noise_and_temperature() -> None:
-    for words in ({}, {"temperature": 0.3}):
+    for words in ({}, {"prior": Prior(temperature=0.3)}):
         low, full = (fitted("regression", structure, **words).with_noise(0.2) for structure in ("lowrank", "full"))
         same(low, full)
 
@@ -101,8 +114,8 @@ def test_variances_fall_to_the_full_ones_as_the_rank_grows(task: str) -> None:
     exact = full.functional(X_TEST)[1]
     last, γ = torch.full((len(X_TEST), 3), torch.inf), -1.0
     for rank in (1, 2, 4, 8, 16, 32, 64):
-        low = fitted(task, "lowrank", rank=rank)
-        assert isinstance(low.curvature.structure, LowRank)
+        low = fitted(task, LowRank(rank=rank))
+        assert isinstance(low.curvature.structure, LowRankMatrix)
         assert low.curvature.structure.rank <= rank
         covariance = low.functional(X_TEST)[1]
         assert torch.linalg.eigvalsh(covariance - exact).min() > -1e-9
@@ -116,7 +129,7 @@ def test_variances_fall_to_the_full_ones_as_the_rank_grows(task: str) -> None:
 
 @pytest.mark.parametrize(("rank", "says"), [(5, True), (50, False)])
 def test_tuning_says_that_a_rank_is_too_low(rank: int, says: bool, caplog: pytest.LogCaptureFixture) -> None:
-    fitted("regression", "lowrank", rank=rank, prior_precision=1e-3).tune_prior("marglik")
+    fitted("regression", LowRank(rank=rank), prior_precision=1e-3).tune_prior("marglik")
     assert ("the data determine all 5 eigenpairs" in caplog.text) == says
     assert ("raise rank=" in caplog.text) == says
 
@@ -125,12 +138,12 @@ def test_few_weights_cap_the_rank_and_a_subnetwork_has_one() -> None:
     for subset in ("last_layer", Subnetwork(9)):
         low, full = (fitted("classification", structure, subset=subset) for structure in ("lowrank", "full"))
         same(low, full)
-    assert fitted("classification", "lowrank", rank=10**6).curvature.structure.to_dense().shape == (52, 52)
+    assert fitted("classification", LowRank(rank=10**6)).curvature.structure.to_dense().shape == (52, 52)
 
 
 @pytest.mark.parametrize("selection", ["random", "leverage"])
 def test_training_points_are_kept_in_the_first_pass_alone(selection: str) -> None:
-    words: dict[str, Any] = {"gp_points": 6, "gp_selection": selection}
+    words: dict[str, Any] = {"gp": GP(points=6, selection=selection)}
     low, full = (fitted("classification", structure, **words) for structure in ("lowrank", "full"))
     assert low.points is not None
     assert full.points is not None
@@ -142,8 +155,8 @@ def test_training_points_are_kept_in_the_first_pass_alone(selection: str) -> Non
 def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_ones(prior: Any) -> None:
     """The largest eigenvalue is up to 10⁸ times the prior, which float32 could not subtract."""
     net, y = network(), TARGETS["regression"][1]
-    exact = fit_laplace(net, [(X, y)], Gaussian(0.05), "full", prior_precision=prior).functional(X_TEST)[1]
-    low = fit_laplace(net.float(), [(X.float(), y.float())], Gaussian(0.05), "lowrank", prior_precision=prior)
+    exact = fit_laplace(net, [(X, y)], Gaussian(0.05), prior_precision=prior, structure="full").functional(X_TEST)[1]
+    low = fit_laplace(net.float(), [(X.float(), y.float())], Gaussian(0.05), prior_precision=prior, structure="lowrank")
     variances, exact = (Σ.double().diagonal(dim1=1, dim2=2) for Σ in (low.functional(X_TEST.float())[1], exact))
     assert (variances > 0.999 * exact).all()
     if prior == 10.0:
@@ -154,7 +167,7 @@ def test_float32_has_variances_that_are_positive_and_no_smaller_than_the_full_on
 def test_predictions_go_layer_by_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with one position and with many, and parameters without a rule; a Jacobian of all weights is not built."""
     case = made_case(name)
-    low, full = (fit_laplace(case.network, case.loader(), case.likelihood, s) for s in ("lowrank", "full"))
+    low, full = (fit_laplace(case.network, case.loader(), case.likelihood, structure=s) for s in ("lowrank", "full"))
     exact = {form: full.functional_for([full.precision], case.x, form)[1][0] for form in FORMS}
 
     def refuse(*_: Any) -> None:
@@ -179,19 +192,17 @@ def test_what_makes_the_curvature_again_in_one_pass_is_refused() -> None:
 @pytest.mark.parametrize("task", TARGETS)
 def test_the_linear_models_optimum_is_refused(task: str) -> None:
     """Outside of the eigenvectors the gradient has a part, but the curvature has none to stop it."""
-    low, says = fitted(task, "lowrank", rank=5), r"needs the curvature in all directions of the gradient, .*'lowrank'"
+    low, says = fitted(task, LowRank(rank=5)), r"needs the curvature in all directions of the gradient, .*'lowrank'"
     with pytest.raises(PosteriorError, match=f"the linear model's optimum {says} .* use tune_prior\\('marglik'\\)"):
         low.log_marginal_likelihood(at="optimum")
     with pytest.raises(PosteriorError, match=says):
         low.tune_prior("linear")
-    with pytest.raises(PosteriorError, match=says):
-        low.tune_prior("marglik", at="optimum")
     with pytest.raises(PosteriorError, match=f"iterate=True {says}"):
-        low.tune_prior("linear", batches(TARGETS[task][1]), iterate=True)
+        low.tune_prior(Tuning("linear", iterate=True), batches(TARGETS[task][1]))
 
 
 def test_without_held_out_data_auto_takes_the_evidence_at_the_weights() -> None:
-    low = fitted("classification", "lowrank", rank=5)
+    low = fitted("classification", LowRank(rank=5))
     torch.testing.assert_close(low.tune_prior("auto").prior_precision, low.tune_prior("marglik").prior_precision)
 
 
@@ -199,14 +210,14 @@ def test_without_held_out_data_auto_takes_the_evidence_at_the_weights() -> None:
 @pytest.mark.parametrize("task", TARGETS)
 def test_held_out_data_choose_among_priors_that_are_no_wider_than_the_evidence_says(task: str, predictive: str) -> None:
     """With five of 52 directions the evidence of these data wants a prior that is far too wide."""
-    low = fitted(task, "lowrank", rank=5, prior_precision=1.0)
+    low = fitted(task, LowRank(rank=5), prior_precision=1.0)
     x, f = real(200, 3, seed=7), network()(real(200, 3, seed=7)).detach() + 0.3 * real(200, 3, seed=8)
     held_out = [(x, f.argmax(1) if task == "classification" else f)]
-    options: dict[str, Any] = {"loader": held_out, "predictive": predictive, "samples": 30}
+    options: dict[str, Any] = {"loader": held_out, "predictive": predictive_of(predictive, samples=30)}
     by_evidence, tuned = low.tune_prior("auto"), low.tune_prior("auto", **options)
 
     def nll(posterior: LaplacePosterior) -> float:
-        p = posterior.predict(x, predictive, samples=200, generator=seeded())
+        p = posterior.predict(x, predictive_of(predictive, samples=200), generator=seeded())
         if p.probs is not None:
             return -float(p.probs.gather(1, held_out[0][1].unsqueeze(1)).log().mean())
         assert p.mean is not None
@@ -218,7 +229,7 @@ def test_held_out_data_choose_among_priors_that_are_no_wider_than_the_evidence_s
 
 
 def test_a_file_holds_its_rank_and_not_the_matrix(tmp_path: Any) -> None:
-    low = fitted("regression", "lowrank", rank=5)
+    low = fitted("regression", LowRank(rank=5))
     low.save(tmp_path / "low.pt")
     loaded = GaussianPosterior.load(tmp_path / "low.pt", low.network)
     torch.testing.assert_close(loaded.functional(X)[1], low.functional(X)[1], **TIGHT)

@@ -108,7 +108,7 @@ def test_it_equals_the_laplace_posterior_of_the_same_prior(prior: str, problem: 
         [1 / posterior.prior.variances(posterior.φ)[s.block].expand(s.stop - s.start) for s in posterior.prior.segments]
     )
     primal = fit_laplace(
-        problem["network"], [(problem["x"], problem["y"])], posterior.likelihood, "full", prior_precision=δ
+        problem["network"], [(problem["x"], problem["y"])], posterior.likelihood, prior_precision=δ, structure="full"
     )
     mean, covariance = primal.functional(problem["x"])
     torch.testing.assert_close(posterior.functional()[0], mean[0], **TIGHT)

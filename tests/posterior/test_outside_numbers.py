@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import GLM, fit_laplace
 
 SUBNETWORK = [0, 5, 6, 8, 9, 20, 21, 24]  # of the 25 weights
 SUBSETS = {"all": "all", "ll": "last_layer", "subnet": torch.tensor(SUBNETWORK)}
@@ -69,5 +69,5 @@ def test_kronecker_predictions_are_the_peers(subset: str, outside: dict[str, Ten
     network, loader = trained(apart(), outside)
     names = "all" if subset == "all" else ["3.weight", "4.bias"]
     posterior = fit_laplace(network, loader, structure="kron", subset=names, prior_precision=1.0)
-    probs = posterior.predict(outside["X"], link="probit").probs
+    probs = posterior.predict(outside["X"], GLM(link="probit")).probs
     torch.testing.assert_close(probs, outside[f"predictions_{subset}_kron"].mT, rtol=1e-4, atol=1e-6)

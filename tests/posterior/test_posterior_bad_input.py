@@ -20,7 +20,7 @@ def make_problem() -> Case:
 
 @pytest.fixture
 def posterior(problem: Case) -> LaplacePosterior:
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure="diag")
 
 
 def test_data_without_a_single_target_are_no_data(problem: Case, posterior: LaplacePosterior) -> None:
@@ -43,7 +43,7 @@ def test_targets_of_another_kind_are_not_scored(problem: Case, posterior: Laplac
             use([(problem.x, one_hot)])
         with pytest.raises(LikelihoodError, match="got the target 7, but the network has 3 outputs"):
             use([(problem.x, problem.y + 7 * (problem.y == 0))])
-    binary = fit_laplace(problem.network, [(problem.x, one_hot.double())], Bernoulli(), "diag")
+    binary = fit_laplace(problem.network, [(problem.x, one_hot.double())], Bernoulli(), structure="diag")
     for use in (lambda loader: evaluate(binary, loader), lambda loader: binary.tune_prior("grid", loader)):
         with pytest.raises(LikelihoodError, match="needs targets that are 0 or 1, got 5"):
             use([(problem.x, 5 * one_hot)])

@@ -6,7 +6,7 @@ from helpers.tensors import TIGHT, real
 from posterior_cases import case
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace
+from lightning_bayes import Kron, Prior, fit_laplace
 
 DELTA = 0.7
 X, Y = real(8, 3), torch.tensor([0, 1, 2, 2, 1, 0, 0, 2])
@@ -54,7 +54,9 @@ def dense(net: nn.Sequential, blocks: list[Tensor]) -> Tensor:
 
 
 def fitted(net: nn.Sequential, damping: str | None, **options: object) -> Tensor:
-    posterior = fit_laplace(net, [(X[:3], Y[:3]), (X[3:], Y[3:])], prior_precision=DELTA, damping=damping, **options)
+    posterior = fit_laplace(
+        net, [(X[:3], Y[:3]), (X[3:], Y[3:])], prior_precision=DELTA, structure=Kron(damping=damping), **options
+    )
     return posterior.precision.to_dense()
 
 
@@ -85,7 +87,7 @@ def test_ritters_damping_has_the_root_of_n_in_each_factor() -> None:
 def test_temperature_divides_the_sum_before_damping() -> None:
     net = network()
     expected = dense(net, [damped(A, G / 0.5) for A, G in factors(net)])
-    torch.testing.assert_close(fitted(net, "glm", temperature=0.5), expected, **TIGHT)
+    torch.testing.assert_close(fitted(net, "glm", prior=Prior(temperature=0.5)), expected, **TIGHT)
 
 
 def test_damping_adds_to_the_precision() -> None:
@@ -101,7 +103,7 @@ def test_what_is_no_kronecker_product_keeps_the_exact_sum() -> None:
     """Norm layers and the like have dense blocks, which damping does not concern."""
     problem = case("cnn")
     plain, other = (
-        fit_laplace(problem.network, problem.loader(), prior_precision=DELTA, damping=damping).precision
+        fit_laplace(problem.network, problem.loader(), prior_precision=DELTA, structure=Kron(damping=damping)).precision
         for damping in (None, "glm")
     )
     same = [name for name, a, b in zip(plain.names, plain.blocks, other.blocks, strict=True) if _equal(a, b)]
@@ -114,5 +116,5 @@ def _equal(a: object, b: object) -> bool:
 
 def test_damped_posterior_can_change_its_prior() -> None:
     net = network()
-    posterior = fit_laplace(net, [(X, Y)], prior_precision=9.0, damping="glm").with_prior(DELTA)
+    posterior = fit_laplace(net, [(X, Y)], prior_precision=9.0, structure=Kron(damping="glm")).with_prior(DELTA)
     torch.testing.assert_close(posterior.precision.to_dense(), fitted(net, "glm"), **TIGHT)

@@ -9,7 +9,7 @@ from helpers.tensors import TIGHT
 from posterior_cases import FITTED, Case, case
 from torch import Tensor
 
-from lightning_bayes import Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Categorical, Gaussian, HeteroscedasticGaussian, Kron, LaplacePosterior, Prior, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 CURVATURES = ("ggn", "fisher_mc", "empirical_fisher")
@@ -17,7 +17,7 @@ SLOPE = {"rtol": 1e-6, "atol": 1e-7}  # of a central difference with a step of 1
 
 
 def fitted(problem: Case, structure: str, **options: object) -> LaplacePosterior:
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, **options)
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure=structure, **options)
 
 
 def slope(value: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_gradient_in_the_noise_is_that_of_refitting(
 ) -> None:
     """For several noises along their common scale. The GGN scales as σ⁻², the empirical Fisher as σ⁻⁴."""
     problem = case(name)
-    options = {"curvature": curvature, "temperature": temperature, "prior_precision": 0.7}
+    options = {"curvature": curvature, "prior_precision": 0.7, "prior": Prior(temperature=temperature)}
     posterior = fitted(problem, structure, **options)
     σ = torch.as_tensor(problem.likelihood.noise_std, dtype=torch.float64)
 
@@ -91,12 +91,12 @@ def test_gradient_in_the_noise_is_that_of_refitting(
 @pytest.mark.parametrize("damping", ["glm", "ritter"])
 def test_gradient_of_a_damped_evidence_is_that_of_refitting(damping: str) -> None:
     problem = case("regression")
-    posterior = fitted(problem, "kron", damping=damping)
+    posterior = fitted(problem, Kron(damping=damping))
     σ = problem.likelihood.noise_std
 
     def refitted(logs: Tensor) -> Tensor:
         problem.likelihood = Gaussian(σ * logs[1].exp())
-        return fitted(problem, "kron", damping=damping, prior_precision=logs[0].exp()).log_marginal_likelihood()
+        return fitted(problem, Kron(damping=damping), prior_precision=logs[0].exp()).log_marginal_likelihood()
 
     at = torch.tensor([0.3, -0.2]).double()
     found = analytic(lambda logs: posterior.log_marginal_likelihood(logs[0].exp(), σ * logs[1].exp()), at)
@@ -108,7 +108,7 @@ def test_evidence_is_the_formula(structure: str) -> None:
     """`log p(D|θ*)/T − ½ (log det (H/T + δ) − log det δ + θᵀδθ)`, with the dense matrices."""
     problem = case("mlp")
     δ = torch.tensor([0.4, 1.9]).double()
-    posterior = fitted(problem, structure, prior_precision=δ, temperature=0.6)
+    posterior = fitted(problem, structure, prior_precision=δ, prior=Prior(temperature=0.6))
     H = posterior.curvature.structure.to_dense()
     full = δ[[0] * 16 + [1] * 15]
     log_p = torch.distributions.Categorical(logits=problem.network(problem.x)).log_prob(problem.y).sum().detach()
@@ -121,7 +121,7 @@ def test_evidence_is_the_formula(structure: str) -> None:
 @pytest.mark.parametrize("structure", FITTED)
 def test_temperature_divides_the_curvature(structure: str) -> None:
     problem = case("mlp")
-    warm, plain = fitted(problem, structure, temperature=4.0), fitted(problem, structure)
+    warm, plain = fitted(problem, structure, prior=Prior(temperature=4.0)), fitted(problem, structure)
     I = torch.eye(plain.subset.size).double()
     torch.testing.assert_close(warm.precision.to_dense() - I, (plain.precision.to_dense() - I) / 4, **TIGHT)
 
@@ -184,7 +184,7 @@ def test_noise_of_what_is_no_gaussian_is_refused(likelihood: object) -> None:
     problem = case("mlp" if isinstance(likelihood, Categorical) else "regression")
     problem.likelihood = likelihood
     y = problem.y if isinstance(likelihood, Categorical) else problem.y[:, :1]
-    posterior = fit_laplace(problem.network, [(problem.x, y)], likelihood, "diag")
+    posterior = fit_laplace(problem.network, [(problem.x, y)], likelihood, structure="diag")
     with pytest.raises(
         PosteriorError, match=f"Gaussian likelihood, but this posterior has {type(likelihood).__name__}"
     ):

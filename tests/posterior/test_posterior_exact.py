@@ -10,7 +10,7 @@ from posterior_cases import STRUCTURES, fit_map, set_weights
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, Bernoulli, Categorical, Gaussian, LaplacePosterior, fit_laplace
 
 N, D, C = 9, 3, 2
 X, X_TEST = real(N, D), real(4, D, seed=1)
@@ -49,7 +49,7 @@ def fitted(noise: str, prior: str = "one", structure: str = "full") -> LaplacePo
     set_weights(network, regression(PRIORS[prior], NOISES[noise])[0])
     δ = PRIORS[prior] if prior == "per parameter" else 0.7
     likelihood = Gaussian(NOISES[noise] if noise == "noise per output" else 0.6)
-    return fit_laplace(network, [(X[:4], Y[:4]), (X[4:], Y[4:])], likelihood, structure, prior_precision=δ)
+    return fit_laplace(network, [(X[:4], Y[:4]), (X[4:], Y[4:])], likelihood, prior_precision=δ, structure=structure)
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -124,7 +124,7 @@ def test_logistic_regression_has_the_hessian_of_the_tutorial() -> None:
     """`A = Σ σ(yᵀw x) σ(−yᵀw x) xxᵀ + αI` and `log Z ≈ log f(w) − ½ log |A| + const` (tutorial, section 2)."""
     α = 0.8
     network = logistic(α)
-    posterior = fit_laplace(network, [(X, LABELS[:, None])], "binary", "full", prior_precision=α)
+    posterior = fit_laplace(network, [(X, LABELS[:, None])], "binary", prior_precision=α, structure="full")
     x = torch.cat([X, torch.ones(N, 1).double()], 1)
     w = torch.cat([network.weight[0], network.bias]).detach()
     y = 2 * LABELS - 1
@@ -139,12 +139,12 @@ def test_logistic_regression_has_the_hessian_of_the_tutorial() -> None:
 
 def test_logistic_regression_predicts_with_the_tutorials_probit() -> None:
     """`σ(m / √(1 + πv/8))` (tutorial, section 2)."""
-    posterior = fit_laplace(logistic(0.8), [(X, LABELS[:, None])], "binary", "full", prior_precision=0.8)
+    posterior = fit_laplace(logistic(0.8), [(X, LABELS[:, None])], "binary", prior_precision=0.8, structure="full")
     x = torch.cat([X_TEST, torch.ones(4, 1).double()], 1)
     m = x @ posterior.mean
     v = ((x @ torch.linalg.inv(posterior.precision.to_dense())) * x).sum(1)
     expected = torch.sigmoid(m / torch.sqrt(1 + math.pi * v / 8))
-    torch.testing.assert_close(posterior.predict(X_TEST, link="probit").probs.squeeze(1), expected, **TIGHT)
+    torch.testing.assert_close(posterior.predict(X_TEST, GLM(link="probit")).probs.squeeze(1), expected, **TIGHT)
 
 
 class PaddedLogits(nn.Module):
@@ -163,8 +163,10 @@ class PaddedLogits(nn.Module):
 @pytest.mark.parametrize("curvature", ["ggn", "empirical_fisher"])
 def test_bernoulli_on_f_is_categorical_on_zero_and_f(structure: str, curvature: str) -> None:
     inner = nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    one = fit_laplace(inner, [(X, LABELS[:, None])], Bernoulli(), structure, curvature=curvature)
-    two = fit_laplace(PaddedLogits(inner), [(X, LABELS.long())], Categorical(), structure, curvature=curvature)
+    one = fit_laplace(inner, [(X, LABELS[:, None])], Bernoulli(), curvature=curvature, structure=structure)
+    two = fit_laplace(
+        PaddedLogits(inner), [(X, LABELS.long())], Categorical(), curvature=curvature, structure=structure
+    )
     torch.testing.assert_close(one.mean, two.mean, **TIGHT)
     torch.testing.assert_close(one.precision.to_dense(), two.precision.to_dense(), **TIGHT)
     torch.testing.assert_close(one.log_marginal_likelihood(), two.log_marginal_likelihood(), **TIGHT)
@@ -178,9 +180,9 @@ def test_bernoulli_on_f_is_categorical_on_zero_and_f(structure: str, curvature: 
 def test_bernoulli_and_categorical_predict_the_same_by_monte_carlo() -> None:
     """Both integrate the same Gaussian over f, so that the averages agree up to the sampling error."""
     inner = nn.Linear(D, 1).double()
-    one = fit_laplace(inner, [(X, LABELS[:, None])], Bernoulli(), "full", prior_precision=0.5)
-    two = fit_laplace(PaddedLogits(inner), [(X, LABELS.long())], Categorical(), "full", prior_precision=0.5)
+    one = fit_laplace(inner, [(X, LABELS[:, None])], Bernoulli(), prior_precision=0.5, structure="full")
+    two = fit_laplace(PaddedLogits(inner), [(X, LABELS.long())], Categorical(), prior_precision=0.5, structure="full")
     S = 40_000
-    p = one.predict(X_TEST, link="mc", samples=S, generator=torch.Generator().manual_seed(0)).probs.squeeze(1)
-    q = two.predict(X_TEST, link="mc", samples=S, generator=torch.Generator().manual_seed(1)).probs[:, 1]
+    p = one.predict(X_TEST, GLM(link="mc", samples=S), generator=torch.Generator().manual_seed(0)).probs.squeeze(1)
+    q = two.predict(X_TEST, GLM(link="mc", samples=S), generator=torch.Generator().manual_seed(1)).probs[:, 1]
     torch.testing.assert_close(p, q, rtol=0, atol=5 * 0.5 * math.sqrt(2 / S))  # five standard errors, std ≤ ½

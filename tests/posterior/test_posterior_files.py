@@ -26,7 +26,7 @@ MEMORY = "memory://posteriors/a.pt"
 @pytest.fixture
 def posterior() -> LaplacePosterior:
     problem = case("mlp")
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, "kron")
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure="kron")
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ from lightning_bayes.structures import BlockDiagonal, Dense, Diagonal, Kronecker
 
 
 def fitted(problem: Case, structure: str, **options: object) -> LaplacePosterior:
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, prior_precision=0.6, **options)
+    return fit_laplace(
+        problem.network, problem.loader(), problem.likelihood, prior_precision=0.6, structure=structure, **options
+    )
 
 
 def oracle(posterior: GaussianPosterior, J: Tensor) -> Tensor:
@@ -116,7 +118,9 @@ def test_float32_agrees_with_float64_to_its_precision(structure: str) -> None:
     problem.network.float()
     x = problem.x.float()
     loader = [(a.float(), b) for a, b in problem.loader()]
-    narrow = fit_laplace(problem.network, loader, problem.likelihood, structure, prior_precision=0.6).functional(x)
+    narrow = fit_laplace(
+        problem.network, loader, problem.likelihood, prior_precision=0.6, structure=structure
+    ).functional(x)
     for found, expected in zip(narrow, wide, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=1e-4)
@@ -136,7 +140,7 @@ def test_one_raw_scaled_input_in_float32_agrees_with_float64(structure: str) -> 
 
     def fit(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batches = [(x[:25].to(dtype), y[:25].to(dtype)), (x[25:].to(dtype), y[25:].to(dtype))]
-        posterior = fit_laplace(network.to(dtype), batches, Gaussian(0.05), structure, prior_precision=0.01)
+        posterior = fit_laplace(network.to(dtype), batches, Gaussian(0.05), prior_precision=0.01, structure=structure)
         return posterior.functional(x.to(dtype))[1].double(), posterior.log_marginal_likelihood().double()
 
     for found, expected in zip(fit(torch.float32), fit(torch.float64), strict=True):
@@ -148,7 +152,7 @@ def test_one_raw_scaled_input_in_float32_agrees_with_float64(structure: str) -> 
 def test_bfloat16_network_has_a_float32_posterior() -> None:
     network = nn.Linear(3, 2).bfloat16()
     x, y = real(6, 3).bfloat16(), real(6, 2, seed=1).bfloat16()
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.5), "full")
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.5), structure="full")
     J = jacobian(network.float(), x.float())
     network.bfloat16()
     mean, Σ = posterior.functional(x)

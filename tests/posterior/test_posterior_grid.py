@@ -16,12 +16,14 @@ from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from lightning_bayes import (
+    GLM,
     Bernoulli,
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
     LaplacePosterior,
     Prediction,
+    Tuning,
     fit_laplace,
 )
 from lightning_bayes.likelihoods import Likelihood
@@ -41,7 +43,7 @@ def overconfident(problem: str) -> tuple[LaplacePosterior, Any]:
             p.mul_(3)
     network = nn.Sequential(body, nn.Flatten(0)) if squeeze else body
     x, x_valid = real(11, 3), real(11, 3, seed=1)
-    posterior = fit_laplace(network, [(x, targets(network(x).detach()))], likelihood, "kron")
+    posterior = fit_laplace(network, [(x, targets(network(x).detach()))], likelihood, structure="kron")
     y = targets(network(x_valid).detach())
     return posterior, [(x_valid[:5], y[:5]), (x_valid[5:], y[5:])]
 
@@ -51,7 +53,7 @@ def predictions(problem: str) -> tuple[LaplacePosterior, Any, list[Prediction]]:
     """A posterior, its validation data, and a real prediction for every candidate with a posterior of its own."""
     posterior, batches = overconfident(problem)
     x = torch.cat([x for x, _ in batches])
-    return posterior, batches, [posterior.with_prior(float(δ)).predict(x, samples=1) for δ in CANDIDATES]
+    return posterior, batches, [posterior.with_prior(float(δ)).predict(x, GLM(samples=1)) for δ in CANDIDATES]
 
 
 def index_of(prior_precision: Tensor) -> int:
@@ -150,7 +152,7 @@ def test_variances_far_below_one_are_scored_as_they_are() -> None:
         def pair(x: Tensor, σ: float) -> tuple[Tensor, Tensor]:
             return unit * x, network(unit * x).detach() + unit * σ * error
 
-        posterior = fit_laplace(network, [pair(x, 1.0)], Gaussian(unit), "kron")
+        posterior = fit_laplace(network, [pair(x, 1.0)], Gaussian(unit), structure="kron")
         return posterior.tune_prior("grid", [pair(x_valid, 1.4)]).prior_precision
 
     assert 1e-3 < choice(1.0) < 1e3
@@ -184,7 +186,7 @@ def test_grid_is_best_in_a_metric(name: str) -> None:
 
     used = update(make(), each[0])  # what it counted before must not count now, and stays the user's
     counted = used.compute()
-    chosen = index_of(posterior.tune_prior("grid", batches, metric=used).prior_precision)
+    chosen = index_of(posterior.tune_prior(Tuning("grid", metric=used), batches).prior_precision)
     scores = torch.stack([update(make(), prediction).compute() for prediction in each])
     scores = -scores if used.higher_is_better else scores
     assert scores[chosen] - scores.min() <= 1e-5 * max(1.0, scores.min().abs().item())
@@ -204,7 +206,7 @@ class Upside(Metric):
 def test_a_metric_must_say_which_values_are_best() -> None:
     posterior, batches, _ = predictions("classes")
     with pytest.raises(ValueError, match="Upside does not say which values are best: set its higher_is_better"):
-        posterior.tune_prior("grid", batches, metric=Upside())
+        posterior.tune_prior(Tuning("grid", metric=Upside()), batches)
 
 
 class Trap(Metric):
@@ -235,10 +237,10 @@ def test_what_is_not_finite_is_never_chosen(bad: float, trap: type[Trap]) -> Non
     bad = -bad if trap.higher_is_better else bad
     scores = [bad] * 10 + [1.0] * 23
     scores[20] = 2.0 if trap.higher_is_better else 0.5
-    found = posterior.tune_prior("grid", batches, metric=trap(scores)).prior_precision
+    found = posterior.tune_prior(Tuning("grid", metric=trap(scores)), batches).prior_precision
     torch.testing.assert_close(found, CANDIDATES[20])
     with pytest.raises(ValueError, match=r"no prior between 0\.0001 and 10000 has a finite validation score"):
-        posterior.tune_prior("grid", batches, metric=trap([bad] * 33))
+        posterior.tune_prior(Tuning("grid", metric=trap([bad] * 33)), batches)
 
 
 def test_a_label_of_probability_zero_costs_infinity_and_is_not_chosen() -> None:
@@ -248,7 +250,7 @@ def test_a_label_of_probability_zero_costs_infinity_and_is_not_chosen() -> None:
         network.weight.copy_(torch.tensor([[300.0], [-300.0]]))
         network.bias.zero_()
     x = torch.ones(4, 1)
-    posterior = fit_laplace(network, [(x, torch.zeros(4).long())], "classification", "diag")
+    posterior = fit_laplace(network, [(x, torch.zeros(4).long())], "classification", structure="diag")
     tuned = posterior.tune_prior("grid", [(x, torch.tensor([0, 0, 0, 1]))])
     p = tuned.predict(x[:1]).probs[0, 1]
     assert 0 < p < 0.5
@@ -260,7 +262,7 @@ def test_an_output_that_no_weight_moves_does_not_spoil_the_others() -> None:
     torch.manual_seed(0)
     network = nn.Linear(3, 2, bias=False).double()
     x, y = real(8, 3), real(8, 2, seed=1)
-    posterior = fit_laplace(network, [(x, y)], Gaussian(0.3), "kron")
+    posterior = fit_laplace(network, [(x, y)], Gaussian(0.3), structure="kron")
     with_zero = [(torch.cat([x, torch.zeros(1, 3).double()]), torch.cat([y, torch.zeros(1, 2).double()]))]
     torch.testing.assert_close(
         posterior.tune_prior("grid", with_zero).prior_precision, posterior.tune_prior("grid", [(x, y)]).prior_precision
@@ -288,11 +290,11 @@ def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:
     torch.manual_seed(0)
     network = nn.Linear(3, 2).double()
     x, y = real(12, 3), torch.poisson(real(12, 2, seed=1).exp())
-    posterior = fit_laplace(network, [(x, y)], Poisson(), "diag")
+    posterior = fit_laplace(network, [(x, y)], Poisson(), structure="diag")
     state = torch.get_rng_state()
-    found = posterior.tune_prior("grid", [(x, y)], samples=4000).prior_precision
+    found = posterior.tune_prior("grid", [(x, y)], predictive=GLM(samples=4000)).prior_precision
     assert torch.equal(state, torch.get_rng_state())
-    again = posterior.tune_prior("grid", [(x, y)], samples=4000).prior_precision
+    again = posterior.tune_prior("grid", [(x, y)], predictive=GLM(samples=4000)).prior_precision
     assert torch.equal(found, again)
     z = torch.linspace(-8, 8, 801).double()
     weights = torch.exp(-0.5 * z**2) / torch.exp(-0.5 * z**2).sum()
@@ -309,8 +311,12 @@ def test_a_likelihood_of_ones_own_is_scored_by_samples() -> None:
 def test_own_likelihood_with_a_metric() -> None:
     network = nn.Linear(3, 2).double()
     x, y = real(12, 3), torch.poisson(real(12, 2, seed=1).exp())
-    posterior = fit_laplace(network, [(x, y)], Poisson(), "diag")
-    found = index_of(posterior.tune_prior("grid", [(x, y)], metric=MeanSquaredError(), samples=2000).prior_precision)
+    posterior = fit_laplace(network, [(x, y)], Poisson(), structure="diag")
+    found = index_of(
+        posterior.tune_prior(
+            Tuning("grid", metric=MeanSquaredError()), [(x, y)], predictive=GLM(samples=2000)
+        ).prior_precision
+    )
     errors = []
     for δ in CANDIDATES:
         f, Σ = posterior.with_prior(float(δ)).functional(x)
@@ -323,18 +329,22 @@ def test_many_outputs_are_scored_as_they_are_predicted(monkeypatch: pytest.Monke
     outputs."""
     network = nn.Linear(3, 300).double()
     x, y = real(4, 3), torch.tensor([0, 17, 299, 5])
-    posterior = fit_laplace(network, [(x, y)], "classification", "diag", curvature="fisher_mc")
+    posterior = fit_laplace(network, [(x, y)], "classification", curvature="fisher_mc", structure="diag")
     priors = [0.01, 1.0, 100.0]
-    drawn = [posterior.with_prior(δ).predict(x, samples=8, generator=torch.Generator().manual_seed(0)) for δ in priors]
+    drawn = [
+        posterior.with_prior(δ).predict(x, GLM(samples=8), generator=torch.Generator().manual_seed(0)) for δ in priors
+    ]
     scores = torch.stack([class_nll(prediction, y) for prediction in drawn])
     monkeypatch.setattr(LaplacePosterior, "functional_for", None)
-    chosen = posterior.tune_prior("grid", [(x, y)], low=0.01, high=100.0, size=3, samples=8).prior_precision
+    chosen = posterior.tune_prior(
+        Tuning("grid", low=0.01, high=100.0, size=3), [(x, y)], predictive=GLM(samples=8)
+    ).prior_precision
     assert float(chosen) == pytest.approx(priors[int(scores.argmin())])
 
 
 def test_grid_takes_several_inputs() -> None:
     problem = case("named_inputs")
-    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure="diag")
     found = posterior.tune_prior("grid", problem.loader()).prior_precision
     scores = [class_nll(posterior.with_prior(float(δ)).predict(problem.x), problem.y) for δ in CANDIDATES]
     assert scores[index_of(found)] - min(scores) < 1e-5

@@ -15,7 +15,9 @@ SUBSETS = ("all", "last_layer", "mask")
 def fitted(structure: str, subset: str = "all") -> LaplacePosterior:
     problem = case("mlp")
     chosen = torch.arange(31) % 3 == 0 if subset == "mask" else subset
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, chosen, prior_precision=0.8)
+    return fit_laplace(
+        problem.network, problem.loader(), problem.likelihood, prior_precision=0.8, structure=structure, subset=chosen
+    )
 
 
 CASES = [(s, u) for s in STRUCTURES for u in SUBSETS if (s, u) != ("kron", "mask")]
@@ -70,16 +72,16 @@ def test_mean_is_the_flat_weights_in_order() -> None:
 def test_data_are_counted_not_believed() -> None:
     """`n_data` is what the loader gave, uneven batches and all."""
     problem = case("mlp")
-    posterior = fit_laplace(problem.network, problem.loader(4, 1, 2), problem.likelihood, "diag")
+    posterior = fit_laplace(problem.network, problem.loader(4, 1, 2), problem.likelihood, structure="diag")
     assert posterior.n_data == 7
-    assert fit_laplace(problem.network, problem.loader(4, 1, 2)[:2], problem.likelihood, "diag").n_data == 5
+    assert fit_laplace(problem.network, problem.loader(4, 1, 2)[:2], problem.likelihood, structure="diag").n_data == 5
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_posterior_does_not_depend_on_the_batches(structure: str) -> None:
     problem = case("mlp")
     one, many = (
-        fit_laplace(problem.network, problem.loader(*sizes), problem.likelihood, structure)
+        fit_laplace(problem.network, problem.loader(*sizes), problem.likelihood, structure=structure)
         for sizes in ((7,), (1, 3, 1, 2))
     )
     torch.testing.assert_close(one.precision.to_dense(), many.precision.to_dense(), **TIGHT)

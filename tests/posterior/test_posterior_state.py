@@ -9,17 +9,22 @@ import numpy
 import pytest
 import torch
 from helpers.networks import mlp
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real
 from posterior_cases import STRUCTURES, Case, case, pick
 from torch import Tensor, nn
 
 from lightning_bayes import (
+    BNN,
     Bernoulli,
     Categorical,
     Gaussian,
     GaussianPosterior,
     HeteroscedasticGaussian,
+    Kron,
     LaplacePosterior,
+    Prior,
+    Tuning,
     fit_laplace,
 )
 from lightning_bayes.likelihoods import Likelihood
@@ -43,7 +48,7 @@ SUBSETS: dict[str, Any] = {
 X = real(7, 3)
 
 
-def fitted(likelihood: str, structure: str, subset: str = "all", **options: Any) -> LaplacePosterior:
+def fitted(likelihood: str, structure: Any, subset: str = "all", **options: Any) -> LaplacePosterior:
     kind, y = LIKELIHOODS[likelihood]
     torch.manual_seed(0)
     network = mlp(outputs=2 if likelihood == "noise predicted" else 3).double()
@@ -51,7 +56,13 @@ def fitted(likelihood: str, structure: str, subset: str = "all", **options: Any)
     if subset == "mask":
         chosen = chosen[: sum(p.numel() for p in network.parameters())]
     return fit_laplace(
-        network, [(X[:4], y[:4]), (X[4:], y[4:])], kind, structure, chosen, prior_precision=0.8, **options
+        network,
+        [(X[:4], y[:4]), (X[4:], y[4:])],
+        kind,
+        prior_precision=0.8,
+        structure=structure,
+        subset=chosen,
+        **options,
     )
 
 
@@ -62,13 +73,14 @@ def assert_same(found: LaplacePosterior, expected: LaplacePosterior, x: Any = X)
         torch.testing.assert_close(a, b, **TIGHT)
     for predictive in ("glm", "bnn", "map"):
         one, two = (
-            p.predict(x, predictive, samples=5, generator=torch.Generator().manual_seed(0)) for p in (found, expected)
+            p.predict(x, predictive_of(predictive, samples=5), generator=torch.Generator().manual_seed(0))
+            for p in (found, expected)
         )
         torch.testing.assert_close(one.epistemic, two.epistemic, **TIGHT)
         torch.testing.assert_close(one.entropy, two.entropy, **TIGHT)
     torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **TIGHT)
     torch.testing.assert_close(found.log_marginal_likelihood(0.3), expected.log_marginal_likelihood(0.3), **TIGHT)
-    one, two = (p.tune_prior("marglik", steps=3) for p in (found, expected))
+    one, two = (p.tune_prior(Tuning("marglik", steps=3)) for p in (found, expected))
     torch.testing.assert_close(one.prior_precision, two.prior_precision, **TIGHT)
     torch.testing.assert_close(one.log_marginal_likelihood(), two.log_marginal_likelihood(), **TIGHT)
     assert found.n_data == expected.n_data
@@ -105,7 +117,7 @@ def assert_plain(state: Any) -> None:
 @pytest.mark.parametrize("name", ["cnn", "attention", "embedding", "lstm", "two_inputs", "segmentation"])
 def test_every_kind_of_layer_is_stored(tmp_path: Path, name: str, structure: str) -> None:
     problem = case(name)
-    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure)
+    posterior = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure=structure)
     posterior.save(tmp_path / "posterior.pt")
     assert_same(
         GaussianPosterior.load(tmp_path / "posterior.pt", problem.network), posterior, pick(problem.x, slice(3))
@@ -113,9 +125,9 @@ def test_every_kind_of_layer_is_stored(tmp_path: Path, name: str, structure: str
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"temperature": 0.4},
-    {"damping": "glm"},
-    {"damping": "ritter"},
+    {"prior": Prior(temperature=0.4)},
+    {"structure": Kron(damping="glm")},
+    {"structure": Kron(damping="ritter")},
     {"curvature": "empirical_fisher"},
     {"curvature": "fisher_mc"},
 ]
@@ -123,7 +135,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_option_is_stored(options: dict[str, Any]) -> None:
-    posterior = fitted("one noise", "kron", **options)
+    posterior = fitted("one noise", **{"structure": "kron", **options})
     found = GaussianPosterior.from_state_dict(posterior.network, posterior.state_dict())
     assert_same(found, posterior)
     torch.testing.assert_close(
@@ -142,7 +154,7 @@ def test_priors_of_any_size_are_stored() -> None:
 
 def test_a_tuned_posterior_is_stored(tmp_path: Path) -> None:
     for method in ("marglik", "mackay"):
-        tuned = fitted("one noise", "kron").tune_prior(method, per_layer=True)
+        tuned = fitted("one noise", "kron").tune_prior(Tuning(method, groups="layers"))
         tuned.save(tmp_path / "posterior.pt")
         assert_same(GaussianPosterior.load(tmp_path / "posterior.pt", tuned.network), tuned)
 
@@ -150,7 +162,9 @@ def test_a_tuned_posterior_is_stored(tmp_path: Path) -> None:
 def test_numbers_of_numpy_do_not_spoil_the_file(tmp_path: Path) -> None:
     network = mlp(outputs=2).double()
     noise = Gaussian(numpy.float64(0.4))
-    posterior = fit_laplace(network, [(X, real(7, 2))], noise, "diag", temperature=numpy.float64(0.5))
+    posterior = fit_laplace(
+        network, [(X, real(7, 2))], noise, structure="diag", prior=Prior(temperature=numpy.float64(0.5))
+    )
     posterior.save(tmp_path / "posterior.pt")
     found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
     torch.testing.assert_close(found.log_marginal_likelihood(), posterior.log_marginal_likelihood(), **TIGHT)
@@ -159,7 +173,7 @@ def test_numbers_of_numpy_do_not_spoil_the_file(tmp_path: Path) -> None:
 def test_the_noise_may_be_a_parameter(tmp_path: Path) -> None:
     network = mlp(outputs=2).double()
     σ = nn.Parameter(torch.tensor([0.4, 0.9], dtype=torch.float64))
-    posterior = fit_laplace(network, [(X, real(7, 2))], Gaussian(σ), "diag")
+    posterior = fit_laplace(network, [(X, real(7, 2))], Gaussian(σ), structure="diag")
     posterior.save(tmp_path / "posterior.pt")
     found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
     assert torch.equal(found.likelihood.noise_std, σ.detach())
@@ -170,7 +184,9 @@ def test_the_noise_may_be_a_parameter(tmp_path: Path) -> None:
 def test_narrow_networks_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     network = mlp(outputs=3).to(dtype)
-    posterior = fit_laplace(network, [(X.to(dtype), LIKELIHOODS["classes"][1])], LIKELIHOODS["classes"][0], "kron")
+    posterior = fit_laplace(
+        network, [(X.to(dtype), LIKELIHOODS["classes"][1])], LIKELIHOODS["classes"][0], structure="kron"
+    )
     posterior.save(tmp_path / "posterior.pt")
     found = GaussianPosterior.load(tmp_path / "posterior.pt", network)
     assert found.mean.dtype == torch.float32
@@ -226,7 +242,7 @@ def test_another_architecture_is_refused() -> None:
 
 
 def stale(problem: Case) -> LaplacePosterior:
-    return fit_laplace(problem.network, problem.loader(), problem.likelihood, "diag")
+    return fit_laplace(problem.network, problem.loader(), problem.likelihood, structure="diag")
 
 
 MATCH = "not those the posterior was fitted to: load the matching weights, or fit the posterior again"
@@ -275,7 +291,7 @@ def test_weights_that_changed_places_are_noticed(change: Callable[[Tensor], Tens
     """The sums over rows and over everything, and all sums of squares, are those of before."""
     problem = case("mlp")
     problem.network.to(dtype)
-    posterior = fit_laplace(problem.network, [(problem.x.to(dtype), problem.y)], problem.likelihood, "diag")
+    posterior = fit_laplace(problem.network, [(problem.x.to(dtype), problem.y)], problem.likelihood, structure="diag")
     posterior.check_weights()
     with torch.no_grad():
         problem.network[0].weight.copy_(change(problem.network[0].weight))
@@ -303,14 +319,14 @@ def test_parameters_and_buffers_may_be_stored_transposed(structure: str) -> None
             assert not module.weight.is_contiguous()
     problem.network.register_buffer("table", real(300, 400).mT)
     plain.network.register_buffer("table", real(300, 400).mT.contiguous())
-    found, expected = (fit_laplace(p.network, p.loader(), p.likelihood, structure) for p in (problem, plain))
+    found, expected = (fit_laplace(p.network, p.loader(), p.likelihood, structure=structure) for p in (problem, plain))
     assert torch.equal(found.mean, expected.mean)
     torch.testing.assert_close(found.fingerprint, expected.fingerprint, **TIGHT)
     x = problem.x[:3]
     torch.testing.assert_close(found.functional(x)[1], expected.functional(x)[1], **TIGHT)
     torch.testing.assert_close(
-        found.predict(x, "bnn", samples=3, generator=torch.Generator().manual_seed(0)).probs,
-        expected.predict(x, "bnn", samples=3, generator=torch.Generator().manual_seed(0)).probs,
+        found.predict(x, BNN(samples=3), generator=torch.Generator().manual_seed(0)).probs,
+        expected.predict(x, BNN(samples=3), generator=torch.Generator().manual_seed(0)).probs,
         **TIGHT,
     )
 
@@ -353,7 +369,7 @@ class OwnGaussian(Gaussian):
 def test_a_likelihood_of_ones_own_is_passed_again() -> None:
     network = mlp(outputs=2).double()
     own = OwnGaussian(0.7)
-    posterior = fit_laplace(network, [(X, real(7, 2))], own, "diag")
+    posterior = fit_laplace(network, [(X, real(7, 2))], own, structure="diag")
     state = posterior.state_dict()
     with pytest.raises(PosteriorError, match=r"OwnGaussian, a likelihood of your own: pass likelihood="):
         GaussianPosterior.from_state_dict(network, state)
@@ -365,7 +381,7 @@ def test_a_likelihood_of_ones_own_is_passed_again() -> None:
 def test_a_likelihood_with_the_name_of_ours_is_not_taken_for_it() -> None:
     theirs = type("Gaussian", (OwnGaussian,), {})
     network = mlp(outputs=2).double()
-    state = fit_laplace(network, [(X, real(7, 2))], theirs(0.7), "diag").state_dict()
+    state = fit_laplace(network, [(X, real(7, 2))], theirs(0.7), structure="diag").state_dict()
     with pytest.raises(PosteriorError, match="a likelihood of your own: pass likelihood="):
         GaussianPosterior.from_state_dict(network, state)
 

@@ -11,7 +11,7 @@ from helpers.tensors import TIGHT, real
 from posterior_cases import FITTED, Case, case, fit_map, flat_weights
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, GaussianPosterior, Kron, LaplacePosterior, Prior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError
 
 FLAT = {"rtol": 0, "atol": 1e-5}  # a slope of the evidence, in nats per unit of a logarithm
@@ -51,7 +51,7 @@ def flat_squares(network: nn.Module) -> Tensor:
 
 
 def fitted(problem: Case, structure: str, **options: object) -> LaplacePosterior:
-    return fit_laplace(problem.network, [(problem.x, problem.y)], problem.likelihood, structure, **options)
+    return fit_laplace(problem.network, [(problem.x, problem.y)], problem.likelihood, structure=structure, **options)
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -59,8 +59,10 @@ def fitted(problem: Case, structure: str, **options: object) -> LaplacePosterior
 @pytest.mark.parametrize("name", ["mlp", "noise_per_output"])
 def test_marglik_ends_where_the_evidence_is_flat(name: str, structure: str, per_layer: bool) -> None:
     problem = case(name)
-    start = fit_laplace(problem.network, problem.loader(), problem.likelihood, structure, prior_precision=30.0)
-    tuned = start.tune_prior("marglik", per_layer=per_layer)
+    start = fit_laplace(
+        problem.network, problem.loader(), problem.likelihood, prior_precision=30.0, structure=structure
+    )
+    tuned = start.tune_prior(Tuning("marglik", groups="layers" if per_layer else None))
     assert tuned.prior_precision.shape == ((2,) if per_layer else ())
     torch.testing.assert_close(slopes(tuned), torch.zeros_like(slopes(tuned)), **FLAT)
     assert tuned.log_marginal_likelihood() > start.log_marginal_likelihood()
@@ -81,7 +83,7 @@ def test_tuning_leaves_the_old_posterior() -> None:
 
 def test_noise_can_be_held() -> None:
     for method in ("marglik", "mackay"):
-        tuned = fitted(regression(20, 4), "kron").tune_prior(method, noise=False)
+        tuned = fitted(regression(20, 4), "kron").tune_prior(Tuning(method, noise=False))
         assert tuned.likelihood.noise_std == 0.5
         torch.testing.assert_close(slopes(tuned)[:1], torch.zeros(1).double(), **FLAT)
 
@@ -106,7 +108,9 @@ SITUATIONS = {
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_mackay_ends_where_marglik_does(situation: str, structure: str, per_layer: bool) -> None:
     posterior = fitted(regression(**SITUATIONS[situation]), structure)
-    fixed, best = (posterior.tune_prior(method, per_layer=per_layer) for method in ("mackay", "marglik"))
+    fixed, best = (
+        posterior.tune_prior(Tuning(method, groups="layers" if per_layer else None)) for method in ("mackay", "marglik")
+    )
     torch.testing.assert_close(fixed.prior_precision, best.prior_precision, rtol=1e-5, atol=0)
     torch.testing.assert_close(fixed.likelihood.noise_std, best.likelihood.noise_std, rtol=1e-5, atol=0)
     torch.testing.assert_close(slopes(fixed), torch.zeros_like(slopes(fixed)), **FLAT)
@@ -124,7 +128,12 @@ def test_mackay_starts_where_the_data_are_fewer_than_gamma(structure: str) -> No
 
 @pytest.mark.parametrize(
     "options",
-    [{"curvature": "empirical_fisher"}, {"curvature": "fisher_mc"}, {"temperature": 0.3}, {"temperature": 3.0}],
+    [
+        {"curvature": "empirical_fisher"},
+        {"curvature": "fisher_mc"},
+        {"prior": Prior(temperature=0.3)},
+        {"prior": Prior(temperature=3.0)},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("structure", FITTED)
@@ -136,14 +145,14 @@ def test_mackay_knows_the_temperature_and_the_power_of_the_noise(structure: str,
 @pytest.mark.parametrize("structure", FITTED)
 def test_mackay_tunes_a_classifier(structure: str) -> None:
     problem = case("mlp")
-    fixed = fitted(problem, structure).tune_prior("mackay", per_layer=True)
+    fixed = fitted(problem, structure).tune_prior(Tuning("mackay", groups="layers"))
     torch.testing.assert_close(slopes(fixed), torch.zeros(2).double(), **FLAT)
 
 
 @pytest.mark.parametrize("structure", FITTED)
 def test_gamma_is_the_trace(structure: str) -> None:
     """`γ = Σ λ/(λ + δ) = tr[P⁻¹ H]`, and per layer its diagonal block."""
-    posterior = fitted(case("mlp"), structure, prior_precision=[0.3, 2.0], temperature=0.5)
+    posterior = fitted(case("mlp"), structure, prior_precision=[0.3, 2.0], prior=Prior(temperature=0.5))
     P = posterior.precision.to_dense()
     H = posterior.curvature.structure.to_dense() / 0.5
     γ = torch.linalg.solve(P, H).diagonal()
@@ -155,7 +164,7 @@ def test_gamma_is_the_trace(structure: str) -> None:
 def test_fixed_point_is_mackays() -> None:
     """`α_l = γ_l/‖θ_l‖²` and `β = (N·C − γ)/Σ‖y − f‖²` (tutorial, section 3)."""
     problem = regression(30, 4)
-    tuned = fitted(problem, "full").tune_prior("mackay", per_layer=True)
+    tuned = fitted(problem, "full").tune_prior(Tuning("mackay", groups="layers"))
     γ = tuned.effective_parameters_per_layer()
     θ = flat_weights(problem.network)
     torch.testing.assert_close(
@@ -171,7 +180,7 @@ def test_a_layer_of_zeros_gets_the_largest_prior_and_a_warning(caplog: pytest.Lo
     nn.init.zeros_(problem.network[2].bias)
     for method in ("marglik", "mackay"):
         caplog.clear()
-        tuned = fitted(problem, "diag").tune_prior(method, per_layer=True)
+        tuned = fitted(problem, "diag").tune_prior(Tuning(method, groups="layers"))
         assert "bound of 1e+08 for the prior precision of 2: the evidence grows with it" in caplog.text
         assert tuned.prior_precision.isfinite().all()
         assert tuned.prior_precision[1] > 1e4
@@ -184,10 +193,10 @@ def test_data_that_want_no_prior_are_named_in_a_warning(caplog: pytest.LogCaptur
     nn.init.constant_(network.weight, 3e5)
     x = real(20, 2)
     y = network(x).detach() + 1e-3 * real(20, 2, seed=1)
-    posterior = fit_laplace(network, [(x, y)], Gaussian(1e-3), "full")
+    posterior = fit_laplace(network, [(x, y)], Gaussian(1e-3), structure="full")
     for method in ("marglik", "mackay"):
         caplog.clear()
-        tuned = posterior.tune_prior(method, noise=False)
+        tuned = posterior.tune_prior(Tuning(method, noise=False))
         torch.testing.assert_close(tuned.prior_precision, torch.tensor(1e-8).double())
         assert "bound of 1e-08 for the prior precision of all layers: the evidence falls with it" in caplog.text
 
@@ -200,7 +209,7 @@ def test_a_network_that_interpolates_in_float32_is_tuned(structure: str, method:
     network, x, _ = copy.deepcopy(trained(12, 10))
     network.float()
     y = network(x.float()).detach()
-    posterior = fit_laplace(network, [(x.float(), y)], Gaussian(1.0), structure)
+    posterior = fit_laplace(network, [(x.float(), y)], Gaussian(1.0), structure=structure)
     tuned = posterior.tune_prior(method)
     if structure == "full":
         assert 0 < tuned.likelihood.noise_std < 0.01
@@ -218,8 +227,10 @@ def test_noise_far_below_the_start_is_tuned_in_float32(structure: str, method: s
     x = x.float()
     y = network(x).detach() + 3e-5 * real(40, 2, seed=3).float()
     batches = [(x[:11], y[:11]), (x[11:], y[11:])]
-    tuned = fit_laplace(network, batches, Gaussian(1.0), structure).tune_prior(method)
-    wide = fit_laplace(network.double(), [(a.double(), b.double()) for a, b in batches], Gaussian(1.0), structure)
+    tuned = fit_laplace(network, batches, Gaussian(1.0), structure=structure).tune_prior(method)
+    wide = fit_laplace(
+        network.double(), [(a.double(), b.double()) for a, b in batches], Gaussian(1.0), structure=structure
+    )
     expected = wide.tune_prior(method).likelihood.noise_std
     assert 1e-5 < expected < 6e-5
     torch.testing.assert_close(tuned.likelihood.noise_std.double(), expected, rtol=1e-2, atol=0)
@@ -258,7 +269,7 @@ def test_full_matrix_in_float32_has_the_evidence_of_float64_for_every_prior() ->
     problem = regression(6, 20, noise=0.02)
     wide = fitted(problem, "full", prior_precision=1e-4)
     loader = [(problem.x.float(), problem.y.float())]
-    narrow = fit_laplace(problem.network.float(), loader, problem.likelihood, "full", prior_precision=1e-4)
+    narrow = fit_laplace(problem.network.float(), loader, problem.likelihood, prior_precision=1e-4, structure="full")
     rounding = torch.linalg.eigvalsh(narrow.curvature.structure.matrix.double())
     assert rounding[0] < -1e-4
     assert rounding[-13] > 1e-4  # the rank is 12
@@ -293,17 +304,17 @@ def test_tuning_works_in_inference_mode_and_after_it(method: str) -> None:
 
 def test_an_iteration_that_does_not_end_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightning_bayes"):
-        fitted(regression(20, 4), "diag", prior_precision=1e4).tune_prior("mackay", steps=2)
+        fitted(regression(20, 4), "diag", prior_precision=1e4).tune_prior(Tuning("mackay", steps=2))
     assert "still moves by" in caplog.text
 
 
 def test_mackay_refuses_damping() -> None:
     with pytest.raises(PosteriorError, match="without damping"):
-        fitted(case("mlp"), "kron", damping="glm").tune_prior("mackay")
+        fitted(case("mlp"), Kron(damping="glm")).tune_prior("mackay")
 
 
 def test_marglik_tunes_a_damped_posterior() -> None:
-    tuned = fitted(case("mlp"), "kron", damping="glm").tune_prior("marglik")
+    tuned = fitted(case("mlp"), Kron(damping="glm")).tune_prior("marglik")
     assert tuned.damping == "glm"
     torch.testing.assert_close(slopes(tuned), torch.zeros(()).double(), **FLAT)
 
@@ -316,7 +327,7 @@ def test_a_network_that_is_itself_a_layer_has_one_prior_per_layer() -> None:
     posterior = fit_laplace(network, loader, subset="last_layer")
     assert posterior.subset.names == ("weight", "bias")
     assert posterior.subset.layers == ("network",)
-    per_layer, single = posterior.tune_prior("marglik", per_layer=True), posterior.tune_prior("marglik")
+    per_layer, single = posterior.tune_prior(Tuning("marglik", groups="layers")), posterior.tune_prior("marglik")
     torch.testing.assert_close(per_layer.log_marginal_likelihood(), single.log_marginal_likelihood(), **TIGHT)
 
 

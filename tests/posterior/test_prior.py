@@ -11,7 +11,7 @@ from posterior_cases import STRUCTURES, case, fit_map, flat_weights, set_weights
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from lightning_bayes import Gaussian, GaussianPosterior, fit_laplace
+from lightning_bayes import Gaussian, GaussianPosterior, Kron, Prior, Tuning, fit_laplace
 from lightning_bayes.posterior import PosteriorError, PriorError
 
 SETS = ("mlp", "regression", "cnn", "attention", "embedding", "segmentation")
@@ -25,12 +25,13 @@ def near(network: nn.Module, seed: int = 3, distance: float = 0.3) -> nn.Module:
     return moved
 
 
-def two_fits(name: str, structure: str, **words: Any) -> tuple[Any, Any]:
+def two_fits(name: str, structure: str, temperature: float = 1.0, **words: Any) -> tuple[Any, Any]:
     """A posterior of four examples, and, at other weights, that of the rest with it as the prior."""
     data = case(name)
     (first, second), words = (data.loader(4, 3)[:1], data.loader(4, 3)[1:]), {"prior_precision": 1.3, **words}
-    before = fit_laplace(data.network, first, data.likelihood, structure, prior_precision=0.7)
-    return before, fit_laplace(near(data.network), second, data.likelihood, structure, prior=before, **words)
+    before = fit_laplace(data.network, first, data.likelihood, prior_precision=0.7, structure=structure)
+    prior = Prior(posterior=before, temperature=temperature)
+    return before, fit_laplace(near(data.network), second, data.likelihood, structure=structure, prior=prior, **words)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -56,14 +57,14 @@ def test_a_posterior_as_prior_brings_its_mean_and_precision(name: str, structure
 def test_at_the_same_weights_two_fits_in_a_row_are_one_fit_to_all_data(name: str, structure: str) -> None:
     data = case(name)
     batches = data.loader(4, 3)
-    before = fit_laplace(data.network, batches[:1], data.likelihood, structure, prior_precision=0.7)
-    after = fit_laplace(data.network, batches[1:], data.likelihood, structure, prior=before)
+    before = fit_laplace(data.network, batches[:1], data.likelihood, prior_precision=0.7, structure=structure)
+    after = fit_laplace(data.network, batches[1:], data.likelihood, prior=before, structure=structure)
     if structure == "kron":  # whose trace is that of the sum, block by block
         terms = [after.curvature.structure, before.precision]
         traces = [[block.diagonal().sum() for block in M.blocks] for M in (after.precision, *terms)]
         assert all(torch.allclose(sum_, a + b, **TIGHT) for sum_, a, b in zip(*traces, strict=True))
         return
-    whole = fit_laplace(data.network, batches, data.likelihood, structure, prior_precision=0.7)
+    whole = fit_laplace(data.network, batches, data.likelihood, prior_precision=0.7, structure=structure)
     assert torch.allclose(after.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
     assert torch.allclose(after.functional(data.x)[1], whole.functional(data.x)[1], **TIGHT)
 
@@ -83,9 +84,9 @@ def test_the_factor_counts_the_data_of_the_prior(structure: str) -> None:
     """With a factor of 2, as if each old example were there twice."""
     data = case("mlp")
     old, new = data.loader(4, 3)
-    before = fit_laplace(data.network, [old], data.likelihood, structure, prior_precision=0.7)
-    after = fit_laplace(data.network, [new], data.likelihood, structure, prior=before, prior_precision=2.0)
-    whole = fit_laplace(data.network, [old, old, new], data.likelihood, structure, prior_precision=1.4)
+    before = fit_laplace(data.network, [old], data.likelihood, prior_precision=0.7, structure=structure)
+    after = fit_laplace(data.network, [new], data.likelihood, prior=before, prior_precision=2.0, structure=structure)
+    whole = fit_laplace(data.network, [old, old, new], data.likelihood, prior_precision=1.4, structure=structure)
     assert torch.allclose(after.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
 
 
@@ -106,11 +107,11 @@ def test_in_float32_a_small_prior_is_not_lost_in_large_curvature(kind: str) -> N
         network, x = made(lambda: mlp(1, 10, 1)).to(dtype), torch.linspace(-2, 2, 60).to(dtype).unsqueeze(1)
         first, second = [(x[:30], x[:30].sin())], [(x[30:], x[30:].sin())]
         likelihood = Gaussian(noise_std=0.01)
-        before = fit_laplace(network, first, likelihood, kind, prior_precision=0.1)
-        after = fit_laplace(network, second, likelihood, "full", prior=before)
+        before = fit_laplace(network, first, likelihood, prior_precision=0.1, structure=kind)
+        after = fit_laplace(network, second, likelihood, prior=before, structure="full")
         evidence.append(float(after.log_marginal_likelihood()))
         γ.append(float(after.effective_parameters))
-        assert after.tune_prior("marglik", noise=False).prior_precision > 0
+        assert after.tune_prior(Tuning("marglik", noise=False)).prior_precision > 0
     assert evidence[0] == pytest.approx(evidence[1], rel=1e-3)
     assert γ[0] == pytest.approx(γ[1], abs=0.7)  # of 31; the matrices themselves are rounded
 
@@ -133,7 +134,9 @@ def test_the_evidence_of_a_linear_regression_is_exact_around_any_prior_mean(at: 
     network, (x, y), m = made(lambda: nn.Linear(3, 2)), linear_data(9, 1), real(8, seed=5)
     if at == "weights":  # which must then be the mode
         fit_map(network, lambda f: (f(x) - y).square().sum() / (2 * 0.4**2) + (flat(f) - m).square().sum() * 0.5 * 1.7)
-    posterior = fit_laplace(network, [(x, y)], Gaussian(noise_std=0.4), "full", prior_precision=1.7, prior_mean=m)
+    posterior = fit_laplace(
+        network, [(x, y)], Gaussian(noise_std=0.4), prior_precision=1.7, structure="full", prior=Prior(mean=m)
+    )
     exact = log_evidence(x, y, m, torch.eye(8).double() / 1.7, 0.4)
     assert torch.allclose(posterior.log_marginal_likelihood(at=at), exact, **TIGHT)
 
@@ -151,7 +154,9 @@ def test_the_evidence_of_two_fits_in_a_row_is_that_of_all_data() -> None:
         network = copy.deepcopy(network)
         fit_map(network, loss)
         δ = 1.7 if before is None else 1.0
-        before = fit_laplace(network, [(x, y)], Gaussian(noise_std=σ), "full", prior_precision=δ, prior=before)
+        before = fit_laplace(
+            network, [(x, y)], Gaussian(noise_std=σ), prior_precision=δ, prior=before, structure="full"
+        )
         evidence = evidence + before.log_marginal_likelihood()
     S = torch.eye(8).double() / 1.7
     exact = log_evidence(torch.cat([x1, x2]), torch.cat([y1, y2]), torch.zeros(8).double(), S, σ)
@@ -166,9 +171,9 @@ def flat(network: nn.Module) -> Tensor:
 @pytest.mark.parametrize("kind", ["mean", "posterior"])
 def test_the_evidence_has_the_gradient_of_finite_differences(structure: str, kind: str) -> None:
     data = case("regression")
-    before = fit_laplace(data.network, data.loader()[:1], data.likelihood, structure)
-    words: dict[str, Any] = {"prior": before} if kind == "posterior" else {"prior_mean": before.mean}
-    posterior = fit_laplace(near(data.network), data.loader(), data.likelihood, structure, **words)
+    before = fit_laplace(data.network, data.loader()[:1], data.likelihood, structure=structure)
+    words: dict[str, Any] = {"prior": before} if kind == "posterior" else {"prior": Prior(mean=before.mean)}
+    posterior = fit_laplace(near(data.network), data.loader(), data.likelihood, structure=structure, **words)
 
     def evidence(log_δ: Tensor, log_σ: Tensor) -> Tensor:
         return posterior.log_marginal_likelihood(log_δ.exp(), log_σ.exp())
@@ -181,16 +186,16 @@ def test_the_evidence_has_the_gradient_of_finite_differences(structure: str, kin
 @pytest.mark.parametrize("kind", ["mean", "posterior"])
 def test_mackay_and_the_gradient_find_the_same_prior(structure: str, kind: str) -> None:
     data = case("regression")
-    before = fit_laplace(data.network, data.loader(4, 3)[:1], data.likelihood, structure)
-    words: dict[str, Any] = {"prior": before} if kind == "posterior" else {"prior_mean": before.mean}
-    posterior = fit_laplace(near(data.network), data.loader(4, 3)[1:], data.likelihood, structure, **words)
-    by_gradient = posterior.tune_prior("marglik", noise=False)
+    before = fit_laplace(data.network, data.loader(4, 3)[:1], data.likelihood, structure=structure)
+    words: dict[str, Any] = {"prior": before} if kind == "posterior" else {"prior": Prior(mean=before.mean)}
+    posterior = fit_laplace(near(data.network), data.loader(4, 3)[1:], data.likelihood, structure=structure, **words)
+    by_gradient = posterior.tune_prior(Tuning("marglik", noise=False))
     if structure == "kron" and kind == "posterior":  # which adds factors
         assert by_gradient.log_marginal_likelihood() >= posterior.log_marginal_likelihood()
         with pytest.raises(PosteriorError, match="exact sum"):
             posterior.tune_prior("mackay")
         return
-    fixed = posterior.tune_prior("mackay", noise=False)
+    fixed = posterior.tune_prior(Tuning("mackay", noise=False))
     assert torch.allclose(fixed.prior_precision, by_gradient.prior_precision, rtol=1e-4)
 
 
@@ -204,14 +209,14 @@ def test_a_grid_of_factors_predicts_as_each_factor_does(structure: str) -> None:
     for prior, covariance in zip(priors, together, strict=True):
         J_covariance = prior.functional(x)[1]
         assert torch.allclose(covariance, J_covariance, **TIGHT)
-    assert float(after.tune_prior("grid", case("mlp").loader(), size=5).prior_precision) > 0
+    assert float(after.tune_prior(Tuning("grid", size=5), case("mlp").loader()).prior_precision) > 0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_refinement_goes_to_the_optimum_around_the_prior_mean(structure: str) -> None:
     network, x, m = made(lambda: nn.Linear(3, 3)), real(7, 3), real(12, seed=5)
     y = torch.tensor([0, 2, 1, 1, 0, 2, 2])
-    refined = fit_laplace(network, [(x, y)], structure=structure, prior_mean=m).refine([(x, y)], tolerance=1e-9)
+    refined = fit_laplace(network, [(x, y)], structure=structure, prior=Prior(mean=m)).refine([(x, y)], tolerance=1e-9)
     best = copy.deepcopy(network)
     fit_map(best, lambda f: nn.functional.cross_entropy(f(x), y, reduction="sum") + 0.5 * (flat(f) - m).square().sum())
     assert torch.allclose(refined.mean, flat(best).detach(), atol=1e-6)
@@ -252,14 +257,16 @@ def test_a_damaged_prior_is_told_when_it_is_loaded() -> None:
 
 def test_a_state_dict_is_a_mean_in_the_order_of_the_weights() -> None:
     data, pretrained = case("mlp"), near(case("mlp").network)
-    by_name = fit_laplace(data.network, data.loader(), prior_mean=pretrained.state_dict())
-    by_vector = fit_laplace(data.network, data.loader(), prior_mean=flat_weights(pretrained))
+    by_name = fit_laplace(data.network, data.loader(), prior=Prior(mean=pretrained.state_dict()))
+    by_vector = fit_laplace(data.network, data.loader(), prior=Prior(mean=flat_weights(pretrained)))
     assert torch.equal(by_name.log_marginal_likelihood(), by_vector.log_marginal_likelihood())
     assert by_name.log_marginal_likelihood() != fit_laplace(data.network, data.loader()).log_marginal_likelihood()
-    last = fit_laplace(data.network, data.loader(), subset="last_layer", prior_mean=pretrained.state_dict())
+    last = fit_laplace(data.network, data.loader(), subset="last_layer", prior=Prior(mean=pretrained.state_dict()))
     assert torch.equal(last.prior.mean, flat_weights(pretrained)[-15:])
     mask = torch.tensor([1, 5, 8])
-    few = fit_laplace(data.network, data.loader(), structure="diag", subset=mask, prior_mean=pretrained.state_dict())
+    few = fit_laplace(
+        data.network, data.loader(), structure="diag", subset=mask, prior=Prior(mean=pretrained.state_dict())
+    )
     assert torch.equal(few.prior.mean, flat_weights(pretrained)[mask])
 
 
@@ -294,18 +301,18 @@ def fitted(**words: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({"prior": "before", "prior_mean": torch.zeros(31)}, "leave prior_mean= out"),
+        ({"prior": lambda before: Prior(posterior=before, mean=torch.zeros(31))}, "leave mean= out"),
         ({"prior": "before", "subset": "last_layer"}, "the same subset="),
         ({"prior": "before", "subset": ["0"]}, "the same subset="),
         ({"prior": "before", "structure": "diag"}, "cannot be added to structure='diag'"),
-        ({"prior": "before", "gp_points": 2}, "gp_points="),
-        ({"prior": "before", "damping": "glm"}, "damping='glm'"),
+        ({"prior": "before", "gp": 2}, "gp="),
+        ({"prior": "before", "structure": Kron(damping="glm")}, "damping='glm'"),
         ({"prior": "before", "prior_precision": [1.0, 2.0]}, "one factor"),
         ({"prior": 3}, "prior must be a posterior"),
-        ({"prior_mean": torch.zeros(30)}, "there are 31 weights"),
-        ({"prior_mean": {"0.weight": torch.zeros(4, 3)}}, "needs 0.bias of shape"),
-        ({"prior_mean": "zero"}, "a flat tensor of weights or a state dict"),
-        ({"prior_mean": torch.full((31,), torch.nan)}, "finite"),
+        ({"prior": Prior(mean=torch.zeros(30))}, "there are 31 weights"),
+        ({"prior": Prior(mean={"0.weight": torch.zeros(4, 3)})}, "needs 0.bias of shape"),
+        ({"prior": Prior(mean=3)}, "a flat tensor of weights or a state dict"),
+        ({"prior": Prior(mean=torch.full((31,), torch.nan))}, "finite"),
     ],
 )
 def test_what_cannot_be_a_prior_says_so(words: dict[str, Any], says: str) -> None:
@@ -315,12 +322,12 @@ def test_what_cannot_be_a_prior_says_so(words: dict[str, Any], says: str) -> Non
         for key, value in words.items()
     }
     with pytest.raises((ValueError, PriorError), match=says):
-        fitted(**words)
+        fitted(**{key: value(before) if callable(value) else value for key, value in words.items()})
 
 
 def test_a_factor_on_a_posterior_is_one_number_also_when_tuned() -> None:
     _, after = two_fits("mlp", "kron")
-    for call in (lambda: after.with_prior([1.0, 2.0]), lambda: after.tune_prior("marglik", per_layer=True)):
+    for call in (lambda: after.with_prior([1.0, 2.0]), lambda: after.tune_prior(Tuning("marglik", groups="layers"))):
         with pytest.raises((PriorError, PosteriorError), match="one factor"):
             call()
     with pytest.raises(PosteriorError, match="exact sum"):
@@ -347,7 +354,7 @@ def test_sums_are_never_taken_in_sixteen_bits() -> None:
 def test_a_prior_mean_is_the_weights_as_they_were() -> None:
     data = case("mlp")
     m = data.network.state_dict()
-    posterior = fit_laplace(data.network, data.loader(), prior_mean=m)
+    posterior = fit_laplace(data.network, data.loader(), prior=Prior(mean=m))
     before = posterior.log_marginal_likelihood()
     m["0.weight"].add_(1)
     assert torch.equal(posterior.log_marginal_likelihood(), before)

@@ -4,6 +4,7 @@ own predictions do not have one either."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.networks import made
 from helpers.tensors import real
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Gaussian, LaplacePosterior, Tuning, fit_laplace
 
 K = 7.0
 N = 30
@@ -52,7 +53,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def fitted(network: nn.Module, structure: str = "full", prior: Any = 1.0) -> LaplacePosterior:
-    return fit_laplace(network, batches(), Gaussian(0.4), structure, prior_precision=prior)
+    return fit_laplace(network, batches(), Gaussian(0.4), prior_precision=prior, structure=structure)
 
 
 def variances(posterior: LaplacePosterior) -> Tensor:
@@ -92,29 +93,30 @@ def test_priors_tuned_from_each_network_do_not_know_its_scale(norm: str, how: st
     network = network_with(norm)
     both = [fitted(network), fitted(scaled(network))]
     assert [posterior.curvature.normalised for posterior in both] == [("0",), ("0",)]
-    options = {"loader": batches(), "noise": False, **TUNING[how]}
-    groups = [posterior.tune_prior(prior_groups="normalised", **options) for posterior in both]
+    tuning = Tuning(noise=False, **TUNING[how])
+    by_group = replace(tuning, groups="normalised")
+    groups = [posterior.tune_prior(by_group, batches()) for posterior in both]
     priors = [posterior.prior_precision for posterior in groups]
     assert max(float(prior.log().abs().max()) for prior in priors) < 15  # within the bounds
     torch.testing.assert_close(priors[0][0], priors[1][0] * K**2, rtol=1e-6, atol=0)
     assert is_same(variances(groups[0]), variances(groups[1]))
     kept = both[1].with_prior(priors[0])  # the first network's priors, not tuned again
     assert not is_same(variances(kept), variances(groups[0]))
-    shared = [posterior.tune_prior(**options) for posterior in both]
+    shared = [posterior.tune_prior(tuning, batches()) for posterior in both]
     assert not is_same(variances(shared[0]), variances(shared[1]))
 
 
 def test_the_groups_are_tied_and_their_evidence_has_no_slope() -> None:
     posterior = fitted(network_with("layer"))
-    tuned = posterior.tune_prior("marglik", prior_groups="normalised", noise=False)
+    tuned = posterior.tune_prior(Tuning("marglik", groups="normalised", noise=False))
     assert posterior.subset.layers == ("0", "1", "3")
     assert tuned.prior_precision[1] == tuned.prior_precision[2] != tuned.prior_precision[0]
     log_λ = tuned.prior_precision[:2].log().requires_grad_()
     evidence = tuned.log_marginal_likelihood(log_λ[[0, 1, 1]].exp())
     assert torch.autograd.grad(evidence, log_λ)[0].abs().max() < 1e-4
-    by_mackay = posterior.tune_prior("mackay", prior_groups="normalised", noise=False)
+    by_mackay = posterior.tune_prior(Tuning("mackay", groups="normalised", noise=False))
     torch.testing.assert_close(by_mackay.prior_precision, tuned.prior_precision, rtol=1e-4, atol=0)
-    by_layers = posterior.tune_prior("mackay", prior_groups="layers")
+    by_layers = posterior.tune_prior(Tuning("mackay", groups="layers"))
     torch.testing.assert_close(
-        by_layers.prior_precision, posterior.tune_prior("mackay", per_layer=True).prior_precision
+        by_layers.prior_precision, posterior.tune_prior(Tuning("mackay", groups="layers")).prior_precision
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 from torch.nn import functional as F
 
-from lightning_bayes import Bernoulli, Categorical, GaussianPosterior
+from lightning_bayes import BNN, Bernoulli, Categorical, GaussianPosterior
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, PriorError, ShardedPosterior, fit_l2m
 from lightning_bayes.predictive import sample_functions
 from lightning_bayes.structures.sharded import ParameterShard, own_indices
@@ -196,7 +196,7 @@ def test_predictions_at_the_mean_are_the_networks() -> None:
     assert torch.equal(posterior.predict(x, "map").probs, whole.predict(x, "map").probs)  # type: ignore[arg-type]
     draws = posterior.sample(7, seeded(2))
     f = torch.stack([torch.func.functional_call(net, weights(net, θ), (x,)).detach() for θ in draws])
-    prediction = posterior.predict(x, samples=7, generator=seeded(2))
+    prediction = posterior.predict(x, BNN(samples=7), generator=seeded(2))
     torch.testing.assert_close(prediction.probs, f.softmax(-1).mean(0))
     torch.testing.assert_close(sample_functions(posterior, x, 7, seeded(2), linearised=False), f)
 
@@ -214,7 +214,7 @@ def test_the_network_is_borrowed() -> None:
     before = {name: t.clone() for name, t in net.state_dict().items()}
     net.train()
     net[0].bias.requires_grad_(False)
-    posterior.predict(torch.randn(2, 4, dtype=torch.float64), samples=3)
+    posterior.predict(torch.randn(2, 4, dtype=torch.float64), BNN(samples=3))
     assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
     assert [p.requires_grad for p in net.parameters()] == [True, False, True, True, True, True]
     assert net.training
@@ -229,7 +229,7 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(PosteriorError, match=r"linearised network needs the whole network.*use linearised=False"):
         sample_functions(posterior, x, 2)
     with pytest.raises(ValueError, match="samples must be a whole number of at least 1, got 0"):
-        posterior.predict(x, samples=0)
+        posterior.predict(x, BNN(samples=0))
     with torch.no_grad():
         net[4].bias[0] += 1e-3
     with pytest.raises(PosteriorError, match="not those the posterior was fitted to"):

@@ -9,7 +9,7 @@ from posterior_cases import CASES, Case
 from posterior_cases import case as make
 from torch import Tensor, nn
 
-from lightning_bayes import GaussianPosterior, Subnetwork, fit_laplace
+from lightning_bayes import GaussianPosterior, Prior, Subnetwork, Tuning, fit_laplace
 from lightning_bayes.network import DataError, Processes, SubsetError
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -59,7 +59,7 @@ def test_all_weights_are_the_whole_network(name: str, by: str) -> None:
 
 def test_the_weights_with_the_largest_marginal_variance() -> None:
     case = make("mlp")
-    words: dict[str, Any] = {"prior_precision": 0.7, "temperature": 0.5}
+    words: dict[str, Any] = {"prior_precision": 0.7, "prior": Prior(temperature=0.5)}
     diagonal = fitted(case, "all", structure="diag", **words)
     expected = largest(1 / diagonal.precision.diagonal(), 9)
     for by in ("laplace_diag", diagonal):
@@ -96,8 +96,8 @@ def test_a_posterior_of_the_module_around_the_network_or_of_its_copy_serves() ->
     case, copy = make("mlp"), make("mlp")
     expected = chosen(fitted(case, Subnetwork(5)))
     outer = nn.Sequential(case.network, nn.Identity())
-    around = fit_laplace(outer, case.loader(), case.likelihood, "diag")
-    of_copy = fit_laplace(copy.network, case.loader(), case.likelihood, "diag")
+    around = fit_laplace(outer, case.loader(), case.likelihood, structure="diag")
+    of_copy = fit_laplace(copy.network, case.loader(), case.likelihood, structure="diag")
     for by in (around, of_copy):
         assert torch.equal(chosen(fitted(case, Subnetwork(5, by=by))), expected)
     other = fit_laplace(
@@ -144,14 +144,7 @@ def test_a_diagonal_subnetwork_and_a_saved_one() -> None:
     again = GaussianPosterior.from_state_dict(case.network, full.state_dict())
     for one, two in zip(again.functional(case.x), full.functional(case.x), strict=True):
         assert torch.equal(one, two)
-    assert full.tune_prior("marglik", steps=3).subset is full.subset
-
-
-@pytest.mark.parametrize("word", ["swag", "l2m"])
-def test_words_of_a_trainer_are_refused_without_one(word: str) -> None:
-    case = make("mlp")
-    with pytest.raises(SubsetError, match=r"pass its posterior, Subnetwork\(3, by=callback.posterior\)"):
-        fitted(case, Subnetwork(3, by=word))
+    assert full.tune_prior(Tuning("marglik", steps=3)).subset is full.subset
 
 
 def test_too_many_weights_and_data_that_cannot_be_read_twice() -> None:

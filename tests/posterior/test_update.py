@@ -1,16 +1,27 @@
 """Data that come later: an updated posterior is that of one fit to all of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.networks import made, mlp
+from helpers.options import estimate_of, structure_of
 from helpers.processes import launched, results
 from helpers.tensors import TIGHT, real
 from posterior_cases import STRUCTURES, Case, case
 
-from lightning_bayes import Categorical, GaussianPosterior, LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes import (
+    Categorical,
+    Diag,
+    GaussianPosterior,
+    Kron,
+    LaplacePosterior,
+    Prior,
+    Subnetwork,
+    fit_laplace,
+)
 from lightning_bayes.posterior import PosteriorError
 from lightning_bayes.structures import StructureError
 
@@ -20,7 +31,10 @@ CASES = ("mlp", "regression", "noise_per_output", "cnn", "attention", "embedding
 def grown(data: Case, *sizes: int, **words: Any) -> tuple[LaplacePosterior, LaplacePosterior]:
     """A fit to the first batch to which the others are added, and one fit to all."""
     first, *others = data.loader(*sizes)
-    posterior = fit_laplace(data.network, [first], data.likelihood, updatable=True, **words)
+    structure = words.get("structure", "kron")
+    option = structure_of(structure, updatable=True) if isinstance(structure, str) else structure
+    option = replace(option, updatable=True) if isinstance(option, Kron) else option
+    posterior = fit_laplace(data.network, [first], data.likelihood, **{**words, "structure": option})
     for batch in others:
         posterior = posterior.update([batch])
     return posterior, fit_laplace(data.network, data.loader(), data.likelihood, **words)
@@ -48,15 +62,18 @@ def test_adding_data_is_fitting_to_all(name: str, structure: str) -> None:
 @pytest.mark.parametrize("curvature", ["fisher_mc", "empirical_fisher"])
 def test_labels_are_drawn_as_in_one_fit(structure: str, curvature: str) -> None:
     """By the number of the example, counted on from the data before."""
-    check_same(*grown(case("mlp"), 3, 1, 3, structure=structure, curvature=curvature, samples=2, seed=5))
+    estimate = estimate_of(curvature, 2)
+    check_same(*grown(case("mlp"), 3, 1, 3, structure=structure, curvature=estimate, seed=5))
 
 
 def test_with_the_words_of_the_fit() -> None:
-    check_same(*grown(case("attention"), 3, 4, weight_sharing="reduce"))
-    check_same(*grown(case("cnn"), 3, 4, structure="diag", hessian="approx"))
-    check_same(*grown(case("mlp"), 3, 4, structure="full", subset=torch.tensor([1, 4, 30]), temperature=2.0))
+    check_same(*grown(case("attention"), 3, 4, structure=Kron(weight_sharing="reduce")))
+    check_same(*grown(case("cnn"), 3, 4, structure=Diag(method="approx")))
+    check_same(
+        *grown(case("mlp"), 3, 4, structure="full", subset=torch.tensor([1, 4, 30]), prior=Prior(temperature=2.0))
+    )
     check_same(*grown(case("mlp"), 3, 4, subset="last_layer", prior_precision=3.0))
-    posterior, whole = grown(case("mlp"), 3, 4, damping="ritter")
+    posterior, whole = grown(case("mlp"), 3, 4, structure=Kron(damping="ritter"))
     assert torch.allclose(posterior.precision.to_dense(), whole.precision.to_dense(), **TIGHT)
 
 
@@ -64,13 +81,14 @@ def test_with_the_words_of_the_fit() -> None:
 def test_tuned_saved_and_loaded_in_between(structure: str, tmp_path: Path) -> None:
     data = case("regression")
     first, second = data.loader(4, 3)
-    before = fit_laplace(data.network, [first], data.likelihood, structure, updatable=True)
+    option = structure_of(structure, updatable=True)
+    before = fit_laplace(data.network, [first], data.likelihood, structure=option)
     σ = torch.tensor(0.9, dtype=torch.float64)
     tuned = before.with_noise(σ).with_prior(2.5)
     tuned.save(tmp_path / "posterior.pt")
     loaded = GaussianPosterior.load(tmp_path / "posterior.pt", data.network)
     likelihood = data.likelihood.with_noise(σ)
-    whole = fit_laplace(data.network, data.loader(), likelihood, structure, prior_precision=2.5)
+    whole = fit_laplace(data.network, data.loader(), likelihood, prior_precision=2.5, structure=structure)
     check_same(loaded.update([second]), whole)
     check_same(tuned.update([second]), whole)
 
@@ -85,7 +103,7 @@ def test_a_posterior_as_prior_stays_the_prior() -> None:
 
 def test_nothing_changes_after_an_error_in_the_middle() -> None:
     data = case("mlp")
-    posterior = fit_laplace(data.network, data.loader(), updatable=True)
+    posterior = fit_laplace(data.network, data.loader(), structure=Kron(updatable=True))
     dense, n = posterior.precision.to_dense(), posterior.n_data
     bad = (data.x[:2], torch.tensor([0, 7]))
     with pytest.raises(ValueError, match="class"):
@@ -96,12 +114,12 @@ def test_nothing_changes_after_an_error_in_the_middle() -> None:
 
 
 def test_what_cannot_grow_says_so() -> None:
-    data, words = case("mlp"), {"updatable": True}
+    data = case("mlp")
     batches = data.loader()
     kinds: dict[str, Any] = {
         "updatable=True": fit_laplace(data.network, batches),
         "refine it again": fit_laplace(data.network, batches, structure="full").refine(batches),
-        "predictive='gp'": fit_laplace(data.network, batches, gp_points=3, **words),
+        "predictive='gp'": fit_laplace(data.network, batches, gp=3, structure=Kron(updatable=True)),
     }
     for says, posterior in kinds.items():
         with pytest.raises(PosteriorError, match=says):
@@ -109,9 +127,7 @@ def test_what_cannot_grow_says_so() -> None:
     for structure in ("ekfac", "lowrank"):
         with pytest.raises(PosteriorError, match=f"data cannot be added to structure='{structure}'"):
             fit_laplace(data.network, batches, structure=structure).update(batches)
-        with pytest.raises(ValueError, match="updatable=True is for structure='full', 'diag', 'kron'"):
-            fit_laplace(data.network, batches, structure=structure, updatable=True)
-    old = fit_laplace(data.network, batches, updatable=True)  # as in a file of an older version
+    old = fit_laplace(data.network, batches, structure=Kron(updatable=True))  # as in a file of an older version
     for block in old.curvature.structure.blocks:
         object.__setattr__(block, "rows", None)
     with pytest.raises(StructureError, match="weight: the number of inputs in its factors is unknown"):
@@ -123,10 +139,10 @@ def test_what_cannot_grow_says_so() -> None:
 def test_the_factors_are_kept_only_where_asked() -> None:
     data = case("mlp")
     for updatable in (False, True):
-        posterior = fit_laplace(data.network, data.loader(), updatable=updatable)
+        posterior = fit_laplace(data.network, data.loader(), structure=Kron(updatable=updatable))
         kept = [block.left.full_matrix is not None for block in posterior.curvature.structure.blocks]
         assert kept == [updatable, updatable]
-        after = fit_laplace(data.network, data.loader(), prior=posterior, updatable=updatable)
+        after = fit_laplace(data.network, data.loader(), prior=posterior, structure=Kron(updatable=updatable))
         for P in (posterior.precision, after.precision, after.prior.precision):  # nothing is added to a sum
             assert [block.left.full_matrix for block in P.blocks] == [None, None]
 
@@ -136,7 +152,7 @@ def test_two_processes_add_what_one_adds(structure: str, growing: list[dict[str,
     network, x, y = made(mlp), real(11, 3), torch.arange(11) % 3
     assert [int(of_process["n_data"]) for of_process in growing] == [12, 12]
     for curvature in ("ggn", "fisher_mc"):
-        whole = fit_laplace(network, [(x, y)], Categorical(), structure, curvature=curvature)
+        whole = fit_laplace(network, [(x, y)], Categorical(), curvature=curvature, structure=structure)
         for of_process in growing:
             expected = whole.precision.to_dense()
             assert torch.allclose(of_process[f"{structure} {curvature}"], expected, **TIGHT)

@@ -10,7 +10,7 @@ from helpers.loaders import CountingLoader
 from test_calibration import LIKELIHOODS, fitted, network, real, targets
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, Gaussian, Kron, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.predictive.auto import NEGLIGIBLE, PRIORS, PriorChoice, survey
 from lightning_bayes.predictive.held_out import LOG_TEMPERATURES, Scoring
 
@@ -33,7 +33,7 @@ def test_the_choice_is_the_widest_near_the_best_written_out() -> None:
     priors = PRIORS[int(evidence.argmax()) :]
     y = torch.cat([y for _, y in batches])
     candidates = [
-        torch.cat([posterior.with_prior(δ).predict(x, link="pairwise").probs for x, _ in batches]) for δ in priors
+        torch.cat([posterior.with_prior(δ).predict(x, GLM(link="pairwise")).probs for x, _ in batches]) for δ in priors
     ]
     candidates.append(torch.cat([posterior.predict(x, "map").probs for x, _ in batches]))
     examples, scores = [], []
@@ -108,7 +108,9 @@ def test_a_regression_has_the_training_error_as_noise_and_the_prior_of_its_evide
     x, y = real(20, 3), targets("real", posterior.network(real(20, 3)).detach(), 2)
     rmse = (y - posterior.network(x)).detach().square().mean().sqrt()
     assert float(tuned.likelihood.noise_std) == pytest.approx(float(rmse))  # type: ignore[attr-defined]
-    expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse))).tune_prior("marglik", noise=False)
+    expected = fit_laplace(posterior.network, [(x, y)], Gaussian(float(rmse))).tune_prior(
+        Tuning("marglik", noise=False)
+    )
     torch.testing.assert_close(tuned.prior_precision, expected.prior_precision, rtol=1e-3, atol=0)
     # Held-out data scale the predictive variance by the mean of (y − m)²/v, but never below one.
     loader = CountingLoader(batches)
@@ -137,7 +139,7 @@ def test_every_likelihood_and_structure_is_tuned(kind: str, structure: str) -> N
     likelihood, outputs = LIKELIHOODS[kind]
     net = network(outputs)
     x = real(20, 3)
-    posterior = fit_laplace(net, [(x, targets(kind, net(x).detach(), 2))], likelihood, structure)
+    posterior = fit_laplace(net, [(x, targets(kind, net(x).detach(), 2))], likelihood, structure=structure)
     tuned = posterior.tune_prior("auto", batches)
 
     def log_p(p: LaplacePosterior, predictive: str) -> Tensor:
@@ -191,12 +193,14 @@ def held_out_labels(posterior: LaplacePosterior, x: Tensor, y: Tensor, **options
     return float(nn.functional.binary_cross_entropy(p, y.double()))
 
 
-@pytest.mark.parametrize(("size", "words"), [(100.0, {"curvature": "empirical_fisher"}), (1.0, {"damping": "ritter"})])
+@pytest.mark.parametrize(
+    ("size", "words"), [(100.0, {"curvature": "empirical_fisher"}), (1.0, {"structure": Kron(damping="ritter")})]
+)
 def test_a_variance_of_any_size_is_found(size: float, words: dict[str, Any]) -> None:
     """Where noise and prior cannot be scaled together, by the factor itself."""
     net = network(2)
     x, held_out = real(30, 3), real(90, 3, seed=1)
-    posterior = fit_laplace(net, [(x, size * targets("real", net(x).detach(), 2))], Gaussian(1.0), "kron", **words)
+    posterior = fit_laplace(net, [(x, size * targets("real", net(x).detach(), 2))], Gaussian(1.0), **words)
     y = size * targets("real", net(held_out).detach(), 3)
     prediction = posterior.tune_prior("auto", [(held_out, y)]).predict(held_out)
     ratio = float(((y - prediction.mean).square() / prediction.variance).mean())

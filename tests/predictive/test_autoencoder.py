@@ -67,7 +67,14 @@ class Tied(nn.Module):
 
 def fitted(make: Callable[[], nn.Module] = Autoencoder, structure: str = "diag", subset: Any = "all") -> Any:
     network = made(make)
-    return fit_laplace(network, [(X[:4], X[:4]), (X[4:], X[4:])], Gaussian(0.5), structure, subset, prior_precision=2.0)
+    return fit_laplace(
+        network,
+        [(X[:4], X[:4]), (X[4:], X[4:])],
+        Gaussian(0.5),
+        prior_precision=2.0,
+        structure=structure,
+        subset=subset,
+    )
 
 
 def brute_force(posterior: LaplacePosterior, x: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +176,7 @@ def test_the_variance_keeps_its_digits_on_a_large_mean() -> None:
     shifted = copy.deepcopy(posterior.network)
     with torch.no_grad():
         shifted.decoder[2].bias.add_(1e6)
-    again = fit_laplace(shifted, [(X, X)], Gaussian(0.5), "diag", ["decoder"], prior_precision=2.0)
+    again = fit_laplace(shifted, [(X, X)], Gaussian(0.5), prior_precision=2.0, structure="diag", subset=["decoder"])
     found, expected = (p.reconstruct(X_TEST, 50, seeded()).variance for p in (again, posterior))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
@@ -215,7 +222,7 @@ def test_every_mode_of_autograd_gives_the_same(mode: Callable[[], Any]) -> None:
 
 def test_half_precision_is_summed_in_float32() -> None:
     network, x = made(Autoencoder).bfloat16(), X.bfloat16()
-    posterior = fit_laplace(network, [(x, x)], Gaussian(0.5), "diag")
+    posterior = fit_laplace(network, [(x, x)], Gaussian(0.5), structure="diag")
     found = posterior.reconstruct(x, S, seeded(), keep_samples=True)
     assert found.samples.dtype == torch.bfloat16
     draws = found.samples.float()

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from helpers.options import predictive_of
 from helpers.tensors import real
 from torch import Tensor, nn
 
 from lightning_bayes import (
+    BNN,
+    GLM,
     Bernoulli,
     Categorical,
     Gaussian,
@@ -69,7 +72,7 @@ def test_the_temperature_is_the_best_one(kind: str, predictive: str, link: str |
     """Against the likelihood of real predictions at temperatures around it, each with the same noise."""
     posterior, batches = fitted(kind)
     posterior = posterior.with_prior(30.0)  # with wide outputs the best temperature is the lowest one that is tried
-    calibrated = posterior.calibrate(batches, predictive, link, samples=20, of=of)
+    calibrated = posterior.calibrate(batches, predictive_of(predictive, link=link, samples=20), of=of)
     (found,) = calibrated.calibrations
     by_outputs = of == "outputs" or predictive == "map"  # of a point both are the same
     T = found.output_temperature if by_outputs else found.probs_temperature
@@ -80,7 +83,7 @@ def test_the_temperature_is_the_best_one(kind: str, predictive: str, link: str |
         changed = posterior.with_calibration(type(found)(found.predictive, found.link, **place))
         seeded = [torch.Generator().manual_seed(0) for _ in batches]
         parts = [
-            changed.predict(x, predictive, link, 20, generator).probs
+            changed.predict(x, predictive_of(predictive, link=link, samples=20), generator=generator).probs
             for (x, _), generator in zip(batches, seeded, strict=True)
         ]
         scores[factor] = nll(posterior.likelihood, torch.cat(parts), y)
@@ -98,13 +101,13 @@ def test_outputs_are_divided_before_the_integral_and_probabilities_after_it() ->
     torch.testing.assert_close(by_outputs.predict(x).probs, expected)
     by_probs = posterior.calibrate(batches, of="probs")
     T = by_probs.calibrations[0].probs_temperature
-    p = posterior.predict(x, link="pairwise").probs ** (1 / T)
+    p = posterior.predict(x, GLM(link="pairwise")).probs ** (1 / T)
     torch.testing.assert_close(by_probs.predict(x).probs, p / p.sum(1, keepdim=True))
 
 
 def test_samples_are_divided_too() -> None:
     posterior, batches = fitted("classes")
-    calibrated = posterior.calibrate(batches, "bnn", samples=30)
+    calibrated = posterior.calibrate(batches, BNN(samples=30))
     T = calibrated.calibrations[0].output_temperature
     x = batches[0][0]
     draws = []
@@ -114,7 +117,7 @@ def test_samples_are_divided_too() -> None:
         parts = θ.split([p.numel() for p in posterior.network.parameters()])
         weights = {n: t.reshape(p.shape) for (n, p), t in zip(posterior.network.named_parameters(), parts, strict=True)}
         draws.append(torch.func.functional_call(posterior.network, weights, (x,)).detach() / T)
-    found = calibrated.predict(x, "bnn", samples=30, generator=torch.Generator().manual_seed(4)).probs
+    found = calibrated.predict(x, BNN(samples=30), generator=torch.Generator().manual_seed(4)).probs
     torch.testing.assert_close(found, torch.stack(draws).softmax(-1).mean(0))
     assert abs(T - 1) > 0.05
 
@@ -150,7 +153,7 @@ def test_nothing_else_changes_and_the_state_keeps_it(kind: str) -> None:
     # The number belongs to the predictive and link it was found with.
     assert torch.equal(answer(calibrated, predictive="map"), answer(posterior, predictive="map"))
     if kind == "classes":
-        assert torch.equal(answer(calibrated, link="probit"), answer(posterior, link="probit"))
+        assert torch.equal(answer(calibrated, predictive=GLM("probit")), answer(posterior, predictive=GLM("probit")))
     again = GaussianPosterior.from_state_dict(posterior.network, calibrated.state_dict())
     assert again.calibrations == calibrated.calibrations
     assert torch.equal(answer(again), answer(calibrated))
@@ -168,9 +171,9 @@ def test_several_predictives_each_keep_their_number() -> None:
 def test_the_epistemic_share_survives_a_temperature_of_probabilities() -> None:
     posterior, batches = fitted("classes")
     x = batches[0][0]
-    plain = posterior.predict(x, link="mc", generator=torch.Generator().manual_seed(0))
-    calibrated = posterior.calibrate(batches, link="mc", of="probs")
-    tempered = calibrated.predict(x, link="mc", generator=torch.Generator().manual_seed(0))
+    plain = posterior.predict(x, GLM(link="mc"), generator=torch.Generator().manual_seed(0))
+    calibrated = posterior.calibrate(batches, GLM(link="mc"), of="probs")
+    tempered = calibrated.predict(x, GLM(link="mc"), generator=torch.Generator().manual_seed(0))
     p = tempered.probs
     torch.testing.assert_close(tempered.epistemic + tempered.aleatoric, p * (1 - p))
     torch.testing.assert_close(

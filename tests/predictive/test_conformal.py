@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.options import predictive_of
 from predictive_cases import Shaped, mlp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -356,7 +357,7 @@ def test_every_kind_of_target_and_predictive_has_sets_or_intervals(predictive: s
     ]:
         posterior = fit_laplace(network, [(x[:20], y[:20])], likelihood)
         conformal = posterior.conformalize(
-            [(x[20:30], y[20:30]), (x[30:], y[30:])], 0.8, predictive=predictive, samples=5
+            [(x[20:30], y[20:30]), (x[30:], y[30:])], 0.8, predictive=predictive_of(predictive, samples=5)
         )
         result = conformal.predict(x[30:])
         assert (result[0] if isinstance(result, tuple) else result).shape == shape

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.oracles import at_weights, jacobian
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import trainer
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplaceCallback, fit_laplace
+from lightning_bayes import GLM, Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplaceCallback, fit_laplace
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.posterior import LaplacePosterior
@@ -91,7 +92,7 @@ def test_ignored_pixels_change_nothing() -> None:
     nothing = (real(2, 2, H, W, seed=9), torch.full((2, H, W), IGNORED))
     one, other = (fit_laplace(network, data, likelihood) for data in (batches(y), [*batches(y), nothing]))
     torch.testing.assert_close(one.curvature.log_likelihood, other.curvature.log_likelihood, **TIGHT)
-    one, other = (fit_laplace(network, d, likelihood, "diag") for d in (batches(y), [*batches(y), nothing]))
+    one, other = (fit_laplace(network, d, likelihood, structure="diag") for d in (batches(y), [*batches(y), nothing]))
     torch.testing.assert_close(one.curvature.structure.diagonal(), other.curvature.structure.diagonal(), **TIGHT)
 
 
@@ -117,7 +118,7 @@ def test_many_outputs_are_functions_of_the_posterior_s_own_weights(monkeypatch: 
     f = at_weights(posterior.network, posterior.mean, KNOWN_NAMES, x)
     J = jacobian(posterior.network, x)
     p = (f + torch.einsum("bcp,sp->sbc", J, moves).reshape(9, *f.shape)).softmax(2)
-    prediction, used = posterior.predict(x, samples=9, generator=(used := seeded(5))), used
+    prediction, used = posterior.predict(x, GLM(samples=9), generator=(used := seeded(5))), used
     torch.testing.assert_close(prediction.probs, p.mean(0), **TIGHT)
     torch.testing.assert_close(prediction.epistemic, p.var(0, correction=0), **TIGHT)
     torch.testing.assert_close(prediction.aleatoric, (p * (1 - p)).mean(0), **TIGHT)
@@ -140,7 +141,10 @@ def test_running_sums_give_the_same_predictions(task: str, predictive: str, monk
     posterior, x = fitted(task, structure="diag"), real(3, 2, H, W, seed=6)
     for link in posterior.likelihood.links:
         plain, running = both_ways(
-            monkeypatch, lambda link=link: posterior.predict(x, predictive, link, samples=6, generator=seeded(1))
+            monkeypatch,
+            lambda link=link: posterior.predict(
+                x, predictive_of(predictive, link=link, samples=6), generator=seeded(1)
+            ),
         )
         for name, value in vars(plain).items():
             if value is not None:
@@ -150,7 +154,7 @@ def test_running_sums_give_the_same_predictions(task: str, predictive: str, monk
 def test_without_a_generator_running_sums_take_the_global_one_s_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, x = fitted("classes", structure="diag"), real(3, 2, H, W, seed=6)
     torch.manual_seed(3)
-    plain, running = both_ways(monkeypatch, lambda: posterior.predict(x, samples=4))
+    plain, running = both_ways(monkeypatch, lambda: posterior.predict(x, GLM(samples=4)))
     torch.testing.assert_close(plain.probs, running.probs, **TIGHT)
 
 
@@ -158,7 +162,7 @@ def test_without_a_generator_running_sums_take_the_global_one_s_numbers(monkeypa
 @pytest.mark.parametrize("of", ["outputs", "probs"])
 def test_running_sums_choose_the_same_temperature(task: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     posterior, data = fitted(task, structure="diag"), batches(TASKS[task][2], real(N, 2, H, W, seed=8))
-    plain, running = both_ways(monkeypatch, lambda: posterior.calibrate(data, samples=4, of=of))
+    plain, running = both_ways(monkeypatch, lambda: posterior.calibrate(data, GLM(samples=4), of=of))
     for name, value in vars(plain.calibrations[-1]).items():
         assert getattr(running.calibrations[-1], name) == (value if isinstance(value, str) else pytest.approx(value))
 
@@ -168,8 +172,8 @@ def test_running_sums_tune_and_score_alike(task: str, monkeypatch: pytest.Monkey
     posterior, data = fitted(task, structure="diag"), batches(TASKS[task][2], real(N, 2, H, W, seed=8))
 
     def work() -> tuple[float, dict[str, float]]:
-        tuned = posterior.tune_prior("auto", data, samples=4)
-        return float(tuned.prior_precision), evaluate(tuned, data, samples=4)
+        tuned = posterior.tune_prior("auto", data, predictive=GLM(samples=4))
+        return float(tuned.prior_precision), evaluate(tuned, data, predictive=GLM(samples=4))
 
     plain, running = both_ways(monkeypatch, work)
     assert running[0] == pytest.approx(plain[0])
@@ -187,7 +191,7 @@ def test_a_failing_likelihood_leaves_the_network_as_it_was(monkeypatch: pytest.M
 
     monkeypatch.setattr(Categorical, "conditional", broken)
     with pytest.raises(ArithmeticError):
-        posterior.predict(real(3, 2, H, W), samples=3)
+        posterior.predict(real(3, 2, H, W), GLM(samples=3))
     assert posterior.network.training
     assert all(p.requires_grad and p.grad is None for p in posterior.network.parameters())
 
@@ -245,7 +249,7 @@ def test_a_u_net_through_the_callback(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = LitUNet()
-    laplace = LaplaceCallback(Categorical(ignore_index=IGNORED), samples=5, save=False)
+    laplace = LaplaceCallback(Categorical(ignore_index=IGNORED), save=False, predictive=GLM(samples=5))
     runner = trainer(tmp_path, laplace, max_epochs=3)
     runner.fit(module, images(22, 0), images(60, 1))
     assert laplace.posterior.curvature.kind == "fisher_mc"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.autograd_functions import Cubed, Numpy
 from helpers.networks import Wired, made, mlp
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
 from predictive_cases import NORMS
@@ -19,7 +20,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from lightning_bayes import Gaussian, HeteroscedasticGaussian, LaplacePosterior, Prediction, Subnetwork, fit_laplace
+from lightning_bayes import (
+    GLM,
+    Gaussian,
+    HeteroscedasticGaussian,
+    LaplacePosterior,
+    Prediction,
+    Subnetwork,
+    fit_laplace,
+)
 from lightning_bayes.jacobian import output_gaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import CurvatureError, DataError
@@ -37,7 +46,7 @@ def classifier(structure: str = "kron", **words: Any) -> LaplacePosterior:
 
 
 def regressor(structure: str = "kron", **words: Any) -> LaplacePosterior:
-    return fit_laplace(made(lambda: mlp(outputs=2)), [(X, REAL)], Gaussian(0.5), structure, **words)
+    return fit_laplace(made(lambda: mlp(outputs=2)), [(X, REAL)], Gaussian(0.5), structure=structure, **words)
 
 
 def checked(f: Callable[..., Any], x: Any = X[:2]) -> bool:
@@ -59,9 +68,13 @@ def values(prediction: Prediction) -> tuple[Tensor, ...]:
     return tuple(value for value in stored if value is not None)
 
 
-def prediction_is_right(posterior: LaplacePosterior, x: Tensor = X[:2], **words: Any) -> bool:
+def prediction_is_right(
+    posterior: LaplacePosterior, x: Tensor = X[:2], predictive: str = "glm", link: str | None = None, **words: Any
+) -> bool:
+    option = predictive_of(predictive, link, 4)
+
     def predict(x: Tensor, differentiable: bool = True) -> tuple[Tensor, ...]:
-        return values(posterior.predict(x, samples=4, generator=seeded(), differentiable=differentiable, **words))
+        return values(posterior.predict(x, option, generator=seeded(), differentiable=differentiable, **words))
 
     x = x.clone().requires_grad_()
     for with_graph, without in zip(predict(x), predict(x, differentiable=False), strict=True):
@@ -269,7 +282,7 @@ def test_what_is_drawn_can_be_differentiated_twice(link: str) -> None:
     posterior = classifier()
 
     def drawn(x: Tensor) -> tuple[Tensor, ...]:
-        prediction = posterior.predict(x, link=link, samples=4, generator=seeded(), differentiable=True)
+        prediction = posterior.predict(x, GLM(link=link, samples=4), generator=seeded(), differentiable=True)
         return prediction.probs, prediction.epistemic, prediction.aleatoric  # type: ignore[return-value]
 
     assert gradgradcheck(drawn, X[:2].clone().requires_grad_(), fast_mode=True)
@@ -341,7 +354,7 @@ def test_in_float32_it_is_the_same_gradient() -> None:
     gradients = []
     for p, x in ((posterior, X), (single, X.float())):
         x = x.clone().requires_grad_()
-        p.predict(x, link="pairwise", differentiable=True).entropy.sum().backward()
+        p.predict(x, GLM(link="pairwise"), differentiable=True).entropy.sum().backward()
         gradients.append(x.grad.double())  # type: ignore[union-attr]
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
@@ -356,7 +369,7 @@ def test_the_weights_get_no_gradient(predictive: str) -> None:
     posterior.network[2].weight.grad = real(3, 4)
     x = X.clone().requires_grad_()
     with untouched(posterior.network):
-        prediction = posterior.predict(2 * x, predictive, samples=3, differentiable=True)
+        prediction = posterior.predict(2 * x, predictive_of(predictive, samples=3), differentiable=True)
         prediction.entropy.sum().backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
@@ -365,7 +378,7 @@ def test_the_weights_get_no_gradient(predictive: str) -> None:
 def test_without_it_nothing_has_a_graph() -> None:
     posterior, x = classifier(), X.clone().requires_grad_()
     for predictive in ("glm", "bnn", "map"):
-        assert not any(t.requires_grad for t in values(posterior.predict(x, predictive, samples=3)))
+        assert not any(t.requires_grad for t in values(posterior.predict(x, predictive_of(predictive, samples=3))))
     assert not any(t.requires_grad for t in posterior.functional(x))
 
 
@@ -419,7 +432,7 @@ def test_tokens() -> None:
 
 
 def test_function_space() -> None:
-    posterior, x = classifier(gp_points=4), X.clone().requires_grad_()
+    posterior, x = classifier(gp=4), X.clone().requires_grad_()
     with pytest.raises(PosteriorError, match="predictive='gp' has no gradient in x: use predictive='glm'"):
         posterior.predict(x, "gp", differentiable=True)
 
@@ -453,8 +466,8 @@ def test_layers_that_a_backward_pass_would_run_again(predictive: str, reentrant:
     network = made(lambda: Wired(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 3)))
     posterior = fit_laplace(network, [(X, Y)], subset="last_layer")
     with pytest.raises(CurvatureError, match=r"activation checkpointing .* switch it off for differentiable=True"):
-        posterior.predict(X.clone().requires_grad_(), predictive, samples=2, differentiable=True)
-    posterior.predict(X, predictive, samples=2)
+        posterior.predict(X.clone().requires_grad_(), predictive_of(predictive, samples=2), differentiable=True)
+    posterior.predict(X, predictive_of(predictive, samples=2))
 
 
 def test_a_norm_whose_second_derivative_is_wrong() -> None:

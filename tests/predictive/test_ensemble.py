@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,6 +21,8 @@ from torch.distributions import MixtureSameFamily, Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import (
+    BNN,
+    GLM,
     Bernoulli,
     Categorical,
     Gaussian,
@@ -117,7 +120,7 @@ def centre(prediction: Prediction) -> Tensor:
 def test_the_mixture_has_the_moments_of_members_and_outputs_drawn_at_random(kind: str) -> None:
     members = KINDS[kind]()
     means, variances = brute_force(members)
-    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, link="mc", samples=MANY // 2, generator=seeded(5))
+    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, GLM(link="mc", samples=MANY // 2), generator=seeded(5))
     spread = (means - means.mean(0)).square()
     for name, value, draws in (
         ("mean", centre(found), means),
@@ -140,7 +143,7 @@ def test_targets_drawn_from_the_mixture_have_its_variance(kind: str) -> None:
     y = means + variances.sqrt() * noise
     if kind in ("classes", "labels"):
         y = (torch.special.ndtr(noise) < means).double()
-    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, link="mc", samples=MANY // 2, generator=seeded(5))
+    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, GLM(link="mc", samples=MANY // 2), generator=seeded(5))
     squares = (y - y.mean(0)).square()
     total = found.epistemic + found.aleatoric
     assert ((total - squares.mean(0)).abs() < 5 * 2**0.5 * squares.std(0) / MANY**0.5).all()
@@ -154,7 +157,7 @@ def test_sampled_weights_of_all_members_count_alike(kind: str) -> None:
     members, generator = KINDS[kind](), seeded(3)
     drawn = [conditional(posterior, network_draws(posterior, X_TEST, 7, generator)) for posterior in members]
     means, variances = (torch.cat(each) for each in zip(*drawn, strict=True))  # [21, B, C]
-    found = DeepEnsemble(members).predict(X_TEST, "bnn", samples=7, generator=seeded(3))
+    found = DeepEnsemble(members).predict(X_TEST, BNN(samples=7), generator=seeded(3))
     torch.testing.assert_close(centre(found), means.mean(0), **TIGHT)
     torch.testing.assert_close(found.epistemic, means.var(0, correction=0), **TIGHT)
     torch.testing.assert_close(found.aleatoric, variances.mean(0), **TIGHT)
@@ -178,22 +181,24 @@ def test_at_the_map_it_is_a_plain_deep_ensemble(kind: str) -> None:
 def test_the_two_parts_add_up_to_the_variance_of_a_label(kind: str, predictive: str, link: str | None) -> None:
     if kind == "labels" and link == "bridge":
         link = "mc"  # the bridge is for classes
-    found = DeepEnsemble(KINDS[kind](), WEIGHTS).predict(X_TEST, predictive, link, 20, seeded())
+    found = DeepEnsemble(KINDS[kind](), WEIGHTS).predict(
+        X_TEST, predictive_of(predictive, link=link, samples=20), generator=seeded()
+    )
     torch.testing.assert_close(found.epistemic + found.aleatoric, found.probs * (1 - found.probs), **TIGHT)
 
 
 @pytest.mark.parametrize("link", ["probit", "bridge"])
 def test_a_closed_form_is_averaged_over_members(link: str) -> None:
     members = classifiers()
-    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, link=link)
+    found = DeepEnsemble(members, WEIGHTS).predict(X_TEST, GLM(link=link))
     expected = sum(
-        w * posterior.predict(X_TEST, link=link).probs for w, posterior in zip(WEIGHTS, members, strict=True)
+        w * posterior.predict(X_TEST, GLM(link=link)).probs for w, posterior in zip(WEIGHTS, members, strict=True)
     )
     torch.testing.assert_close(found.probs, expected, **TIGHT)
 
 
 def test_the_entropy_of_classes_is_the_mixtures_own() -> None:
-    found = DeepEnsemble(classifiers(), WEIGHTS).predict(X_TEST, link="bridge")
+    found = DeepEnsemble(classifiers(), WEIGHTS).predict(X_TEST, GLM(link="bridge"))
     torch.testing.assert_close(found.entropy, Classes(found.probs).entropy(), **TIGHT)
     labels = DeepEnsemble(labellers(), WEIGHTS).predict(X_TEST, "map")
     torch.testing.assert_close(labels.entropy, torch.distributions.Bernoulli(labels.probs).entropy(), **TIGHT)
@@ -214,7 +219,7 @@ def exact_mixture(ensemble: DeepEnsemble) -> MixtureSameFamily:
     """Over the members' Gaussians, by torch's own."""
     parts = [posterior.predict(X_TEST) for posterior in ensemble.posteriors]
     μ, v = torch.stack([p.mean for p in parts], -1), torch.stack([p.variance for p in parts], -1)  # [B, C, M]
-    return MixtureSameFamily(Classes(torch.tensor(ensemble.weights).double().expand_as(μ)), Normal(μ, v.sqrt()))
+    return MixtureSameFamily(Classes(torch.tensor(ensemble.member_weights).double().expand_as(μ)), Normal(μ, v.sqrt()))
 
 
 @pytest.mark.parametrize("kind", ["regression", "predicted noise"])
@@ -238,8 +243,12 @@ def test_a_member_without_weight_does_not_count() -> None:
 def test_one_member_is_the_member_itself(kind: str, predictive: str, generator: bool) -> None:
     posterior = KINDS[kind]()[1]
     torch.manual_seed(4)
-    expected = posterior.predict(X_TEST, predictive, samples=6, generator=seeded(2) if generator else None)
-    found = DeepEnsemble([posterior]).predict(X_TEST, predictive, samples=6, generator=seeded(2) if generator else None)
+    expected = posterior.predict(
+        X_TEST, predictive_of(predictive, samples=6), generator=seeded(2) if generator else None
+    )
+    found = DeepEnsemble([posterior]).predict(
+        X_TEST, predictive_of(predictive, samples=6), generator=seeded(2) if generator else None
+    )
     for name in ("epistemic", "aleatoric", "entropy", "probs", "mean", "variance"):
         if getattr(expected, name) is not None:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), **TIGHT)
@@ -253,10 +262,10 @@ def test_members_draw_independently_and_repeatably(generator: bool) -> None:
     ensemble = DeepEnsemble([posterior, posterior])
     torch.manual_seed(4)
     before = torch.get_rng_state()
-    first, second = ensemble.predict_each(X_TEST, "bnn", samples=5, generator=seeded(1) if generator else None)
+    first, second = ensemble.predict_each(X_TEST, BNN(samples=5), generator=seeded(1) if generator else None)
     assert (first.probs - second.probs).abs().min() > 1e-6
     assert torch.equal(torch.get_rng_state(), before)
-    again = ensemble.predict_each(X_TEST, "bnn", samples=5, generator=seeded(1) if generator else None)
+    again = ensemble.predict_each(X_TEST, BNN(samples=5), generator=seeded(1) if generator else None)
     assert torch.equal(again[1].probs, second.probs)
 
 
@@ -264,7 +273,7 @@ def test_independent_draws_have_uncorrelated_errors() -> None:
     """The average of two members' sample means has half the variance of one."""
     posterior = classifiers(1)[0]
     ensemble, draws = DeepEnsemble([posterior, posterior]), seeded(7)
-    pairs = [ensemble.predict_each(X_TEST[:1], "bnn", samples=1, generator=draws) for _ in range(300)]
+    pairs = [ensemble.predict_each(X_TEST[:1], BNN(samples=1), generator=draws) for _ in range(300)]
     p = torch.stack([torch.stack((a.probs[0, 0], b.probs[0, 0])) for a, b in pairs])  # [300, 2]
     assert p.mT.corrcoef()[0, 1].abs() < 4 / 300**0.5
 
@@ -274,13 +283,14 @@ class TestDenseOutputs:
         x, y = real(4, 1, side, side), torch.randint(3, (4, side, side), generator=seeded())
         nets = [made(lambda: nn.Conv2d(1, 3, 3, padding=1), seed) for seed in range(2)]
         return [
-            fit_laplace(n, [(x, y)], Categorical(), "kron", curvature="fisher_mc", prior_precision=3.0) for n in nets
+            fit_laplace(n, [(x, y)], Categorical(), curvature="fisher_mc", prior_precision=3.0, structure="kron")
+            for n in nets
         ]
 
     @pytest.mark.parametrize("side", [3, 8])  # few outputs, and so many that the linearised network is sampled
     def test_segmentation(self, side: int) -> None:
         members, x = self.segmentation(side), real(2, 1, side, side, seed=3)
-        found = DeepEnsemble(members, (1, 3)).predict(x, link="mc", samples=9, generator=seeded(1))
+        found = DeepEnsemble(members, (1, 3)).predict(x, GLM(link="mc", samples=9), generator=seeded(1))
         assert found.probs.shape == found.epistemic.shape == (2, 3, side, side)
         assert found.entropy.shape == (2, side, side)
         torch.testing.assert_close(found.epistemic + found.aleatoric, found.probs * (1 - found.probs), **TIGHT)
@@ -295,7 +305,7 @@ class TestDenseOutputs:
     def test_images(self) -> None:
         x, y = real(4, 1, 3, 3), real(4, 1, 3, 3, seed=1)
         nets = [made(lambda: nn.Conv2d(1, 1, 3, padding=1), seed) for seed in range(2)]
-        members = [fit_laplace(n, [(x, y)], Gaussian(0.3), "full", prior_precision=3.0) for n in nets]
+        members = [fit_laplace(n, [(x, y)], Gaussian(0.3), prior_precision=3.0, structure="full") for n in nets]
         found, each = DeepEnsemble(members).predict(x), [posterior.predict(x) for posterior in members]
         between = (each[0].mean - each[1].mean).square() / 4
         torch.testing.assert_close(found.variance, (each[0].variance + each[1].variance) / 2 + between, **TIGHT)
@@ -303,7 +313,7 @@ class TestDenseOutputs:
 
     def test_one_output_without_a_dimension(self) -> None:
         nets = [Shaped(net(1, seed)) for seed in range(2)]
-        members = [fit_laplace(n, [(X, real(9))], Gaussian(0.3), "full") for n in nets]
+        members = [fit_laplace(n, [(X, real(9))], Gaussian(0.3), structure="full") for n in nets]
         found = DeepEnsemble(members).predict(X_TEST)
         assert found.mean.shape == found.variance.shape == found.entropy.shape == (5,)
         means = torch.stack([n(X_TEST).detach() for n in nets])
@@ -315,17 +325,17 @@ def test_it_is_a_value() -> None:
     ensemble = DeepEnsemble(members, torch.tensor([1.0, 3.0]))
     members.clear()
     assert len(ensemble) == 2
-    assert ensemble.weights == (0.25, 0.75)
-    assert DeepEnsemble(ensemble.posteriors).weights == (0.5, 0.5)
+    assert ensemble.member_weights == (0.25, 0.75)
+    assert DeepEnsemble(ensemble.posteriors).member_weights == (0.5, 0.5)
     with pytest.raises(FrozenInstanceError):
-        ensemble.weights = None  # type: ignore[misc]
+        ensemble.member_weights = None  # type: ignore[misc]
 
 
 def test_nothing_of_the_members_networks_is_changed() -> None:
     members = classifiers(2)
     members[0].network.train()
     weights = [p.clone() for posterior in members for p in posterior.network.parameters()]
-    DeepEnsemble(members).predict(X_TEST, "bnn", samples=3)
+    DeepEnsemble(members).predict(X_TEST, BNN(samples=3))
     assert members[0].network.training
     for p, before in zip([p for m in members for p in m.network.parameters()], weights, strict=True):
         assert torch.equal(p, before)
@@ -382,7 +392,7 @@ class TestFiles:
     def test_load(self, tmp_path: Path, kind: str) -> None:
         members = KINDS[kind]()
         paths = self.stored(members, tmp_path)
-        found = DeepEnsemble.load(paths, [posterior.network for posterior in members], weights=WEIGHTS)
+        found = DeepEnsemble.load(paths, [posterior.network for posterior in members], member_weights=WEIGHTS)
         same_prediction(found.predict(X_TEST), DeepEnsemble(members, WEIGHTS).predict(X_TEST))
 
     def test_a_network_with_other_weights_is_named_at_once(self, tmp_path: Path) -> None:
@@ -475,7 +485,7 @@ class TestCheckpoints:
         callbacks, paths = [laplace(likelihood=word), laplace(likelihood=word)], []
         for seed, callback in enumerate(callbacks):
             paths.append(train(tmp_path, seed, Lit(4 + seed, regression), callback))
-        found = DeepEnsemble.from_checkpoints(paths, Lit, weights=(1, 2))
+        found = DeepEnsemble.from_checkpoints(paths, Lit, member_weights=(1, 2))
         expected = DeepEnsemble([callback.posterior for callback in callbacks], (1, 2))
         same_prediction(found.predict(X32, generator=seeded()), expected.predict(X32, generator=seeded()))
         assert all(a.network is not b.network for a, b in zip(found.posteriors, expected.posteriors, strict=True))
@@ -594,8 +604,8 @@ class TestEvaluate:
     def test_several_other_data_sets(self) -> None:
         ensemble = DeepEnsemble(classifiers())
         near, far = [X + 0.01], [(30 * X, LABELS)]
-        found = evaluate(ensemble, [(X, LABELS)], [near, far], predictive="bnn", samples=10)
-        alone = evaluate(ensemble, [(X, LABELS)], [far], predictive="bnn", samples=10)
+        found = evaluate(ensemble, [(X, LABELS)], [near, far], predictive=BNN(samples=10))
+        alone = evaluate(ensemble, [(X, LABELS)], [far], predictive=BNN(samples=10))
         assert found["ood_auroc_epistemic/dataloader_idx_2"] == alone["ood_auroc_epistemic"]
         assert found["ood_auroc_epistemic/dataloader_idx_1"] == pytest.approx(0.5, abs=0.15)
 
@@ -609,5 +619,6 @@ class TestEvaluate:
 def test_replacing_the_weights_of_an_ensemble() -> None:
     ensemble = DeepEnsemble(regressions())
     same_prediction(
-        replace(ensemble, weights=WEIGHTS).predict(X_TEST), DeepEnsemble(ensemble.posteriors, WEIGHTS).predict(X_TEST)
+        replace(ensemble, member_weights=WEIGHTS).predict(X_TEST),
+        DeepEnsemble(ensemble.posteriors, WEIGHTS).predict(X_TEST),
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.autograd_functions import Cubed
 from helpers.networks import Wired, made, mlp
+from helpers.options import predictive_of
 from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
@@ -68,7 +69,7 @@ def test_draws_have_the_moments_of_the_gaussian_over_outputs() -> None:
 
 
 def test_a_refined_posterior_is_drawn_around_its_own_mean() -> None:
-    posterior = fit_laplace(made(mlp), [(X, real(N, 3, seed=4))], Gaussian(0.5), "full").refine(
+    posterior = fit_laplace(made(mlp), [(X, real(N, 3, seed=4))], Gaussian(0.5), structure="full").refine(
         [(X, real(N, 3, seed=4))]
     )
     draws = posterior.sample_function(seeded(), n=400)(NEW)
@@ -123,12 +124,16 @@ def test_a_network_that_writes_into_its_input() -> None:
     x, data = NEW.clone(), X.clone()
     writes, does_not = (fit_laplace(network(write), [(data[:4], Y[:4]), (data[4:], Y[4:])]) for write in (True, False))
     for predictive in ("glm", "bnn"):
-        torch.testing.assert_close(*(p.predict(x, predictive, samples=3).probs for p in (writes, does_not)))
+        torch.testing.assert_close(
+            *(p.predict(x, predictive_of(predictive, samples=3)).probs for p in (writes, does_not))
+        )
         draw, same = (p.sample_function(seeded(), predictive, n=3) for p in (writes, does_not))
         torch.testing.assert_close(draw(x), same(x))
         leaf = x.clone().requires_grad_()
         assert gradcheck(draw, leaf, fast_mode=True)
-        predict = (p.predict(leaf, predictive, samples=3, differentiable=True).probs for p in (writes, does_not))
+        predict = (
+            p.predict(leaf, predictive_of(predictive, samples=3), differentiable=True).probs for p in (writes, does_not)
+        )
         gradients = (torch.autograd.grad(probs[:, 0].sum(), leaf)[0] for probs in predict)  # type: ignore[index]
         torch.testing.assert_close(*gradients)
     assert torch.equal(x, NEW)

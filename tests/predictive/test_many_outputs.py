@@ -7,12 +7,13 @@ import pytest
 import torch
 from helpers.autograd_functions import Cubed
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from predictive_cases import linearised_draws
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bayes import Categorical, LaplacePosterior, fit_laplace
+from lightning_bayes import GLM, Categorical, LaplacePosterior, fit_laplace
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.predictive import functions, sample_functions
 from lightning_bayes.predictive.output_law import MANY
@@ -86,16 +87,16 @@ def test_draws_do_not_depend_on_how_many_go_together(together: int, monkeypatch:
 
 def test_predictions_do_not_depend_on_the_batch() -> None:
     posterior, x = fitted()
-    whole = posterior.predict(x, generator=seeded(1), samples=6)
+    whole = posterior.predict(x, GLM(samples=6), generator=seeded(1))
     for n in (0, 8):
-        alone = posterior.predict(x[n : n + 1], generator=seeded(1), samples=6)
+        alone = posterior.predict(x[n : n + 1], GLM(samples=6), generator=seeded(1))
         torch.testing.assert_close(alone.probs, whole.probs[n : n + 1], **TIGHT)
         torch.testing.assert_close(alone.epistemic, whole.epistemic[n : n + 1], **TIGHT)
 
 
 def test_a_network_without_a_rule_takes_one_after_the_other() -> None:
     network = made(Custom)
-    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), structure="diag")
     drawn = sample_functions(posterior, X, 4, seeded(2))
     generator = seeded(2)
     f = network(X)
@@ -145,7 +146,7 @@ class Counted(TorchDispatchMode):
 def test_many_samples_share_one_pass_of_the_network() -> None:
     """Of a network with one layer, whose input does not move: `x W` once, and `x δW` once for all samples."""
     network = made(lambda: nn.Linear(3, C))
-    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), structure="diag")
     x = real(50, 3)
     few, many = Counted(), Counted()
     with few:
@@ -170,11 +171,11 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_an_exception_in_the_middle_leaves_the_network_as_it_was(call: int) -> None:
     network = made(Failing).train()
-    posterior = fit_laplace(network, [(X, Y)], Categorical(), "diag")
+    posterior = fit_laplace(network, [(X, Y)], Categorical(), structure="diag")
     network.calls, network.fails_at = 0, call
     weights, state = network.layer.weight.detach().clone(), torch.get_rng_state()
     with pytest.raises(KeyboardInterrupt):
-        posterior.predict(X, samples=4)
+        posterior.predict(X, GLM(samples=4))
     assert network.training
     assert network.layer.weight.requires_grad
     assert network.layer.weight.grad is None
@@ -184,14 +185,14 @@ def test_an_exception_in_the_middle_leaves_the_network_as_it_was(call: int) -> N
 
 def test_outputs_are_counted_without_another_forward_pass() -> None:
     network = made(Failing)
-    posterior = fit_laplace(network, [(X, Y % 3)], Categorical(), "diag", subset=["layer.bias"])
+    posterior = fit_laplace(network, [(X, Y % 3)], Categorical(), subset=["layer.bias"], structure="diag")
     network.calls = 0
-    posterior.predict(X, samples=4)
+    posterior.predict(X, GLM(samples=4))
     first, network.calls = network.calls, 0
-    posterior.predict(X, samples=4)
+    posterior.predict(X, GLM(samples=4))
     assert network.calls <= first
     few = made(lambda: nn.Sequential(Failing(), nn.Linear(C, 3)))
-    posterior = fit_laplace(few, [(X, Y % 3)], Categorical(), "diag")
+    posterior = fit_laplace(few, [(X, Y % 3)], Categorical(), structure="diag")
     posterior.predict(X)
     few[0].calls = 0
     posterior.predict(X)
@@ -206,7 +207,10 @@ def test_without_the_split_nothing_is_drawn(link: str) -> None:
     posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical())
     generator = seeded(1)
     state = generator.get_state()
-    whole, alone = posterior.predict(X, link=link), posterior.predict(X, link=link, generator=generator, split=False)
+    whole, alone = (
+        posterior.predict(X, GLM(link=link)),
+        posterior.predict(X, GLM(link=link), generator=generator, split=False),
+    )
     assert torch.equal(generator.get_state(), state)
     assert torch.equal(alone.probs, whole.probs)
     assert torch.equal(alone.entropy, whole.entropy)
@@ -220,7 +224,8 @@ def test_without_the_split_nothing_is_drawn(link: str) -> None:
 def test_a_split_that_costs_nothing_stays(predictive: str, link: str | None) -> None:
     posterior = fit_laplace(made(lambda: nn.Linear(3, 3)), [(X, Y % 3)], Categorical())
     whole, alone = (
-        posterior.predict(X, predictive, link, samples=7, generator=seeded(1), split=split) for split in (True, False)
+        posterior.predict(X, predictive_of(predictive, link=link, samples=7), generator=seeded(1), split=split)
+        for split in (True, False)
     )
     torch.testing.assert_close(alone.epistemic, whole.epistemic, rtol=0, atol=0)
     torch.testing.assert_close(alone.aleatoric, whole.aleatoric, rtol=0, atol=0)
@@ -228,7 +233,7 @@ def test_a_split_that_costs_nothing_stays(predictive: str, link: str | None) -> 
 
 def test_many_outputs_have_the_split_of_their_draws() -> None:
     posterior, x = fitted()
-    whole, alone = (posterior.predict(x, samples=5, generator=seeded(1), split=split) for split in (True, False))
+    whole, alone = (posterior.predict(x, GLM(samples=5), generator=seeded(1), split=split) for split in (True, False))
     assert torch.equal(alone.epistemic, whole.epistemic)
 
 

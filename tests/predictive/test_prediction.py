@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.options import predictive_of
 from predictive_cases import Shaped, linearised_draws, mlp, network_draws
 from torch import Tensor
 
-from lightning_bayes import Bernoulli, Categorical, DeepEnsemble, Gaussian, Prediction, evaluate, fit_laplace
+from lightning_bayes import (
+    BNN,
+    GLM,
+    GP,
+    Bernoulli,
+    Categorical,
+    DeepEnsemble,
+    Gaussian,
+    Prediction,
+    evaluate,
+    fit_laplace,
+)
 from lightning_bayes.likelihoods import HeteroscedasticGaussian
 from lightning_bayes.likelihoods.outputs import draw_gaussian
 from lightning_bayes.network import DataError
@@ -113,12 +125,12 @@ def test_mutual_information_of_draws_is_the_entropy_that_knowing_the_weights_tak
         fitted = posterior(kind)
         p = draws(fitted, X, 20, seeded()).softmax(2)
         expected = entropy(p.mean(0), 1) - entropy(p, 2).mean(0)
-        prediction = fitted.predict(X, predictive, samples=20, generator=seeded())
+        prediction = fitted.predict(X, predictive_of(predictive, samples=20), generator=seeded())
         torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-9)
     fitted = posterior("labels")
     p = torch.stack([1 - (q := draws(fitted, X, 20, seeded()).sigmoid()), q], 0)
     expected = entropy(p.mean(1), 0) - entropy(p, 0).mean(0)
-    prediction = fitted.predict(X, predictive, "mc", samples=20, generator=seeded())
+    prediction = fitted.predict(X, predictive_of(predictive, link="mc", samples=20), generator=seeded())
     torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -131,7 +143,7 @@ def test_mutual_information_by_monte_carlo_has_all_its_terms_from_the_same_draws
     labels = kind.startswith("label")
     p = torch.stack([1 - f.sigmoid(), f.sigmoid()], 2) if labels else f.softmax(2)  # [S, B, classes, …]
     expected = entropy(p.mean(0), 1) - entropy(p, 2).mean(0)
-    prediction = fitted.predict(X, link="mc", samples=3, generator=seeded())
+    prediction = fitted.predict(X, GLM(link="mc", samples=3), generator=seeded())
     torch.testing.assert_close(prediction.mutual_information, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(prediction.entropy, entropy(p.mean(0), 1), rtol=1e-9, atol=1e-12)
 
@@ -164,7 +176,7 @@ def test_all_links_agree_on_the_mutual_information_of_outputs(link: str) -> None
     w = weights / weights.sum()
     p = torch.stack([1 - q, q])  # [2, B, nodes]
     exact = entropy((p * w).sum(-1), 0) - (entropy(p, 0) * w).sum(-1)
-    information = fitted.predict(X, link=link, samples=20_000, generator=seeded()).mutual_information
+    information = fitted.predict(X, GLM(link=link, samples=20_000), generator=seeded()).mutual_information
     rtol = 0.25 if link == "bridge" else 0.05  # a Dirichlet is not the law of a softmax of Gaussians
     torch.testing.assert_close(information, exact, rtol=rtol, atol=1e-3)
 
@@ -191,7 +203,7 @@ def test_the_plain_network_has_no_mutual_information(kind: str) -> None:
 @every_kind
 def test_mutual_information_is_a_part_of_the_entropy(kind: str) -> None:
     fitted = posterior(kind)
-    for prediction in (fitted.predict(X, samples=5), fitted.predict(X, "bnn", samples=5)):
+    for prediction in (fitted.predict(X, GLM(samples=5)), fitted.predict(X, BNN(samples=5))):
         assert prediction.mutual_information.shape == prediction.entropy.shape
         assert (prediction.mutual_information > 0).all()
         if prediction.probs is not None:
@@ -222,12 +234,16 @@ def test_epistemic_and_aleatoric_parts_make_the_whole(
     if predictive == "many outputs":
         monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
         predictive = "glm"
-    fitted = posterior(kind, **({"gp_points": None} if predictive == "gp" else {})).with_prior(1e-3)
+    fitted = posterior(kind, **({"gp": GP(points=None)} if predictive == "gp" else {})).with_prior(1e-3)
     for link in fitted.likelihood.links:
         for samples in (1, 3):
-            prediction = fitted.predict(X, predictive, link, samples, seeded())
+            prediction = fitted.predict(X, predictive_of(predictive, link=link, samples=samples), generator=seeded())
             check_parts(prediction)
-            check_parts(DeepEnsemble([fitted, fitted]).predict(X, predictive, link, samples, seeded()))
+            check_parts(
+                DeepEnsemble([fitted, fitted]).predict(
+                    X, predictive_of(predictive, link=link, samples=samples), generator=seeded()
+                )
+            )
 
 
 def test_parts_add_up_where_all_draws_are_certain() -> None:
@@ -251,7 +267,7 @@ def test_a_temperature_keeps_the_epistemic_share_of_the_entropy(kind: str) -> No
     fitted = posterior(kind)
     plain = fitted.predict(X, generator=seeded())
     y = {"classes": CLASSES, "labels": LABELS, "dense classes": DENSE_CLASSES}[kind]
-    calibrated = fitted.calibrate([(X, y)], of="probs", link=fitted.likelihood.links[0])
+    calibrated = fitted.calibrate([(X, y)], GLM(link=fitted.likelihood.links[0]), of="probs")
     tempered = calibrated.predict(X, generator=seeded())
     assert (tempered.entropy - plain.entropy).abs().max() > 1e-3
     share = plain.mutual_information / plain.entropy
@@ -301,17 +317,23 @@ def test_one_input_has_one_value(kind: str, predictive: str, monkeypatch: pytest
     if predictive == "many outputs":
         monkeypatch.setattr("lightning_bayes.predictive.output_law.MANY", 0)
         predictive = "glm"
-    fitted = posterior(kind, **({"gp_points": None} if predictive == "gp" else {})).with_prior(0.1)
+    fitted = posterior(kind, **({"gp": GP(points=None)} if predictive == "gp" else {})).with_prior(0.1)
     for link in fitted.likelihood.links if predictive in ("glm", "gp") else (None,):
-        check_one_value(lambda x, link=link: fitted.predict(x, predictive, link, 20, seeded()))
+        check_one_value(
+            lambda x, link=link: fitted.predict(x, predictive_of(predictive, link=link, samples=20), generator=seeded())
+        )
         ensemble = DeepEnsemble([fitted, fitted.with_prior(1.0)])
-        check_one_value(lambda x, link=link, e=ensemble: e.predict(x, predictive, link, 20, seeded()))
+        check_one_value(
+            lambda x, link=link, e=ensemble: e.predict(
+                x, predictive_of(predictive, link=link, samples=20), generator=seeded()
+            )
+        )
 
 
 def test_one_input_has_one_value_in_float32() -> None:
     fitted = fit_laplace(mlp(3).float(), [(X.float(), CLASSES)], structure="kron")
     for link in fitted.likelihood.links:
-        predict = lambda x, link=link: fitted.predict(x, link=link, generator=seeded())  # noqa: E731
+        predict = lambda x, link=link: fitted.predict(x, GLM(link=link), generator=seeded())  # noqa: E731
         check_one_value(predict, X.float(), rtol=1e-5, atol=1e-7)
 
 
@@ -319,7 +341,11 @@ def test_one_input_has_one_value_in_float32() -> None:
 def test_scores_do_not_depend_on_the_batch_size(predictive: str, link: str | None) -> None:
     fitted = posterior("classes").with_prior(0.1)
     whole, split = (
-        evaluate(fitted, list(zip(X.split(size), CLASSES.split(size), strict=True)), predictive=predictive, link=link)
+        evaluate(
+            fitted,
+            list(zip(X.split(size), CLASSES.split(size), strict=True)),
+            predictive=predictive_of(predictive, link=link),
+        )
         for size in (7, 3)
     )
     assert split == pytest.approx(whole, rel=1e-9)
@@ -340,7 +366,7 @@ def test_links_with_a_closed_form_draw_no_random_numbers(link: str) -> None:
     fitted = posterior("classes")
     generator = seeded()
     state = generator.get_state()
-    first, second = fitted.predict(X, link=link, generator=generator), fitted.predict(X, link=link)
+    first, second = fitted.predict(X, GLM(link=link), generator=generator), fitted.predict(X, GLM(link=link))
     assert torch.equal(generator.get_state(), state)
     same(first, second)
 

@@ -13,7 +13,7 @@ from helpers.tensors import TIGHT, real, seeded
 from predictive_cases import Shaped, linearised_draws, mlp, network_draws
 from torch import Tensor, nn
 
-from lightning_bayes import Categorical, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
+from lightning_bayes import BNN, GLM, Categorical, Gaussian, GaussianPosterior, LaplacePosterior, fit_laplace
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.predictive import sample_functions
 
@@ -23,14 +23,16 @@ SUBSETS: dict[str, Any] = {"all": "all", "last layer": "last_layer", "mask": tor
 
 
 def classifier(subset: str = "all", structure: str = "full") -> LaplacePosterior:
-    return fit_laplace(mlp(), [(X, LABELS)], Categorical(), structure, SUBSETS[subset], prior_precision=2.0)
+    return fit_laplace(
+        mlp(), [(X, LABELS)], Categorical(), prior_precision=2.0, structure=structure, subset=SUBSETS[subset]
+    )
 
 
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_bnn_is_the_network_at_weights_that_are_really_set(subset: str) -> None:
     posterior = classifier(subset)
     p = network_draws(posterior, X_TEST, 30, seeded(1)).softmax(2)
-    found = posterior.predict(X_TEST, "bnn", samples=30, generator=seeded(1))
+    found = posterior.predict(X_TEST, BNN(samples=30), generator=seeded(1))
     torch.testing.assert_close(found.probs, p.mean(0), **TIGHT)
     torch.testing.assert_close(found.epistemic, p.var(0, correction=0), **TIGHT)
     torch.testing.assert_close(found.aleatoric, (p * (1 - p)).mean(0), **TIGHT)
@@ -39,7 +41,7 @@ def test_bnn_is_the_network_at_weights_that_are_really_set(subset: str) -> None:
 def test_bnn_of_a_regression() -> None:
     posterior = fit_laplace(mlp(2), [(X, real(9, 2))], Gaussian(0.3), prior_precision=2.0)
     f = network_draws(posterior, X_TEST, 30, seeded(1))
-    found = posterior.predict(X_TEST, "bnn", samples=30, generator=seeded(1))
+    found = posterior.predict(X_TEST, BNN(samples=30), generator=seeded(1))
     torch.testing.assert_close(found.mean, f.mean(0), **TIGHT)
     torch.testing.assert_close(found.variance, f.var(0, correction=0) + 0.09, **TIGHT)
 
@@ -80,7 +82,7 @@ KINDS = ("lstm", "gru", "attention", "transformer", "weight norm", "custom")
 def test_linearised_draws_are_the_jacobian_times_the_weight_samples(kind: str) -> None:
     network = made(lambda: Net(kind))
     x = real(9, 2, 3)
-    posterior = fit_laplace(network, [(x, LABELS)], Categorical(), "diag")
+    posterior = fit_laplace(network, [(x, LABELS)], Categorical(), structure="diag")
     found = sample_functions(posterior, x[:4], 3, seeded(2))
     if kind == "custom":  # which jacrev cannot do either: one output at a time
         expected = []
@@ -105,10 +107,10 @@ def test_linearised_draws_in_float32(kind: str) -> None:
     """Other kernels than in float64, with the same answer."""
     x = real(9, 2, 3)
     network = made(lambda: Net(kind))
-    wide = fit_laplace(network, [(x, LABELS)], Categorical(), "diag", prior_precision=5.0)
+    wide = fit_laplace(network, [(x, LABELS)], Categorical(), prior_precision=5.0, structure="diag")
     J, f = jacobian(network, x), network.eval()(x).detach()
     network.float()
-    narrow = fit_laplace(network, [(x.float(), LABELS)], Categorical(), "diag", prior_precision=5.0)
+    narrow = fit_laplace(network, [(x.float(), LABELS)], Categorical(), prior_precision=5.0, structure="diag")
     θ = narrow.sample(1, seeded(2))[0] - narrow.mean
     found = sample_functions(narrow, x.float(), 1, seeded(2))[0]
     torch.testing.assert_close(found.double(), f + J @ θ.double(), rtol=1e-4, atol=1e-4)
@@ -125,7 +127,7 @@ class Opaque(nn.Module):
 
 
 def test_a_network_that_cannot_be_sampled_linearly_says_so() -> None:
-    posterior = fit_laplace(made(Opaque), [(X, LABELS)], Categorical(), "diag")
+    posterior = fit_laplace(made(Opaque), [(X, LABELS)], Categorical(), structure="diag")
     with pytest.raises(CurvatureError, match=r"neither forward mode nor a backward .* use predictive='bnn'"):
         sample_functions(posterior, X, 2)
     assert posterior.predict(X, "bnn").probs.shape == (9, 3)
@@ -182,23 +184,29 @@ class TestManyOutputs:
     def thousand(self) -> LaplacePosterior:
         network = made(lambda: nn.Linear(3, 1000))
         y = torch.tensor([0, 999, 5, 17, 400, 1, 2, 3, 4])
-        return fit_laplace(network, [(X, y)], Categorical(), "diag", curvature="fisher_mc", prior_precision=3.0)
+        return fit_laplace(
+            network, [(X, y)], Categorical(), curvature="fisher_mc", prior_precision=3.0, structure="diag"
+        )
 
     def image(self) -> LaplacePosterior:
         network = made(lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1)))
         x, y = real(4, 1, 16, 16), real(4, 1, 16, 16, seed=1)
-        return fit_laplace(network, [(x, y)], Gaussian(0.3), "kron", curvature="fisher_mc", prior_precision=3.0)
+        return fit_laplace(
+            network, [(x, y)], Gaussian(0.3), curvature="fisher_mc", prior_precision=3.0, structure="kron"
+        )
 
     def segmentation(self) -> LaplacePosterior:
         network = made(lambda: nn.Conv2d(1, 3, 3, padding=1))
         x, y = real(4, 1, 8, 8), torch.randint(3, (4, 8, 8), generator=seeded())
-        return fit_laplace(network, [(x, y)], Categorical(), "kron", curvature="fisher_mc", prior_precision=3.0)
+        return fit_laplace(
+            network, [(x, y)], Categorical(), curvature="fisher_mc", prior_precision=3.0, structure="kron"
+        )
 
     def test_thousand_classes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         posterior = self.thousand()
         p = linearised_draws(posterior, X_TEST, 8, seeded(6)).softmax(2)
         no_covariance(monkeypatch)
-        found = posterior.predict(X_TEST, samples=8, generator=seeded(6))
+        found = posterior.predict(X_TEST, GLM(samples=8), generator=seeded(6))
         assert found.probs.shape == found.epistemic.shape == found.aleatoric.shape == (5, 1000)
         assert found.entropy.shape == found.epistemic_score.shape == (5,)
         torch.testing.assert_close(found.probs, p.mean(0), **TIGHT)
@@ -213,7 +221,7 @@ class TestManyOutputs:
         f = posterior.network(X_TEST).detach()
         expected = Categorical().integrate(f, (draws - f).square().mean(0), link, samples=0)
         no_covariance(monkeypatch)
-        found = posterior.predict(X_TEST, link=link, samples=8, generator=seeded(6))
+        found = posterior.predict(X_TEST, GLM(link=link, samples=8), generator=seeded(6))
         torch.testing.assert_close(found.probs, expected.probs, **TIGHT)
         assert found.epistemic.isfinite().all()
 
@@ -223,7 +231,7 @@ class TestManyOutputs:
         x = real(2, 1, 16, 16, seed=2)
         draws = linearised_draws(posterior, x, 8, seeded(6))
         no_covariance(monkeypatch)
-        found = posterior.predict(x, samples=8, generator=seeded(6))
+        found = posterior.predict(x, GLM(samples=8), generator=seeded(6))
         f = posterior.network(x).detach()
         torch.testing.assert_close(found.mean, f, **TIGHT)
         torch.testing.assert_close(found.epistemic, (draws - f).square().mean(0), **TIGHT)
@@ -236,18 +244,20 @@ class TestManyOutputs:
         x = real(2, 1, 8, 8, seed=2)
         p = linearised_draws(posterior, x, 8, seeded(6)).softmax(2)
         no_covariance(monkeypatch)
-        found = posterior.predict(x, samples=8, generator=seeded(6))
+        found = posterior.predict(x, GLM(samples=8), generator=seeded(6))
         torch.testing.assert_close(found.probs, p.mean(0), **TIGHT)
         torch.testing.assert_close(found.epistemic, p.var(0, correction=0), **TIGHT)
         assert found.entropy.shape == (2, 8, 8)
 
     def test_sampled_variances_agree_with_the_closed_form(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A case that fits both, sent down each way."""
-        posterior = fit_laplace(Shaped(mlp(12), 3, 4), [(X, real(9, 3, 4))], Gaussian(0.3), "kron", prior_precision=2.0)
+        posterior = fit_laplace(
+            Shaped(mlp(12), 3, 4), [(X, real(9, 3, 4))], Gaussian(0.3), prior_precision=2.0, structure="kron"
+        )
         exact = posterior.predict(X_TEST)
         monkeypatch.setattr(import_module("lightning_bayes.predictive.output_law"), "MANY", 3)
         n = 1000
-        sampled = posterior.predict(X_TEST, samples=n, generator=seeded(7))
+        sampled = posterior.predict(X_TEST, GLM(samples=n), generator=seeded(7))
         torch.testing.assert_close(sampled.mean, exact.mean, **TIGHT)
         error = 5 * (2 / n) ** 0.5 * exact.epistemic
         assert ((sampled.epistemic - exact.epistemic).abs() < error).all()

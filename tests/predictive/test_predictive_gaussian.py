@@ -5,12 +5,22 @@ import math
 import pytest
 import torch
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.oracles import jacobian
 from helpers.tensors import TIGHT, real, seeded
 from predictive_cases import Shaped, mlp
 from torch import Tensor, nn
 
-from lightning_bayes import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import (
+    BNN,
+    GLM,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    LaplacePosterior,
+    fit_laplace,
+)
 from lightning_bayes.likelihoods import Likelihood
 
 X, X_TEST = real(9, 3), 2 * real(5, 3, seed=1)
@@ -71,13 +81,13 @@ def test_predicted_noise_is_closed_form() -> None:
 @pytest.mark.parametrize("link", ["probit", "bridge", "mc"])
 def test_regression_takes_any_link_and_draws_nothing(link: str) -> None:
     posterior = fitted(Gaussian(0.4), real(9, 2), mlp(2))
-    assert torch.equal(posterior.predict(X_TEST, link=link).variance, posterior.predict(X_TEST).variance)
+    assert torch.equal(posterior.predict(X_TEST, GLM(link=link)).variance, posterior.predict(X_TEST).variance)
 
 
 def test_monte_carlo_agrees_with_many_samples_of_the_outputs() -> None:
     posterior = fitted(Categorical(), LABELS)
     p = output_samples(posterior, X_TEST).softmax(2)
-    found = posterior.predict(X_TEST, link="mc", samples=MANY, generator=seeded(5))
+    found = posterior.predict(X_TEST, GLM(link="mc", samples=MANY), generator=seeded(5))
     error = 5 * 2**0.5 * p.std(0) / MANY**0.5
     assert ((found.probs - p.mean(0)).abs() < error).all()
     assert ((found.epistemic - p.var(0)).abs() < 5 * 2**0.5 * (p - p.mean(0)).square().std(0) / MANY**0.5).all()
@@ -91,7 +101,7 @@ def test_probit_is_the_formula_and_near_the_integral() -> None:
     posterior = fitted(Categorical(), LABELS)
     f, Σ = posterior.functional(X_TEST)
     expected = (f / (1 + math.pi / 8 * Σ.diagonal(dim1=1, dim2=2)).sqrt()).softmax(1)
-    torch.testing.assert_close(posterior.predict(X_TEST, link="probit").probs, expected, **TIGHT)
+    torch.testing.assert_close(posterior.predict(X_TEST, GLM(link="probit")).probs, expected, **TIGHT)
     binary = fitted(Bernoulli(), (LABELS > 0).double()[:, None], mlp(1))
     p = output_samples(binary, X_TEST).sigmoid().mean(0)
     assert (binary.predict(X_TEST).probs - p).abs().max() < 0.02
@@ -101,7 +111,7 @@ def test_bridge_is_the_dirichlet_of_the_projected_gaussian() -> None:
     """`α_k = (1 − 2/C + e^{m_k} Σ e^{−m_l} / C²) / Σ_kk` after conditioning on `Σ f = 0` (Hobbhahn et al. 2022)."""
     posterior = fitted(Categorical(), LABELS)
     f, Σ = posterior.functional(X_TEST)
-    found = posterior.predict(X_TEST, link="bridge")
+    found = posterior.predict(X_TEST, GLM(link="bridge"))
     for n in range(len(f)):
         row, total = Σ[n].sum(1), Σ[n].sum()
         m = f[n] - row * f[n].sum() / total
@@ -121,7 +131,7 @@ def test_bridge_is_near_the_integral_where_no_class_is_special() -> None:
     for δ, tolerance in ((300.0, 0.03), (3.0, 0.3)):
         posterior = fitted(Categorical(), y, network, prior_precision=δ)
         p = output_samples(posterior, X_TEST).softmax(2)
-        found = posterior.predict(X_TEST, link="bridge")
+        found = posterior.predict(X_TEST, GLM(link="bridge"))
         torch.testing.assert_close(found.probs, torch.full((5, 3), 1 / 3).double())
         torch.testing.assert_close(found.epistemic, p.var(0), rtol=tolerance, atol=0)
 
@@ -130,22 +140,24 @@ def test_bridge_is_near_the_integral_where_no_class_is_special() -> None:
 @pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
 def test_epistemic_and_aleatoric_add_up(link: str, predictive: str) -> None:
     """`diag Cov[p] + E[p(1 − p)] = p(1 − p)` (Kwon et al. 2020), to rounding."""
-    found = fitted(Categorical(), LABELS).predict(X_TEST, predictive, link, samples=50, generator=seeded())
+    found = fitted(Categorical(), LABELS).predict(
+        X_TEST, predictive_of(predictive, link=link, samples=50), generator=seeded()
+    )
     torch.testing.assert_close(found.epistemic + found.aleatoric, found.probs * (1 - found.probs), **TIGHT)
     assert (found.epistemic > 0).all()
 
 
 def test_labels_add_up_too() -> None:
     y = torch.stack([LABELS > 0, LABELS > 1], 1).double()
-    found = fitted(Bernoulli(), y, mlp(2)).predict(X_TEST, link="mc", samples=50, generator=seeded())
+    found = fitted(Bernoulli(), y, mlp(2)).predict(X_TEST, GLM(link="mc", samples=50), generator=seeded())
     torch.testing.assert_close(found.epistemic + found.aleatoric, found.probs * (1 - found.probs), **TIGHT)
     torch.testing.assert_close(found.entropy, torch.distributions.Bernoulli(found.probs).entropy(), **TIGHT)
 
 
 def test_the_decomposition_of_probit_is_that_of_output_samples() -> None:
     posterior = fitted(Categorical(), LABELS)
-    probit = posterior.predict(X_TEST, samples=1000)
-    sampled = posterior.predict(X_TEST, link="mc", samples=100_000, generator=seeded(3))
+    probit = posterior.predict(X_TEST, GLM(samples=1000))
+    sampled = posterior.predict(X_TEST, GLM(link="mc", samples=100_000), generator=seeded(3))
     variances = [prediction.probs * (1 - prediction.probs) for prediction in (probit, sampled)]
     near = {"rtol": 0.02, "atol": 0}
     torch.testing.assert_close(probit.epistemic / variances[0], sampled.epistemic / variances[1], **near)
@@ -158,7 +170,7 @@ def test_binary_on_a_bare_dimension_equals_that_on_one_output(link: str) -> None
     y = (LABELS > 0).double()
     bare = fitted(Bernoulli(), y, nn.Sequential(body, nn.Flatten(0)))
     column = fitted(Bernoulli(), y[:, None], body)
-    one, two = (p.predict(X_TEST, link=link, generator=seeded()) for p in (bare, column))
+    one, two = (p.predict(X_TEST, GLM(link=link), generator=seeded()) for p in (bare, column))
     assert one.probs.shape == one.entropy.shape == (5,)
     torch.testing.assert_close(one.probs, two.probs.squeeze(1), **TIGHT)
     torch.testing.assert_close(one.epistemic, two.epistemic.squeeze(1), **TIGHT)
@@ -182,7 +194,7 @@ class TestDenseOutputs:
     def test_each_pixel_is_a_prediction_of_its_own(self, link: str) -> None:
         posterior = self.posterior()
         mean, Σ = self.pixels(posterior)
-        found = posterior.predict(X_TEST, link=link)
+        found = posterior.predict(X_TEST, GLM(link=link))
         assert found.probs.shape == found.epistemic.shape == (5, 3, 2, 2)
         assert found.entropy.shape == (5, 2, 2)
         for r in range(4):
@@ -197,7 +209,7 @@ class TestDenseOutputs:
         posterior = self.posterior()
         n = 20_000
         p = output_samples(posterior, X_TEST, n).reshape(n, 5, 3, 2, 2).softmax(2)
-        found = posterior.predict(X_TEST, link=link, samples=n, generator=seeded(4))
+        found = posterior.predict(X_TEST, GLM(link=link, samples=n), generator=seeded(4))
         m = p.mean(0)
         whole, share = m * (1 - m), p.var(0) / (m * (1 - m))
         errors = [5 * 2**0.5 * t.std(0) / n**0.5 for t in ((p - m).square(), p)]
@@ -234,7 +246,7 @@ def test_own_likelihood_on_dense_outputs_gets_draws_of_whole_examples() -> None:
     from dataclasses import replace
 
     n = 50_000
-    found = replace(posterior, likelihood=Total(0.3)).predict(X_TEST, samples=n, generator=seeded())
+    found = replace(posterior, likelihood=Total(0.3)).predict(X_TEST, GLM(samples=n), generator=seeded())
     f, Σ = posterior.functional(X_TEST)
     variance = Σ.sum((1, 2))
     assert ((found.mean - f.flatten(1).sum(1)).abs() < 5 * (variance / n).sqrt()).all()
@@ -258,12 +270,14 @@ def test_a_sharp_posterior_predicts_as_map_does() -> None:
     posterior = fitted(Categorical(), LABELS).with_prior(1e12)
     expected = posterior.predict(X_TEST, "map").probs
     for predictive, link in (("glm", "probit"), ("glm", "mc"), ("bnn", None)):
-        torch.testing.assert_close(posterior.predict(X_TEST, predictive, link).probs, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            posterior.predict(X_TEST, predictive_of(predictive, link=link)).probs, expected, rtol=0, atol=1e-4
+        )
 
 
 def test_linear_networks_have_one_predictive() -> None:
     """Without a nonlinearity the network is its own linearisation: GLM and BNN agree draw by draw."""
     posterior = fitted(Categorical(), LABELS, made(lambda: nn.Linear(3, 3)))
-    one = posterior.predict(X_TEST, "bnn", samples=400, generator=seeded())
-    many = posterior.predict(X_TEST, link="mc", samples=MANY, generator=seeded())
+    one = posterior.predict(X_TEST, BNN(samples=400), generator=seeded())
+    many = posterior.predict(X_TEST, GLM(link="mc", samples=MANY), generator=seeded())
     assert (one.probs - many.probs).abs().max() < 5 * 0.5 / 400**0.5

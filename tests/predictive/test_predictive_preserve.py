@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.networks import made
+from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from helpers.untouched import untouched
 from torch import Tensor, nn
 
-from lightning_bayes import Gaussian, LaplacePosterior, Prediction, fit_laplace
+from lightning_bayes import BNN, GLM, Gaussian, LaplacePosterior, Prediction, Tuning, fit_laplace
 from lightning_bayes.predictive import outputs, sample_functions
 
 X, X_TEST = real(9, 3), real(5, 3, seed=1)
@@ -46,9 +47,9 @@ def fitted() -> LaplacePosterior:
 
 USES: dict[str, Callable[[LaplacePosterior], Any]] = {
     "glm": lambda p: p.predict(X_TEST),
-    "glm, mc": lambda p: p.predict(X_TEST, link="mc"),
-    "glm, bridge": lambda p: p.predict(X_TEST, link="bridge"),
-    "bnn": lambda p: p.predict(X_TEST, "bnn", samples=3),
+    "glm, mc": lambda p: p.predict(X_TEST, GLM(link="mc")),
+    "glm, bridge": lambda p: p.predict(X_TEST, GLM(link="bridge")),
+    "bnn": lambda p: p.predict(X_TEST, BNN(samples=3)),
     "map": lambda p: p.predict(X_TEST, "map"),
     "functional": lambda p: p.functional(X_TEST),
     "joint": lambda p: p.functional(X_TEST, joint=True),
@@ -56,9 +57,9 @@ USES: dict[str, Callable[[LaplacePosterior], Any]] = {
     "function": lambda p: p.sample_function()(X_TEST),
     "functions": lambda p: sample_functions(p, X_TEST, 3),
     "outputs": lambda p: outputs(p, X_TEST),
-    "grid": lambda p: p.tune_prior("grid", [(X, LABELS)], size=5),
-    "marglik": lambda p: p.tune_prior("marglik", steps=3),
-    "with generator": lambda p: p.predict(X_TEST, "bnn", samples=3, generator=seeded()),
+    "grid": lambda p: p.tune_prior(Tuning("grid", size=5), [(X, LABELS)]),
+    "marglik": lambda p: p.tune_prior(Tuning("marglik", steps=3)),
+    "with generator": lambda p: p.predict(X_TEST, BNN(samples=3), generator=seeded()),
 }
 
 
@@ -95,15 +96,15 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("predictive", ["glm", "bnn", "map"])
 def test_every_mode_of_autograd_gives_the_same(predictive: str, mode: str) -> None:
     posterior = fitted()
-    expected = posterior.predict(X_TEST, predictive, samples=5, generator=seeded())
+    expected = posterior.predict(X_TEST, predictive_of(predictive, samples=5), generator=seeded())
     with MODES[mode]():
         x = X_TEST.clone()  # an inference tensor in inference mode
-        found = posterior.predict(x, predictive, samples=5, generator=seeded())
+        found = posterior.predict(x, predictive_of(predictive, samples=5), generator=seeded())
         torch.testing.assert_close(found.probs, expected.probs, **TIGHT)
         torch.testing.assert_close(found.epistemic, expected.epistemic, **TIGHT)
     assert not found.probs.requires_grad
     # What was cached in inference mode must still be fit for use outside of it.
-    again = posterior.predict(X_TEST, predictive, samples=5, generator=seeded())
+    again = posterior.predict(X_TEST, predictive_of(predictive, samples=5), generator=seeded())
     torch.testing.assert_close(again.probs, expected.probs, **TIGHT)
 
 
@@ -122,9 +123,11 @@ def test_without_a_generator_predictions_repeat_and_follow_the_seed(predictive: 
     posterior = fitted()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        first, second = (posterior.predict(X_TEST, predictive, "mc", samples=5).probs for _ in range(2))
+        first, second = (
+            posterior.predict(X_TEST, predictive_of(predictive, link="mc", samples=5)).probs for _ in range(2)
+        )
         torch.manual_seed(2)
-        third = posterior.predict(X_TEST, predictive, "mc", samples=5).probs
+        third = posterior.predict(X_TEST, predictive_of(predictive, link="mc", samples=5)).probs
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
 

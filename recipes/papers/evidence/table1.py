@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import LaplacePosterior, Tuning, fit_laplace
 from recipes.papers.claims import Claim, verdict
 from recipes.papers.evidence.networks import NETWORKS, count, sized
 from recipes.papers.image_data import Images, read_images
@@ -99,16 +99,16 @@ def measure(name: str, seed: int, images: Images, settings: Settings) -> Iterato
     train(network, images.train, settings.epochs, seed)
     row = {"network": name, "seed": seed, "weights": count(network)}
     loader = DataLoader(images.train, 250)
-    posterior = fit_laplace(network, loader, "classification", settings.structure)
+    posterior = fit_laplace(network, loader, "classification", structure=settings.structure)
     yield {**row, "method": "MAP", **judge(posterior, images.test, "map")}
     for groups, word in GROUPS.items():
         if word == "normalised" and not posterior.curvature.normalised:
             continue  # one λ again
-        naive = posterior.tune_prior("mackay", prior_groups=word, tolerance=TOLERANCE)
+        naive = posterior.tune_prior(Tuning("mackay", groups=word, tolerance=TOLERANCE))
         yield {**row, "method": f"θ̃, {groups}", **judge(naive, images.test)}
         with Warnings() as warnings:
             at_optimum = posterior.tune_prior(
-                "linear", loader, prior_groups=word, tolerance=TOLERANCE, iterate=True, passes=settings.passes
+                Tuning("linear", groups=word, tolerance=TOLERANCE, iterate=True, passes=settings.passes), loader
             )
         converged = not any("raise `passes`" in warning for warning in warnings.said)
         yield {**row, "method": f"θ⋆, {groups}", **judge(at_optimum, images.test), "found": int(converged)}

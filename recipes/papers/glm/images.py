@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import GP, LaplacePosterior, fit_laplace
 from lightning_bayes.metrics import functional as metrics
 from recipes.papers.glm.image_report import BARS, draw, report
 from recipes.papers.glm.networks import NETWORKS
@@ -181,7 +181,7 @@ def candidates(
     network: nn.Module, data: Data, prior: float, settings: Settings
 ) -> Iterator[tuple[str, LaplacePosterior, dict[str, Any]]]:
     """The methods at one prior: a posterior, and the arguments of its predictions."""
-    words = {"prior_precision": prior, "gp_points": settings.points, "gp_outputs": "independent"}
+    words = {"prior_precision": prior, "gp": GP(points=settings.points, outputs="independent")}
     posterior = fit_laplace(network, data.train, **words)
     yield "MAP", posterior, {"predictive": "map"}
     yield "BNN", posterior, {"predictive": "bnn"}
@@ -190,7 +190,7 @@ def candidates(
     yield "GLM", posterior, {"predictive": "glm", "link": "mc"}
     diagonal = fit_laplace(network, data.train, structure="diag", prior_precision=prior)
     yield "GLM diagonal", diagonal, {"predictive": "glm", "link": "mc"}
-    process = posterior.tune_prior("grid", data.validation, predictive="gp", link="mc", samples=settings.samples)
+    process = posterior.tune_prior("grid", data.validation, predictive=GP(link="mc", samples=settings.samples))
     yield "GP", process, {"predictive": "gp", "link": "mc"}
 
 

@@ -38,7 +38,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
-from lightning_bayes import fit_laplace, metrics
+from lightning_bayes import GP, fit_laplace, metrics
 from recipes.papers.glm.gaussians import Diagonal, Posterior
 from recipes.papers.glm.layer_rows import Rows, by_layers, flattened
 from recipes.papers.glm.linearised import LinearModel, refine, refine_briefly, sampled_probabilities
@@ -257,10 +257,10 @@ def gp_probabilities(case: Case) -> Tensor:
     y, likelihood = (labels.double().unsqueeze(1), "binary") if is_binary else (labels, "classification")
     points = min(len(x) // 2, MOST_POINTS)
     posterior = fit_laplace(
-        network, [(x, y)], likelihood, "diag", prior_precision=case.δ, gp_points=points, gp_outputs="joint"
+        network, [(x, y)], likelihood, prior_precision=case.δ, structure="diag", gp=GP(points=points, outputs="joint")
     )
     noise = torch.Generator().manual_seed(case.split.noise_seed)
-    p = posterior.predict(case.split.held_out, "gp", link="mc", samples=case.samples, generator=noise).probs
+    p = posterior.predict(case.split.held_out, GP(link="mc", samples=case.samples), generator=noise).probs
     assert p is not None
     return torch.cat((1 - p, p), -1) if is_binary else p
 

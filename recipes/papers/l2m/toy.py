@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_bayes import (
+    BNN,
     DeepEnsemble,
     GaussianPosterior,
     L2MCallback,
@@ -154,11 +155,11 @@ def sampled(posterior: LaplacePosterior, run: Run) -> Method:
     """Predict with weight samples that are the same at every x."""
     generator = torch.Generator()
     samples = run.settings.samples
-    return lambda x: posterior.predict(x, "bnn", samples=samples, generator=generator.manual_seed(run.seed))
+    return lambda x: posterior.predict(x, BNN(samples=samples), generator=generator.manual_seed(run.seed))
 
 
 def post_hoc(trained: Trained, structure: str) -> Method:
-    return fit_laplace(trained.network().network, trained.data.loader(N), LIKELIHOOD, structure).predict
+    return fit_laplace(trained.network().network, trained.data.loader(N), LIKELIHOOD, structure=structure).predict
 
 
 def mc_dropout(trained: Trained) -> Method:

@@ -48,7 +48,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_bayes import LaplacePosterior, OnlineLaplaceCallback
+from lightning_bayes import LaplacePosterior, Memory, OnlineLaplaceCallback
 from recipes.papers.lae import common
 from recipes.papers.lae.ablation_report import AUTHORS, CHANNELS, EQUAL, N, picture, report
 from recipes.papers.lae.autoencoders import (
@@ -188,7 +188,14 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
     exact = {"threshold": widest} if of.hessian == "mixed" else {}  # all linear layers, as the authors'
     kept = memory(len(data.train), of)
     callback = OnlineLaplaceCallback(
-        NOISE, calibrate=None, hessian=of.hessian, at=of.at, save=False, seed=seed, **exact, **kept
+        NOISE,
+        calibrate=None,
+        hessian=of.hessian,
+        save=False,
+        seed=seed,
+        memory=Memory(curvature_at=of.at),
+        **exact,
+        **kept,
     )
     step = f"{name} seed {seed}"
     folder = run.output / "steps" / step

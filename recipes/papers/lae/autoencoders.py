@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Gaussian, LaplacePosterior, OnlineLaplaceCallback, fit_laplace
+from lightning_bayes import Diag, Gaussian, LaplacePosterior, Memory, OnlineLaplaceCallback, Tuning, fit_laplace
 from lightning_bayes.predictive import Reconstruction, decode
 from recipes.papers.lae.common import PAPER, Data, Settings
 from recipes.program import QUIET, Run, progress
@@ -172,9 +172,9 @@ def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = Fal
         callback = OnlineLaplaceCallback(
             NOISE,
             calibrate=None,  # the paper's predictions, unchanged
+            memory=Memory(average=settings.average),
             **memory(len(data.train), settings),
             hessian=settings.hessian,
-            average=settings.average,
             save=False,
             seed=run.seed,
         )
@@ -204,8 +204,8 @@ def post_hoc(run: Run, name: str, module: LitAutoencoder, data: Data, hessian: s
 
     def state() -> dict[str, Any]:
         x, _ = data.train.tensors
-        posterior = fit_laplace(module, DataLoader(TensorDataset(x, x), BATCH), NOISE, "diag", hessian=hessian)
-        return posterior.tune_prior("marglik", noise=False).state_dict()
+        posterior = fit_laplace(module, DataLoader(TensorDataset(x, x), BATCH), NOISE, structure=Diag(method=hessian))
+        return posterior.tune_prior(Tuning("marglik", noise=False)).state_dict()
 
     return LaplacePosterior.from_state_dict(module, run.once(name, state))  # type: ignore[return-value]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import LaplacePosterior, fit_laplace
+from lightning_bayes import FisherMC, LaplacePosterior, Tuning, fit_laplace
 from recipes.papers.claims import Claim, verdict
 from recipes.papers.lae.autoencoders import (
     BATCH,
@@ -80,8 +80,8 @@ def kfac(run: Run, module: LitAutoencoder, data: Data) -> LaplacePosterior:
     def state() -> dict[str, Any]:
         x, _ = data.train.tensors
         pairs = DataLoader(TensorDataset(x, x), BATCH)
-        posterior = fit_laplace(module, pairs, NOISE, "kron", curvature="fisher_mc", samples=10, seed=run.seed)
-        return posterior.tune_prior("marglik", noise=False).state_dict()
+        posterior = fit_laplace(module, pairs, NOISE, curvature=FisherMC(samples=10), seed=run.seed, structure="kron")
+        return posterior.tune_prior(Tuning("marglik", noise=False)).state_dict()
 
     return LaplacePosterior.from_state_dict(module, run.once("post-hoc KFAC", state))  # type: ignore[return-value]
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms.functional import rotate
 
-from lightning_bayes import GaussianPosterior, Subnetwork, SWAGCallback, fit_laplace, metrics
+from lightning_bayes import BNN, GLM, GaussianPosterior, Subnetwork, SWAGCallback, fit_laplace, metrics
 from recipes.papers.claims import Claim, beats, verdict
 from recipes.papers.image_data import read_images
 from recipes.papers.subnetwork.networks import LitNet
@@ -115,7 +115,9 @@ class Trained:
         further = copy.deepcopy(module).train()
         further.constant = 0.01
         every = max(1, len(self.data) // 50 // 4)
-        swag = SWAGCallback(network="net", start=0, every_n_steps=every, samples=self.run.settings.samples, save=False)
+        swag = SWAGCallback(
+            network="net", start=0, every_n_steps=every, save=False, predictive=BNN(samples=self.run.settings.samples)
+        )
         self._fit(further, self.run.settings.swag_epochs, swag)
         return {"network": swag.posterior.network.state_dict(), "posterior": swag.posterior.state_dict()}
 
@@ -139,8 +141,8 @@ def plain(trained: Trained, seed: int) -> Method:
 def laplace(trained: Trained, seed: int, **words: Any) -> Method:
     posterior = fit_laplace(trained.module(seed).net, DataLoader(trained.data, 250), **words)
     validation = DataLoader(trained.validation, 250)
-    tuned = posterior.tune_prior("auto", loader=validation, link="probit", calibrate=False)
-    return lambda x: tuned.predict(x, link="probit").probs
+    tuned = posterior.tune_prior("auto", loader=validation, calibrate=None, predictive=GLM(link="probit"))
+    return lambda x: tuned.predict(x, GLM(link="probit")).probs
 
 
 def subnetwork(trained: Trained, seed: int, by: str) -> Method:
@@ -165,7 +167,7 @@ def ensemble(trained: Trained, seed: int) -> Method:
 
 def swag(trained: Trained, seed: int) -> Method:
     posterior, samples = trained.swag(seed), trained.run.settings.samples
-    return lambda x: posterior.predict(x, "bnn", samples=samples).probs
+    return lambda x: posterior.predict(x, BNN(samples=samples)).probs
 
 
 METHODS: dict[str, Callable[[Trained, int], Method]] = {

@@ -20,7 +20,7 @@ from helpers.image_files import OFFLINE, write_idx
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
-from lightning_bayes import Gaussian, fit_laplace
+from lightning_bayes import Diag, Gaussian, fit_laplace
 from recipes.program import Run, read_rows
 
 LAE = "recipes.papers.lae"
@@ -609,7 +609,7 @@ def test_the_post_hoc_posterior_has_the_hessian_of_the_data_and_its_best_prior(t
     for hessian in ("exact", "approx"):
         run = Run(tmp_path, 0, fast=False, output=tmp_path)
         found = autoencoders.post_hoc(run, hessian, module, images, hessian)
-        expected = fit_laplace(module, [(x, x)], Gaussian(1.0), "diag", hessian=hessian)
+        expected = fit_laplace(module, [(x, x)], Gaussian(1.0), structure=Diag(method=hessian))
         torch.testing.assert_close(found.curvature.structure.diagonal(), expected.curvature.structure.diagonal())
         evidence = [float(found.log_marginal_likelihood(found.prior_precision * factor)) for factor in (0.9, 1, 1.1)]
         assert max(evidence) == evidence[1]

@@ -29,7 +29,7 @@ def laplace(outputs: int, n: int, structure: str) -> LaplacePosterior:
     network = shape.network().double()
     nn.utils.vector_to_parameters(θ.clone(), network.parameters())
     y = labels.double().unsqueeze(1) if outputs == 1 else labels
-    return fit_laplace(network, [(x, y)], likelihood, structure, prior_precision=δ)
+    return fit_laplace(network, [(x, y)], likelihood, prior_precision=δ, structure=structure)
 
 
 def linear_model(outputs: int, n: int) -> tuple[LinearModel, Rows]:

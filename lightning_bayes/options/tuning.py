@@ -1,0 +1,155 @@
+"""How prior precisions are chosen: after a fit (`Tuning`), or while the network trains (`Learning`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lightning_bayes.arguments import count, flag, format_value, positive, word
+from lightning_bayes.options.plain import from_mapping
+
+METHODS = ("auto", "marglik", "mackay", "linear", "grid")
+GROUPS = (None, "layers", "normalised")
+CALIBRATIONS = ("auto", "outputs", "probs", None)
+_EVIDENCE = {"groups", "noise", "steps"}
+_USED = {  # the fields that a method reads
+    "auto": set(),
+    "marglik": _EVIDENCE,
+    "mackay": {*_EVIDENCE, "tolerance"},
+    "linear": _EVIDENCE,
+    "linear, iterate=True": {"iterate", "groups", "noise", "passes", "tolerance", "fisher"},
+    "grid": {"metric", "low", "high", "size"},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """How to choose the prior precision, and a regression's noise, after a fit.
+
+    Args:
+        method: "auto" (what measures best), "marglik" (gradients of the evidence), "mackay" (its fixed point), "linear"
+            (the evidence at the linear model's optimum) or "grid" (the best score on validation data).
+        groups: None tunes one precision for all layers, "layers" one for each, and "normalised" one for each layer
+            directly before a normalisation and one for the rest. For the three methods by evidence.
+        noise: also tune a regression's noise. For the methods by evidence.
+        steps: of the optimiser, at most; by default 100, and 1000 for "mackay".
+        tolerance: stop when the logarithms of prior and noise move by less, by default 1e-7. For "mackay"; with
+            `iterate`, also of the gradient, by default 1e-3.
+
+        iterate: for "linear": find prior and optimum of the linearised network together, by passes over the training
+            data.
+        passes: of `iterate`, at most.
+        fisher: of `iterate`: take the outputs' Fisher at the network's "weights" or at the linear model's "optimum".
+
+        metric: for "grid": a torchmetrics metric of `(probs, y)`, `(mean, y)` or `(mean, variance, y)`, whose
+            `higher_is_better` says which score is best. By default the negative log-likelihood.
+        low: the smallest prior precision of the grid, by default 1e-4.
+        high: the largest, by default 1e4.
+        size: how many there are, by default 33. With none of the three, `predictive="gp"` tries the posterior's own
+            precision times 13 factors from 0.1 to 1000 (GLM paper, table 2).
+    """
+
+    method: str = "auto"
+    groups: Literal["layers", "normalised"] | None = None
+    noise: bool = True
+    steps: int | None = None
+    tolerance: float | None = None
+    iterate: bool = False
+    passes: int = 10
+    fisher: Literal["weights", "optimum"] = "weights"
+    metric: Any = None
+    low: float | None = None
+    high: float | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        word("tune", self.method, METHODS)
+        word("groups", self.groups, GROUPS)
+        flag("noise", self.noise)
+        count("steps", 1 if self.steps is None else self.steps)
+        positive("tolerance", 1 if self.tolerance is None else self.tolerance)
+        flag("iterate", self.iterate)
+        count("passes", self.passes, 2)
+        word("fisher", self.fisher, ("weights", "optimum"))
+        low = positive("low", 1e-4 if self.low is None else self.low)
+        high = positive("high", 1e4 if self.high is None else self.high)
+        if not low < high:
+            raise ValueError(f"low must be less than high={high}, got {low}")
+        count("size", 33 if self.size is None else self.size, 2)
+        self._check_method()
+
+    def _check_method(self) -> None:
+        if self.iterate and self.method != "linear":
+            raise ValueError(f"iterate=True is an option of tune='linear', got tune={self.method!r}")
+        if self.groups is not None and not self.by_evidence:
+            raise ValueError(
+                f"tune={self.method!r} tunes one prior for all layers: use 'marglik' with groups={self.groups!r}"
+            )
+        how = "linear, iterate=True" if self.iterate else self.method
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "method" and value != field.default and field.name not in _USED[how]:
+                others = ", ".join(other for other in _USED if field.name in _USED[other])
+                raise ValueError(
+                    f"{field.name}={format_value(value)} is not an option of tune={how!r}: it belongs to {others}"
+                )
+
+    @property
+    def by_evidence(self) -> bool:
+        """Whether the evidence chooses."""
+        return self.method in ("marglik", "mackay", "linear")
+
+    @property
+    def needs_exact_sum(self) -> bool:
+        """Whether the method holds for the exact sum of curvature and prior only."""
+        return self.method in ("mackay", "linear")
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How `MarginalLikelihoodCallback` learns prior precisions and noise while the network trains.
+
+    Args:
+        method: climb the evidence at the current weights by Adam ("marglik") or by MacKay's fixed point ("mackay"), or
+            climb the evidence at the optimum of the linearised network by Adam ("linear").
+        steps: after each pass over the data, at most.
+        lr: learning rate of Adam, in the logarithms of prior and noise.
+        noise: also learn a regression's noise.
+        keep: at the end of training, keep the weights and priors with the "best" evidence (at the weights), or the
+            "last".
+        loss_scale: the `c` of a loss that is `c` times the mean negative log-likelihood; by default measured on the
+            first batch.
+        n_data: examples in the training data; None counts them.
+    """
+
+    method: Literal["marglik", "mackay", "linear"] = "marglik"
+    steps: int = 10
+    lr: float = 0.1
+    noise: bool = True
+    keep: Literal["best", "last"] = "best"
+    loss_scale: float | None = None
+    n_data: int | None = None
+
+    def __post_init__(self) -> None:
+        word("evidence", self.method, ("marglik", "mackay", "linear"))
+        count("steps", self.steps)
+        positive("lr", self.lr)
+        flag("noise", self.noise)
+        word("keep", self.keep, ("best", "last"))
+        positive("loss_scale", 1 if self.loss_scale is None else self.loss_scale)
+        count("n_data", 1 if self.n_data is None else self.n_data)
+
+
+def tuning_option(tune: Any) -> Tuning | None:
+    """The option that `tune=` means."""
+    if tune is None or isinstance(tune, Tuning):
+        return tune
+    return from_mapping("tune", tune, Tuning) if isinstance(tune, Mapping) else Tuning(word("tune", tune, METHODS))
+
+
+def learning_option(evidence: Any) -> Learning:
+    """The option that `evidence=` of `MarginalLikelihoodCallback` means."""
+    if isinstance(evidence, Learning):
+        return evidence
+    return from_mapping("evidence", evidence, Learning) if isinstance(evidence, Mapping) else Learning(evidence)
