@@ -144,6 +144,10 @@ class LaplaceCallback(PosteriorCallback):
     def subset(self) -> Any:
         return self.options.subset
 
+    @property
+    def prior_precision(self) -> Any:
+        return self.options.prior_precision
+
     # -- the posterior -----------------------------------------------------------------------------------------------
 
     def fit_now(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_bayes.arguments import count, flag, format_value, positive, word
@@ -23,7 +23,7 @@ _USED = {  # the fields that a method reads
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tuning:
     """How to choose the prior precision, and a regression's noise, after a fit.
 
@@ -58,7 +58,7 @@ class Tuning:
     iterate: bool = False
     passes: int = 10
     fisher: Literal["weights", "optimum"] = "weights"
-    metric: Any = None
+    metric: Any = field(default=None, compare=False)
     low: float | None = None
     high: float | None = None
     size: int | None = None
@@ -87,13 +87,11 @@ class Tuning:
                 f"tune={self.method!r} tunes one prior for all layers: use 'marglik' with groups={self.groups!r}"
             )
         how = "linear, iterate=True" if self.iterate else self.method
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "method" and value != field.default and field.name not in _USED[how]:
-                others = ", ".join(other for other in _USED if field.name in _USED[other])
-                raise ValueError(
-                    f"{field.name}={format_value(value)} is not an option of tune={how!r}: it belongs to {others}"
-                )
+        for name, default in ((f.name, f.default) for f in fields(self)):
+            value = getattr(self, name)
+            if name != "method" and name not in _USED[how] and value is not default and value != default:
+                others = ", ".join(repr(other) for other in _USED if name in _USED[other])
+                raise ValueError(f"{name}={format_value(value)} is not an option of tune={how!r}, but of {others}")
 
     @property
     def by_evidence(self) -> bool:

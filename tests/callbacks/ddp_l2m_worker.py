@@ -19,6 +19,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_bayes import Tuning
+
 GLOBAL = 8  # examples in a step of all processes
 EXAMPLES = 44  # the last step has four
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -28,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "limited": ({}, {"limit_train_batches": 3}),
     "limited to a share": ({}, {"limit_train_batches": 0.5}),
     "marglik": ({"tune": "marglik"}, {}),
-    "mackay": ({"tune": "mackay", "per_layer": True}, {}),
+    "mackay": ({"tune": Tuning("mackay", groups="layers")}, {}),
     "limited marglik": ({"tune": "marglik"}, {"limit_train_batches": 3}),
     "grid": ({"tune": "grid"}, {}),
     "paper": ({"scaling": "paper"}, {}),

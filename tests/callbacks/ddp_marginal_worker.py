@@ -20,9 +20,9 @@ from lightning_bayes import Learning
 
 GLOBAL, N = 8, 20  # examples in a step of all processes; the last step has four
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "values": (regressor, {"mode": "mackay", "prior_precision": [0.5, 2.0]}, {}),
+    "values": (regressor, {"evidence": Learning("mackay", steps=5), "prior_precision": [0.5, 2.0]}, {}),
     "accumulated": (regressor, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "last": (Net, {"structure": "full", "keep": "last", "every_n_epochs": 2}, {}),
+    "last": (Net, {"structure": "full", "evidence": Learning(steps=5, keep="last"), "every_n_epochs": 2}, {}),
 }
 
 
@@ -37,7 +37,7 @@ class Scenarios:
         sampler: Any = DistributedSampler(data, self.world, self.rank, shuffle=False)
         loader = DataLoader(data, GLOBAL // self.world, sampler=sampler)
         shared = {"devices": self.world, "strategy": "ddp"} if self.world > 1 else {}
-        callback = marginal(make(), evidence=Learning(steps=5), **words)
+        callback = marginal(make(), **{"evidence": Learning(steps=5), **words})
         own = {"use_distributed_sampler": False, "data": loader, "max_epochs": 4, **shared, **options}
         model, fit = trained(self.folder, make(), *others, callback, **own)
         posterior: Any = callback.posterior

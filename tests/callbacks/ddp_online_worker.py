@@ -18,15 +18,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from online_cases import Autoencoder, adam, flat, noted, online, still, vectors
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_bayes import Memory
+
 GLOBAL = 8  # examples in a step of all processes
 EXAMPLES = 20  # the last step has four
 ODD = 11
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "average": ({"average": True, "scale": 0.5, "hessian": "approx"}, {}),
-    "by batch": ({"scaling": "batch", "max_std": 0.2}, {"gradient_clip_val": 0.1}),
-    "at two samples": ({"at": "sample", "samples": 2}, {}),
-    "accumulated": ({"at": "sample"}, {"accumulate_grad_batches": 2}),
+    "average": ({"memory": Memory(average=True, scale=0.5), "hessian": "approx"}, {}),
+    "by batch": ({"memory": Memory(extrapolate=False), "max_std": 0.2}, {"gradient_clip_val": 0.1}),
+    "at two samples": ({"memory": Memory(curvature_at="sample"), "train_samples": 2}, {}),
+    "accumulated": ({"memory": Memory(curvature_at="sample")}, {"accumulate_grad_batches": 2}),
     "limited": ({}, {"limit_train_batches": 2}),
 }
 

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_bayes import BNN, L2MCallback, Subnetwork, SWAGCallback
+from lightning_bayes import BNN, Subnetwork, SWAGCallback
 
 GLOBAL, EXAMPLES = 8, 24
-CRITERIA = ("swag", "l2m", "laplace_diag")
+CRITERIA = ("magnitude", "laplace_diag")
 ONCE: dict[str, Any] = {"weights": "last", "tune": None, "calibrate": None}
 
 
@@ -49,11 +49,11 @@ def run(folder: Path, world: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, kind in {"plain": Plain, "batch norm": Classifier}.items():
         L.seed_everything(0, verbose=False)
-        swag, l2m = SWAGCallback(start=0, predictive=BNN(samples=5)), L2MCallback(prior_precision=1.0)
+        swag = SWAGCallback(start=0, predictive=BNN(samples=5))
         subnetworks = {by: laplace(subset=Subnetwork(7, by), name=f"by {by}", **ONCE) for by in CRITERIA}
         checkpoint = ModelCheckpoint(folder / name, save_last=True)
         model = kind()
-        fit(folder / name, world, model, *subnetworks.values(), l2m, swag, checkpoint)
+        fit(folder / name, world, model, *subnetworks.values(), swag, checkpoint)
         posterior = swag.posterior
         results[name] = {
             "mean": posterior.mean,

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
-from lightning_bayes import BNN, GLM, GP, Tuning, fit_laplace
+from lightning_bayes import BNN, GLM, GP, Prior, Tuning, fit_laplace
 from lightning_bayes.network import Processes
 
 X = draw(5, FEATURES, seed=9).double()
@@ -80,12 +80,12 @@ def callbacks(**arguments: Any) -> list[Any]:
     earlier = fit_laplace(
         Still().double(), [(draw(7, FEATURES, seed=3).double(), torch.arange(7) % 3)], processes=Processes()
     )
-    priors = {"prior": earlier, "prior_mean": 0.5 * earlier.mean}
+    priors = {"prior": earlier, "prior_mean": Prior(mean=0.5 * earlier.mean)}
     return [
         *(laplace(name=word, curvature=word, **arguments) for word in CURVATURES),
         *(laplace(name=word, structure=word, **arguments) for word in STRUCTURES),
         *(laplace(name=word, predictive=GP(points=4, selection=word), **arguments) for word in SELECTIONS),
-        *(laplace(name=word, tune=None, **{word: priors[word]}, **arguments) for word in PRIORS),
+        *(laplace(name=word, tune=None, prior=priors[word], **arguments) for word in PRIORS),
     ]
 
 

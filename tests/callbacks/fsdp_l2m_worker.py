@@ -132,7 +132,7 @@ class Scenarios:
         return trainer(self.folder, *callbacks, **own)
 
     def fitted(self, optimizer: str = "Adam", **words: Any) -> tuple[Any, Any, Any]:
-        callback = l2m(**{"predictive": "bnn", "samples": SAMPLES, "seed": SEED, **words})
+        callback = l2m(**{"predictive": BNN(samples=SAMPLES), "seed": SEED, **words})
         model, fit = Module(optimizer, self.world), self.trainer(callback)
         with nothing_is_gathered():
             # Validation comes last, after which FSDP2 leaves whole weights in the root's place.

@@ -23,18 +23,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_bayes import BNN, GaussianPosterior
+from lightning_bayes import BNN, FisherMC, GaussianPosterior
 from lightning_bayes.posterior import ShardedPosterior
 
 GLOBAL, EXAMPLES = 12, 37  # of which the first of two processes has four batches, and the second three
 LAST = {
     "kron": {},
     "full": {"structure": "full", "prior_precision": 2.0},
-    "diag": {"structure": "diag", "curvature": "fisher_mc", "mc_samples": 2},
+    "diag": {"structure": "diag", "curvature": FisherMC(samples=2)},
 }
 ALL = {
     "empirical": {"curvature": "empirical_fisher", "prior_precision": 2.0},
-    "sampled": {"curvature": "fisher_mc", "mc_samples": 2},
+    "sampled": {"curvature": FisherMC(samples=2)},
 }
 
 
@@ -169,7 +169,7 @@ class Scenarios:
 
     def all_weights(self) -> None:
         exact = DataLoader(wide(labelled(EXAMPLES)), GLOBAL // 2)
-        same: dict[str, Any] = {"structure": "diag", "predictive": "bnn", "samples": 4, "tune": None, "calibrate": None}
+        same: dict[str, Any] = {"structure": "diag", "predictive": BNN(samples=4), "tune": None, "calibrate": None}
         callbacks = {key: laplace(name=key, weights="last", data=exact, **same, **words) for key, words in ALL.items()}
         model, fit = Module(self.world), self.trainer(*callbacks.values())
         fit.fit(model, self.loader(36), self.loader(24))

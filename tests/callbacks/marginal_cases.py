@@ -83,9 +83,10 @@ def marginal(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
     return MarginalLikelihoodCallback(likelihood, **{"progress": False, "calibrate": None, **words})
 
 
-def fixed(model: Any = None, **words: Any) -> MarginalLikelihoodCallback:
+def fixed(model: Any = None, loss_scale: Any = None, n_data: Any = None, **words: Any) -> MarginalLikelihoodCallback:
     """One that never learns: the prior stays what was given."""
-    return marginal(model, burn_in_epochs=1000, evidence=Learning(keep="last"), **words)
+    learning = Learning(keep="last", loss_scale=loss_scale, n_data=n_data)
+    return marginal(model, burn_in_epochs=1000, evidence=learning, **words)
 
 
 def trained(folder: Path, model: Any, *callbacks: Any, path: Any = None, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from callback_cases import FEATURES, draw, trainer
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from lightning_bayes import OnlineLaplaceCallback
+from lightning_bayes import BNN, OnlineLaplaceCallback
 
 EXAMPLES, BATCH = 11, 4  # batches of 4, 4 and 3
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -119,7 +119,7 @@ def images(n: int = EXAMPLES, size: int = BATCH, seed: int = 0) -> list[Tensor]:
 
 def online(**arguments: Any) -> OnlineLaplaceCallback:
     """Settings with which every term of the update counts."""
-    few = {"memory_factor": 0.2, "hessian": "exact", "prior_precision": 3.0, "predictive_samples": 5}
+    few = {"memory_factor": 0.2, "hessian": "exact", "prior_precision": 3.0, "predictive": BNN(samples=5)}
     return OnlineLaplaceCallback(**{**few, **arguments})
 
 

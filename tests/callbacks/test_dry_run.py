@@ -12,7 +12,15 @@ from callback_cases import CLASSES, FEATURES, Classifier, draw, labelled, laplac
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import Bernoulli, Gaussian, HeteroscedasticGaussian, L2MCallback, LowRank, OnlineLaplaceCallback
+from lightning_bayes import (
+    Bernoulli,
+    Full,
+    Gaussian,
+    HeteroscedasticGaussian,
+    L2MCallback,
+    LowRank,
+    OnlineLaplaceCallback,
+)
 from lightning_bayes.curvature import low_rank
 from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
@@ -212,14 +220,14 @@ def _noting(add: Any, shapes: list[torch.Size]) -> Any:
 
 def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many weights, the dry run looks at the same gradients only."""
-    fitted: list[str] = []
+    fitted: list[Any] = []
     words = "lightning_bayes.callbacks.laplace.fit_laplace"
     monkeypatch.setattr(words, lambda *_, structure, **__: fitted.append(structure))
     callback = laplace(structure="full", curvature="fisher_mc")
     for width in (200, 5):
         network = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, CLASSES))
         callback.try_fit(network, draw(2, FEATURES, seed=0), torch.tensor([0, 1]))
-    assert fitted == ["diag", "full"]
+    assert fitted == ["diag", Full()]
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:

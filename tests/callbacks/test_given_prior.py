@@ -122,8 +122,9 @@ def test_data_can_be_added_to_the_posterior_of_a_callback(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", [MarginalLikelihoodCallback, L2MCallback])
 def test_the_evidence_of_other_callbacks_is_around_it_too(kind: Any, tmp_path: Path) -> None:
     pretrained = Plain(seed=3).state_dict()
-    words: dict[str, Any] = {"tune": "marglik"} if kind is L2MCallback else {}
-    callback = kind(calibrate=None, loss_scale=1.0, prior=Prior(mean=pretrained), **words)
+    by_loss = {"tune": "marglik", "loss_scale": 1.0}
+    words: dict[str, Any] = by_loss if kind is L2MCallback else {"evidence": Learning(loss_scale=1.0)}
+    callback = kind(calibrate=None, prior=Prior(mean=pretrained), **words)
     trained(tmp_path, callback)
     posterior = callback.posterior
     m = torch.cat([w.flatten() for w in pretrained.values()])
@@ -143,8 +144,10 @@ def test_marginal_likelihood_training_pulls_to_the_prior_mean(tmp_path: Path) ->
             return torch.optim.SGD(self.parameters(), 1e-3)
 
     module = Descending()
-    words: dict[str, Any] = {"burn_in_epochs": 10, "prior_precision": 1e4, "loss_scale": 1.0, "calibrate": None}
-    callback = MarginalLikelihoodCallback(prior=Prior(mean=pretrained), evidence=Learning(keep="last"), **words)
+    words: dict[str, Any] = {"burn_in_epochs": 10, "prior_precision": 1e4, "calibrate": None}
+    callback = MarginalLikelihoodCallback(
+        prior=Prior(mean=pretrained), evidence=Learning(keep="last", loss_scale=1.0), **words
+    )
     trainer(tmp_path, callback, max_epochs=10).fit(module, loader())
     far = [(p - pretrained[name]).abs().max() for name, p in module.named_parameters()]
     assert max(far) < 0.05

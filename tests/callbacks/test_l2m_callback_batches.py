@@ -206,14 +206,12 @@ def test_batches_that_turn_out_to_be_all_data_are_an_error_at_the_end(tmp_path: 
         fitted(tmp_path, l2m(n_data=N), data=DataLoader([(x, y)], batch_size=None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("scaling", ["paper", "paper_literal"])
 @pytest.mark.parametrize("data", [loader(batch_size=N), DataLoader(Stream(), batch_size=BATCH)], ids=["all", "stream"])
-def test_the_papers_form_does_not_ask_for_sizes(tmp_path: Path, scaling: str, data: Any) -> None:
-    callback = l2m(scaling=scaling)
+def test_the_papers_form_does_not_ask_for_sizes(tmp_path: Path, data: Any) -> None:
+    callback = l2m(scaling="paper")
     fitted(tmp_path, callback, data=data)
     hand = ByHand(adam()).train(list(data))
-    prior = 0.1 if scaling == "paper" else 10.0
-    torch.testing.assert_close(callback.posterior.precision.diagonal(), hand.v_hat + prior + 1e-8, rtol=1e-9, atol=0)
+    torch.testing.assert_close(callback.posterior.precision.diagonal(), hand.v_hat + 0.1 + 1e-8, rtol=1e-9, atol=0)
 
 
 def test_several_loaders_are_refused_before_training_but_not_by_the_papers_form(tmp_path: Path) -> None:

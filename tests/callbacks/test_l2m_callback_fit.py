@@ -468,7 +468,7 @@ def test_the_evidence_is_of_the_examples_that_training_draws_from(tmp_path: Path
 def test_a_number_of_examples_that_the_evidence_would_contradict_is_refused_before_training(tmp_path: Path) -> None:
     model = adam()
     before = model.net[0].weight.clone()
-    with pytest.raises(ValueError, match=r"n_data is 99, but tune='mackay' .* those are 37 examples: leave n_data="):
+    with pytest.raises(ValueError, match=r"n_data is 99, but tune='mackay' .* which are 37 examples: leave n_data="):
         fitted(tmp_path, l2m(tune="mackay", n_data=99), model)
     assert torch.equal(before.double(), model.net[0].weight)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Gaussian, GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior
+from lightning_bayes import BNN, Gaussian, GaussianPosterior, L2MCallback, LaplaceCallback, LaplacePosterior, Tuning
 from lightning_bayes.posterior import fit_l2m
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -292,9 +292,9 @@ def test_a_compiled_module(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, per_layer: false,
-        loss_scale: 1.0, n_data: 100, predictive: bnn, link: mc, samples: 7, name: mine, ood: false, plots: false,
-        seed: 3}"""
+    words = """{likelihood: classification, scaling: dataset, prior_precision: 2.5, tune: null, loss_scale: 1.0,
+        predictive: {class_path: lightning_bayes.BNN, init_args: {samples: 7}}, n_data: 100, name: mine, ood: false,
+        plots: false, seed: 3}"""
     cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words})
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
     expected = fit_l2m(
@@ -302,7 +302,7 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
         prior_precision=2.5,
     )  # fmt: skip
     same(callback.posterior, expected)
-    assert (callback.predictive, callback.link, callback.samples, callback.seed) == ("bnn", "mc", 7, 3)
+    assert (callback.predictive, callback.seed) == (BNN(samples=7), 3)
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"
 
     words = """{likelihood: {class_path: lightning_bayes.Gaussian, init_args: {noise_std: 0.3}}, scaling: paper,
@@ -310,7 +310,7 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
     cli = run_cli(tmp_path, Classifier, train_loader, {"L2MCallback": words}, run=False)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, L2MCallback)]
     assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], "marglik")
+    assert (callback.scaling, callback.prior_precision, callback.tune) == ("paper", [1.0, 2.0], Tuning("marglik"))
 
 
 def test_the_two_kinds_of_callback_have_keys_of_their_own() -> None:

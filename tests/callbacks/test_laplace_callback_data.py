@@ -269,7 +269,7 @@ def test_augmented_data_are_noticed_once_and_change_no_random_state(tmp_path: Pa
     sentences = [str(each.message) for each in caught if "random seed" in str(each.message)]
     assert len(sentences) == 1
     assert "differ each time they are read" in sentences[0]
-    assert "give data= the same examples without augmentation" in sentences[0]
+    assert "pass data= the same examples without augmentation" in sentences[0]
 
 
 class Plain(L.LightningDataModule):
@@ -305,7 +305,7 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 def test_of_endless_data_the_pass_takes_what_training_took_and_says_so(tmp_path: Path) -> None:
     model, callback = Classifier(), laplace(tune=None)
     fit = trainer(tmp_path, callback, max_steps=3, max_epochs=-1)
-    with pytest.warns(UserWarning, match="no length, .* the posterior is that of 3 batches, .* max_batches= sets"):
+    with pytest.warns(UserWarning, match="no length, .* the posterior uses 3 batches, .*max_batches=…. sets"):
         fit.fit(model, DataLoader(Endless(), batch_size=8))
     plain = DataLoader(Subset(labelled(37), range(24)), batch_size=8)
     same_posterior(callback.posterior, fit_laplace(model, plain), X)

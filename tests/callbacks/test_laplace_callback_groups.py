@@ -11,7 +11,7 @@ from lightning_bayes import GaussianPosterior, LaplacePosterior, Tuning
 
 
 def test_groups_reach_the_posterior_and_its_file(tmp_path: Path) -> None:
-    callback = by_evidence(prior_groups="normalised", save=str(tmp_path / "posterior.pt"))
+    callback = by_evidence(tune=Tuning("marglik", groups="normalised"), save=str(tmp_path / "posterior.pt"))
     model, _ = fitted(tmp_path, callback)
     prior = callback.posterior.prior_precision
     assert callback.posterior.subset.layers == ("net.0", "net.1", "net.4")
@@ -23,7 +23,7 @@ def test_groups_reach_the_posterior_and_its_file(tmp_path: Path) -> None:
 
 def test_the_iterated_evidence_goes_over_the_training_data(tmp_path: Path) -> None:
     """The same prior as `tune_prior` finds on them."""
-    callback = by_evidence(tune="linear", iterate=True, passes=6)
+    callback = by_evidence(tune=Tuning("linear", iterate=True, passes=6))
     plain = by_evidence(tune=None, name="plain")
     model, fit = fitted(tmp_path, callback)
     plain.fit_now(fit, model, train_loader())

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from callback_cases import draw, laplace, same_numbers, trainer
-from helpers.options import predictive_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, DemoModel, RandomDataset
 from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import GaussianPosterior, fit_laplace
+from lightning_bayes import GLM, GaussianPosterior, fit_laplace
 from lightning_bayes.network import CurvatureError
 from lightning_bayes.network.inputs import call
 
@@ -35,7 +34,7 @@ def go_through(folder: Path, make: Any, arguments: dict[str, Any], train: Any, t
 
     # The posterior is fit_laplace's, with the prior that was tuned.
     posterior, split = callback.posterior, getattr(model, "split_batch", lambda batch: batch)
-    words = {key: value for key, value in arguments.items() if key != "samples"}
+    words = {key: value for key, value in arguments.items() if key != "predictive"}
     expected = fit_laplace(model, map(split, train), **words, prior_precision=float(posterior.prior_precision))
     if arguments.get("likelihood") == "regression":
         expected = expected.with_noise(posterior.likelihood.noise_std)
@@ -51,9 +50,7 @@ def go_through(folder: Path, make: Any, arguments: dict[str, Any], train: Any, t
     from_file = GaussianPosterior.load(callback.posterior_path, twin)
     x = split(next(iter(test)))[0]
     generator = torch.Generator().manual_seed(callback.seed)
-    loaded = from_file.predict(
-        x, predictive_of(callback.predictive, link=callback.link, samples=callback.samples), generator=generator
-    )
+    loaded = from_file.predict(x, callback.predictive, generator=generator)
     torch.testing.assert_close(loaded.entropy, predictions[0].entropy, rtol=1e-4, atol=1e-5)
 
     # Beside the posterior's, the network's own score.
@@ -131,7 +128,7 @@ def tokens(n: int, seed: int) -> DataLoader[Any]:
 
 
 def test_lightnings_transformer(tmp_path: Path) -> None:
-    arguments = {"subset": "last_layer", "samples": 20}
+    arguments = {"subset": "last_layer", "predictive": GLM(samples=20)}
     callback, _ = go_through(tmp_path, Translator, arguments, tokens(12, 0), tokens(6, 1))
     assert callback.posterior.subset.names == ("model.decoder.weight", "model.decoder.bias")
 

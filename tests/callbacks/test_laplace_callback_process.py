@@ -24,9 +24,9 @@ def fitted(folder: Path, *callbacks: Any, **arguments: Any) -> tuple[Classifier,
     return model, fit
 
 
-@pytest.mark.parametrize("words", [{"tune": "grid"}, {}, {"gp_points": None, "gp_outputs": "independent"}], ids=str)
+@pytest.mark.parametrize("words", [{"tune": "grid"}, {}, {"predictive": GP(None, outputs="independent")}], ids=str)
 def test_scores_and_predictions_are_those_of_the_process(tmp_path: Path, words: dict[str, Any]) -> None:
-    callback = laplace(**{"gp_points": 9, "predictive": "gp", "tune": "auto", **words})
+    callback = laplace(**{"predictive": GP(points=9), "tune": "auto", **words})
     model, fit = fitted(tmp_path, callback)
     predictions = fit.predict(model, held_out())
     assert all(isinstance(prediction, Prediction) for prediction in predictions)
@@ -54,5 +54,7 @@ def test_a_checkpoint_holds_the_points(tmp_path: Path) -> None:
 
 def test_what_cannot_be_conditioned_on_is_an_error_before_training(tmp_path: Path) -> None:
     callback = laplace(predictive=GP(points=10_000))
-    with pytest.raises(PosteriorError, match=r"between 10000 points with 3 outputs is too large.*pass gp_points=6688"):
+    with pytest.raises(
+        PosteriorError, match=r"between 10000 points with 3 outputs is too large.*use GP\(points=6688\)"
+    ):
         fitted(tmp_path, callback)

@@ -392,10 +392,8 @@ trainer:
         curvature: fisher_mc
         prior_precision: {prior}
         tune: null
-        predictive: bnn
-        link: mc
-        samples: 7
-        temperature: 0.5
+        predictive: {{class_path: lightning_bayes.BNN, init_args: {{samples: 7}}}}
+        prior: {{temperature: 0.5}}
         name: mine
         ood: false
         seed: 3
@@ -434,9 +432,12 @@ CLI_NOTICE = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Jsonar
 def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     cli = build(tmp_path, run=True)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback)]
-    expected = fit_laplace(cli.model, train_loader(shuffle=False), structure="diag", subset="last_layer", curvature="fisher_mc", prior_precision=2.5, seed=3, prior=Prior(temperature=0.5))  # fmt: skip
+    expected = fit_laplace(
+        cli.model, train_loader(shuffle=False), structure="diag", subset="last_layer", curvature="fisher_mc",
+        prior_precision=2.5, prior=Prior(temperature=0.5), seed=3,
+    )  # fmt: skip
     same_posterior(callback.posterior, expected, X)
-    assert (callback.predictive, callback.link, callback.samples, callback.name) == ("bnn", "mc", 7, "mine")
+    assert (callback.predictive, callback.name) == (BNN(samples=7), "mine")
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"
 
 

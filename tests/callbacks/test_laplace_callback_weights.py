@@ -132,7 +132,7 @@ def test_the_same_weights_are_passed_once(
 def test_only_the_best_weights_if_asked(tmp_path: Path) -> None:
     callback, checkpoint = by_evidence(weights="best", tune=None), ModelCheckpoint(tmp_path / "kept", **FIRST)
     model, fit = fit_with(tmp_path, callback, checkpoint)
-    with pytest.raises(RuntimeError, match=r"fitted the best weights .* not those in memory: use ckpt_path='best'"):
+    with pytest.raises(RuntimeError, match=r"fitted the best weights .* others are in memory: use ckpt_path='best'"):
         _ = callback.posterior
     with pytest.warns(UserWarning, match="nothing is scored: LaplaceCallback 'laplace' has fitted the best weights"):
         fit.test(model, held_out(), verbose=False)

@@ -64,7 +64,7 @@ def test_the_best_weights_would_replace_those_of_others(which: int, verb: str, t
 
 def test_the_last_weights_are_those_of_the_average(tmp_path: Path) -> None:
     swag, callback = beside()[0], marginal(burn_in_epochs=1, evidence=Learning(keep="last"))
-    laplace = LaplaceCallback(subset=Subnetwork(5, by="swag"), progress=False, calibrate=None, tune=None)
+    laplace = LaplaceCallback(subset=Subnetwork(5, by="magnitude"), progress=False, calibrate=None, tune=None)
     model, fit = trained(tmp_path, Net(), laplace, callback, swag, max_epochs=4)
     same(callback.posterior.mean, flat(model))
     same(swag.posterior.mean, flat(model))
@@ -122,7 +122,7 @@ def test_evidences_of_other_weights_are_not_compared(every: int, tmp_path: Path,
     callback = marginal(every_n_epochs=every)
     with caplog.at_level(logging.INFO):
         model, _ = trained(tmp_path, All(), Thaw(), callback, max_epochs=3)
-    assert len([m for m in caplog.messages if "other weights are trained than before" in m]) == 1
+    assert len([m for m in caplog.messages if "other weights train now" in m]) == 1
     assert not torch.equal(model.net[0].weight, All().net[0].weight)
     same(callback.posterior.mean, flat(model))
     if every == 1:
@@ -185,9 +185,11 @@ def test_a_limit_on_shuffled_data_counts_for_neither(tmp_path: Path) -> None:
         assert callback.posterior.n_data == callback._gradient.n_data == EXAMPLES
 
 
-@pytest.mark.parametrize("words", [{"n_data": 1000}, {"data": loader(classes(5))}], ids=["n_data", "data"])
+@pytest.mark.parametrize(
+    "words", [{"evidence": Learning(n_data=1000)}, {"data": loader(classes(5))}], ids=["n_data", "data"]
+)
 def test_a_pass_over_another_number_of_examples_is_a_warning(words: Any, tmp_path: Path) -> None:
-    evidence, prior = (EXAMPLES, 1000) if "n_data" in words else (5, EXAMPLES)
+    evidence, prior = (EXAMPLES, 1000) if "evidence" in words else (5, EXAMPLES)
     with pytest.warns(UserWarning, match=rf"that of {evidence} examples, but .* as for {prior}:") as said:
         trained(tmp_path, Net(), marginal(**words))
     assert len([w for w in said if "the evidence is that of" in str(w.message)]) == 1
@@ -209,4 +211,4 @@ def test_a_strong_prior_is_the_losss_own_for_adam(tmp_path: Path) -> None:
 def test_a_subnetwork_is_refused_when_the_callback_is_made() -> None:
     for words in ({}, {"structure": "diag"}, {"structure": "full"}):
         with pytest.raises(ValueError, match="subset must name whole layers or parameters, to have a prior"):
-            marginal(subset=Subnetwork(5, by="swag"), **words)
+            marginal(subset=Subnetwork(5), **words)

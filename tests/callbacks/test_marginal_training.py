@@ -207,11 +207,13 @@ def test_the_best_evidences_weights_and_priors_are_those_of_the_posterior(keep: 
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(Net, {}), (regressor, {"mode": "mackay"}), (regressor, {"evidence": "linear"}), (Net, {"burn_in_epochs": 2})],
+    [(Net, {}), (regressor, {"method": "mackay"}), (regressor, {"method": "linear"}), (Net, {"burn_in_epochs": 2})],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(make: Any, words: Any, tmp_path: Path) -> None:
     """Bit for bit: weights, priors, noise, and what was best; from the end of an epoch, and from within validation."""
-    model, callback = make(), marginal(make(), evidence=Learning(steps=4), **words)
+    words = dict(words)
+    words["evidence"] = Learning(words.pop("method", "marglik"), steps=4)
+    model, callback = make(), marginal(make(), **words)
     spoiled = ModelCheckpoint(tmp_path / "ends", save_top_k=-1, filename="{epoch}")
     within = ModelCheckpoint(
         tmp_path / "within", save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=False, monitor="val_loss"
@@ -223,7 +225,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make: Any, words: Any, tmp_pa
         tmp_path / "ends" / "epoch=2.ckpt",
         tmp_path / "within" / "epoch=1.ckpt",
     ):
-        again = marginal(make(), evidence=Learning(steps=4), **words)
+        again = marginal(make(), **words)
         resumed, _ = trained(tmp_path, make(), Worse(), again, path=path, **options)
         assert torch.equal(flat(resumed), flat(whole)), path
         assert again._hyperparameters == callback._hyperparameters
@@ -379,12 +381,15 @@ class CLINet(Net):
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
     words = """{likelihood: classification, structure: diag, curvature: ggn, subset: [net.0], prior_precision: 2.5,
-        noise: false, every_n_epochs: 2, burn_in_epochs: 0, steps: 3, lr: 0.2, mode: gradient, evidence: linear,
-        keep: last, loss_scale: 1.0, n_data: 11, predictive: glm, link: probit, samples: 7, name: mine, seed: 3,
-        progress: false}"""
+        every_n_epochs: 2, burn_in_epochs: 0, name: mine, seed: 3, progress: false,
+        evidence: {method: linear, steps: 3, lr: 0.2, noise: false, keep: last, loss_scale: 1.0, n_data: 11},
+        predictive: {class_path: lightning_bayes.GLM, init_args: {link: probit, samples: 7}}}"""
     cli = run_cli(tmp_path, CLINet, loader, {"MarginalLikelihoodCallback": words}, epochs=2)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, MarginalLikelihoodCallback)]
-    expected = MarginalLikelihoodCallback(structure="diag", subset=["net.0"], prior_precision=2.5, every_n_epochs=2, evidence=Learning(method="linear", steps=3, lr=0.2, keep="last"), progress=False)  # fmt: skip
+    learning = Learning("linear", steps=3, lr=0.2, keep="last")
+    expected = MarginalLikelihoodCallback(
+        structure="diag", subset=["net.0"], prior_precision=2.5, every_n_epochs=2, evidence=learning, progress=False
+    )
     model = CLINet()
     trainer(tmp_path, expected, max_epochs=2).fit(model, loader())
     same(callback.posterior.mean, expected.posterior.mean)

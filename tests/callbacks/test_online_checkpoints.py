@@ -28,7 +28,7 @@ from online_cases import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_bayes import GaussianPosterior, OnlineLaplaceCallback
+from lightning_bayes import GaussianPosterior, Memory, OnlineLaplaceCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -97,7 +97,11 @@ def identical(one: Any, other: Any, callback: Any, expected: Any) -> None:
     assert torch.equal(callback.posterior.precision.diagonal(), expected.posterior.precision.diagonal())
 
 
-WORDS: list[Any] = [{}, {"samples": 2, "at": "sample"}, {"average": True, "max_std": 0.1, "seed": 4}]
+WORDS: list[Any] = [
+    {},
+    {"train_samples": 2, "memory": Memory(curvature_at="sample")},
+    {"memory": Memory(average=True), "max_std": 0.1, "seed": 4},
+]
 
 
 @pytest.mark.parametrize("words", WORDS, ids=["plain", "two samples", "others"])

@@ -58,7 +58,11 @@ def states() -> list[Any]:
 
 @pytest.mark.parametrize(
     "words",
-    [{"hessian": "exact"}, {"hessian": "approx", "at": "sample"}, {"hessian": "mixed", "subset": "last_layer"}],
+    [
+        {"hessian": "exact"},
+        {"hessian": "approx", "memory": Memory(curvature_at="sample")},
+        {"hessian": "mixed", "subset": "last_layer"},
+    ],
     ids=["exact", "approx", "last layer"],
 )
 @pytest.mark.parametrize("kind", [Classifier, Denoising])
@@ -228,7 +232,12 @@ def interrupts() -> Iterator[None]:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("words", "what"),
-    [({}, Stop), ({}, KeyboardInterrupt), ({"samples": 2}, Stop), ({"at": "sample"}, Stop)],
+    [
+        ({}, Stop),
+        ({}, KeyboardInterrupt),
+        ({"train_samples": 2}, Stop),
+        ({"memory": Memory(curvature_at="sample")}, Stop),
+    ],
     ids=["plain", "interrupt", "two samples", "at the sample"],
 )
 def test_an_exception_leaves_the_mean_and_the_users_own_step(
@@ -246,7 +255,7 @@ def test_an_exception_leaves_the_mean_and_the_users_own_step(
     same(posterior.mean, mean)
     model.where = "nowhere"
     run = trained(tmp_path, model, vectors(), online(n_data=EXAMPLES, **words))
-    theirs = {"samples": words.get("samples", 1), "at": words.get("at", "mean")}
+    theirs = {"samples": callback.train_samples, "at": callback.rule.memory.curvature_at}
     model.where = "nowhere"
     agree(run, ByHand(model, EXAMPLES, **theirs).run(vectors(), run.noises))
 
@@ -443,7 +452,7 @@ def test_recomputed_activations_are_those_of_the_sample(tmp_path: Path, reentran
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_several_samples_with_activation_checkpointing_are_refused(tmp_path: Path, reentrant: bool) -> None:
     callback = online(n_data=EXAMPLES, train_samples=2)
-    refused(tmp_path, Recomputing(reentrant), callback, "activation checkpointing recomputes.*use samples=1")
+    refused(tmp_path, Recomputing(reentrant), callback, "activation checkpointing recomputes.*use train_samples=1")
     x = draw(3, FEATURES, seed=1).requires_grad_()
     model = Recomputing(reentrant)
     model(x).sum().backward()  # checkpointing is as it was

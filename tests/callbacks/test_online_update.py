@@ -41,15 +41,15 @@ WORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another factor": ({"memory_factor": 1e-4}, {"α": 1e-4}),
     "nothing remembered": ({"memory_factor": 1.0}, {"α": 1.0}),
     "nothing forgotten": ({"memory_factor": 0.0}, {"α": 0.0}),
-    "a moving average": ({"average": True}, {"average": True}),
-    "scale": ({"scale": 0.1}, {"scale": 0.1}),
+    "a moving average": ({"memory": Memory(average=True)}, {"average": True}),
+    "scale": ({"memory": Memory(scale=0.1)}, {"scale": 0.1}),
     "prior": ({"prior_precision": 50.0}, {"δ": 50.0}),
-    "initial curvature": ({"initial_curvature": 11.0}, {"C0": 11.0}),
-    "by batch": ({"scaling": "batch"}, {"scaling": "batch"}),
+    "initial curvature": ({"memory": Memory(initial_curvature=11.0)}, {"C0": 11.0}),
+    "by batch": ({"memory": Memory(extrapolate=False)}, {"scaling": "batch"}),
     "a limit": ({"max_std": 0.05}, {"max_std": 0.05}),
-    "at the sample": ({"at": "sample"}, {"at": "sample"}),
-    "three samples": ({"samples": 3}, {"samples": 3}),
-    "at three samples": ({"samples": 3, "at": "sample"}, {"samples": 3, "at": "sample"}),
+    "at the sample": ({"memory": Memory(curvature_at="sample")}, {"at": "sample"}),
+    "three samples": ({"train_samples": 3}, {"samples": 3}),
+    "at three samples": ({"train_samples": 3, "memory": Memory(curvature_at="sample")}, {"samples": 3, "at": "sample"}),
 }
 
 
@@ -380,7 +380,7 @@ def test_a_sample_has_the_posteriors_variance() -> None:
     precision = torch.logspace(-2, 4, 1000, dtype=torch.float64)
     found = memory()
     found.C = (precision - 0.005) / 2
-    found.rule = MemoryRule(scale=2.0, prior_precision=0.005)
+    found.rule = MemoryRule(prior_precision=0.005, memory=Memory(scale=2.0))
     drawn = torch.stack([found.draw(n, 0, 0) for n in range(500)])
     scaled = drawn.square().mean(0) * precision
     assert abs(float(scaled.mean()) - 1) < 0.01

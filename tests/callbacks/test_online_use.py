@@ -350,25 +350,33 @@ def test_a_learning_rate_finder_comes_before_and_leaves_no_trace(tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) -> None:
-    words = """{likelihood: classification, memory_factor: 0.01, hessian: mixed, samples: 2, prior_precision: 2.5,
-        scale: 0.5, average: true, at: sample, same_sample: true, initial_curvature: 3.0, scaling: batch, max_std: 0.1,
-        threshold: 4, n_data: 100, subset: [net.0, net.4.bias], predictive: glm, link: probit, predictive_samples: 7,
-        network: null, name: mine, ood: false, plots: false, seed: 3}"""
+    words = """{likelihood: classification, memory_factor: 0.01, hessian: mixed, train_samples: 2, prior_precision: 2.5,
+        memory: {scale: 0.5, average: true, curvature_at: sample, initial_curvature: 3.0, extrapolate: false,
+        threshold: 4}, same_sample: true, max_std: 0.1, n_data: 100, subset: [net.0, net.4.bias], network: null,
+        predictive: {class_path: lightning_bayes.GLM, init_args: {link: probit, samples: 7}}, name: mine, ood: false,
+        plots: false, seed: 3}"""
     cli = run_cli(tmp_path, Classifier, lambda: train_loader(shuffle=False), {"OnlineLaplaceCallback": words})
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
 
     L.seed_everything(0, verbose=False)
-    same_words = OnlineLaplaceCallback("classification", memory_factor=0.01, hessian="mixed", prior_precision=2.5, same_sample=True, max_std=0.1, n_data=100, subset=["net.0", "net.4.bias"], predictive=GLM(samples=7, link="probit"), name="mine", seed=3, train_samples=2, memory=Memory(average=True, scale=0.5, initial_curvature=3.0, threshold=4, curvature_at="sample", extrapolate=False))  # fmt: skip
+    memory = Memory(
+        average=True, scale=0.5, initial_curvature=3.0, threshold=4, curvature_at="sample", extrapolate=False
+    )
+    same_words = OnlineLaplaceCallback(
+        "classification", memory_factor=0.01, hessian="mixed", prior_precision=2.5, same_sample=True, max_std=0.1,
+        n_data=100, subset=["net.0", "net.4.bias"], predictive=GLM(link="probit", samples=7), name="mine", seed=3,
+        train_samples=2, memory=memory,
+    )  # fmt: skip
     model = Classifier()
     trainer(tmp_path, same_words, max_epochs=1).fit(model, train_loader(shuffle=False))
     assert torch.equal(callback.posterior.mean, same_words.posterior.mean)
     assert torch.equal(callback.posterior.precision.diagonal(), same_words.posterior.precision.diagonal())
     assert callback.posterior.n_data == 100
-    assert (callback.predictive, callback.link, callback.samples) == ("glm", "probit", 7)
+    assert (callback.predictive, callback.rule.memory) == (GLM(link="probit", samples=7), memory)
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"
 
     words = "{likelihood: {class_path: lightning_bayes.Gaussian}}"
     cli = run_cli(tmp_path, Classifier, train_loader, {"OnlineLaplaceCallback": words}, run=False)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, OnlineLaplaceCallback)]
     assert isinstance(callback.likelihood, Gaussian)
-    assert (callback.rule.memory_factor, callback.hessian, callback.at) == (1e-4, "auto", "mean")
+    assert (callback.rule.memory_factor, callback.hessian, callback.rule.memory) == (1e-4, "auto", Memory())

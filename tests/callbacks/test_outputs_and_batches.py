@@ -112,7 +112,7 @@ def examples(n: int, seed: int, as_dict: bool) -> list[Any]:
 
 
 def run(folder: Path, method: str, form: str, as_dict: bool) -> tuple[dict[str, float], Any, GaussianPosterior]:
-    words: dict[str, Any] = {"output": 1} if form == "tuple" else {}
+    words: dict[str, Any] = {"network": Network(output=1)} if form == "tuple" else {}
     if method in MIXINS:
         module, callbacks = MIXINS[method](form, variational=words), []
     else:
@@ -210,9 +210,12 @@ def test_a_network_may_take_the_dict_as_it_is() -> None:
     ("words", "message"),
     [
         ({}, "must return one tensor, but it returned tuple.*output="),
-        ({"output": "scores"}, "^output='scores' names no tensor in what the network returned, a tuple"),
-        ({"output": 1, "class_dim": 3}, "^class_dim=3 is no dimension of outputs of shape"),
-        ({"output": 1, "class_dim": 1}, "or name the classes' dimension with class_dim="),
+        (
+            {"network": Network(output="scores")},
+            "^output='scores' names no tensor in what the network returned",
+        ),
+        ({"network": Network(output=1, class_dim=3)}, "^class_dim=3 is no dimension of outputs of shape"),
+        ({"network": Network(output=1, class_dim=1)}, "or name the classes' dimension with class_dim="),
     ],
 )
 def test_a_wrong_output_is_an_error_before_training(words: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_bayes import LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
+from lightning_bayes import BNN, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments
 
@@ -308,23 +308,22 @@ def test_other_posteriors_are_those_of_the_averaged_weights(first: bool, tmp_pat
 @pytest.mark.parametrize(
     "subset",
     [
-        "{class_path: lightning_bayes.Subnetwork, init_args: {n: 6, by: swag}}",
-        "{n: 6, by: swag, seed: 3}",
+        "{class_path: lightning_bayes.Subnetwork, init_args: {n: 6, by: magnitude}}",
+        "{n: 6, by: magnitude, seed: 3}",
     ],
 )
 def test_lightning_cli_builds_both_from_yaml(subset: str, tmp_path: Path) -> None:
     words = {
         "LaplaceCallback": f"{{subset: {subset}, progress: false}}",
-        "SWAGCallback": "{start: 1, every_n_epochs: 1, samples: 7}",
+        "SWAGCallback": "{start: 1, predictive: {class_path: lightning_bayes.BNN, init_args: {samples: 7}}}",
     }
     cli = run_cli(tmp_path, Classifier, train_loader, words, epochs=4)
     swag, laplace = (
         next(each for each in cli.trainer.callbacks if isinstance(each, kind))
         for kind in (SWAGCallback, LaplaceCallback)
     )
-    assert (swag.start, swag.samples) == (1, 7)
+    assert (swag.start, swag.predictive) == (1, BNN(samples=7))
     assert laplace.posterior.subset.size == 6
-    variances = 1 / swag.posterior.precision.diagonal()
-    threshold = variances.sort(descending=True).values[5]
-    chosen = torch.cat([p.detach().flatten() for p in cli.model.parameters()])[variances >= threshold]
-    assert torch.equal(laplace.posterior.mean, chosen)
+    weights = torch.cat([p.detach().flatten() for p in cli.model.parameters()])  # the average
+    threshold = weights.abs().sort(descending=True).values[5]
+    assert torch.equal(laplace.posterior.mean, weights[weights.abs() >= threshold])

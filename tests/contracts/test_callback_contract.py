@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers.options import predictive_of
 from helpers.tensors import TIGHT, real, seeded
 from helpers.training import FEATURES, OUTPUTS, TASKS, LitNet, dataset, loader, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -185,8 +184,7 @@ def test_the_same_keys_are_logged(fitted: Any) -> None:
 def test_the_numbers_are_those_of_the_posterior_and_of_the_network(fitted: Any) -> None:
     run, logged, _ = fitted
     callback = run.callback
-    words = {"link": callback.link, "samples": callback.samples, "seed": callback.seed}
-    expected = evaluate(run.posterior, held_out(run.module.task), predictive=callback.predictive, **words)
+    expected = evaluate(run.posterior, held_out(run.module.task), predictive=callback.predictive, seed=callback.seed)
     for score, value in expected.items():
         assert logged[f"test_{score}_{callback.name}"] == pytest.approx(value, rel=1e-6)
     x, y = dataset(run.module.task, TESTED, seed=3).tensors
@@ -205,11 +203,7 @@ def test_predict_returns_a_prediction_for_each_batch(fitted: Any) -> None:
         mean = prediction.mean if run.module.task == "regression" else prediction.probs
         assert mean.shape == (len(x), OUTPUTS)
         assert mean.dtype == torch.float64
-        expected = run.posterior.predict(
-            x,
-            predictive_of(callback.predictive, link=callback.link, samples=callback.samples),
-            generator=seeded(callback.seed),
-        )
+        expected = run.posterior.predict(x, callback.predictive, generator=seeded(callback.seed))
         same_predictions([prediction], [expected])
 
 

@@ -280,7 +280,7 @@ def reloaded(posterior: Any, how: str, folder: Path) -> Any:
         member.save(path)
         assert path.is_dir() if member.is_sharded else isinstance(torch.load(path, weights_only=True), dict)
     if isinstance(posterior, DeepEnsemble):
-        return DeepEnsemble.load(paths, networks, member_weights=posterior.weights)
+        return DeepEnsemble.load(paths, networks, member_weights=posterior.member_weights)
     return GaussianPosterior.load(paths[0], networks[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.callbacks.sharded_fit import FirstStep
+from lightning_bayes.callbacks.sharded_fit import LastLayerProbe
 from lightning_bayes.network import NetworkError
 
 X = torch.randn(3, 4)
@@ -27,25 +27,25 @@ def hooks(net: nn.Module) -> list[Any]:
 
 def test_a_step_may_run_the_network_more_than_once() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))
-    step = FirstStep(net)
+    probe = LastLayerProbe(net)
     net(X)
     net(2 * X)
-    step.end()
+    probe.end()
     assert not hooks(net)
 
 
 def test_a_step_that_runs_no_network_shows_nothing() -> None:
     net = nn.Sequential(nn.Linear(4, 2))
-    step = FirstStep(net)
+    probe = LastLayerProbe(net)
     net[0](X)
-    step.end()
+    probe.end()
     assert not hooks(net)
 
 
 def test_outputs_that_are_changed_after_the_last_layer_are_refused() -> None:
     net = Scaled()
-    step = FirstStep(net)
+    probe = LastLayerProbe(net)
     net(X)
     with pytest.raises(NetworkError, match="not those of its last layer body"):
-        step.end()
+        probe.end()
     assert not hooks(net)
