@@ -48,13 +48,9 @@ class Layer(ABC):
     def inputs(self, axis: Rows) -> Tensor:
         """# [G, B, T, I]"""
 
-    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
-        """# [G, b, T, I]"""
-        return self.inputs(axis)[:, examples]
-
     def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
         """The inputs in strips of positions, if all at once would need much memory.  # [G, b, t, I]"""
-        yield self.inputs_of(examples, axis)
+        yield self.inputs(axis)[:, examples]
 
     def inputs_at(self, columns: Tensor, axis: Rows) -> Tensor:
         """Selected features.  # [G, B, T, columns]"""
@@ -158,14 +154,9 @@ class Patched(Layer):
     def inputs(self, axis: Rows) -> Tensor:
         return _grouped_inputs(self.patches().of(self.x), self.groups, axis)
 
-    def inputs_of(self, examples: slice, axis: Rows) -> Tensor:
-        if axis == PLAIN:
-            return replace(self, x=self.x[examples]).inputs(axis)
-        return super().inputs_of(examples, axis)
-
     def strips(self, examples: slice, axis: Rows) -> Iterator[Tensor]:
         if axis != PLAIN:
-            yield self.inputs_of(examples, axis)
+            yield from super().strips(examples, axis)
             return
         for strip in self.patches().strips(self.x[examples], STRIP):
             yield _grouped_inputs(strip, self.groups, axis)
@@ -357,29 +348,20 @@ Rows = BatchAxis | RowIndex
 PLAIN = BatchAxis(0)  # one row for each example
 
 
-def products(a: Tensor | None, g: Tensor, bias: bool) -> list[Tensor]:
-    """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, `Σ_t g` of the bias `[G, B, K, O, 1]`."""
-    K, G, B, T, O = g.shape
-    parts = []
-    if a is not None:
-        rows = g.permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
-        parts.append((rows @ a).reshape(G, B, K, O, -1))
-    if bias:
-        parts.append(g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1))
-    return parts
-
-
 def strip_products(strips: Iterable[Tensor] | None, g: Tensor, bias: bool) -> list[Tensor]:
-    """`products` for inputs in strips of positions."""
-    if strips is None:
-        return products(None, g, bias)
-    total: list[Tensor] = []
+    """Per-example gradients: `Σ_t g aᵀ` of the weight `[G, B, K, O, I]`, for inputs in strips of positions, and `Σ_t g`
+    of the bias `[G, B, K, O, 1]`."""
+    K, G, B, _, O = g.shape
+    total: Tensor | None = None
     start = 0
-    for a in strips:
-        parts = products(a.to(g.dtype), g[:, :, :, start : start + a.shape[2]], bias)
-        total = [t.add_(part) for t, part in zip(total, parts, strict=True)] if start else parts
-        start += a.shape[2]
-    return total
+    for a in strips or ():
+        T = a.shape[2]
+        rows = g[:, :, :, start : start + T].permute(1, 2, 0, 4, 3).reshape(G, B, K * O, T)
+        product = (rows @ a.to(g.dtype)).reshape(G, B, K, O, -1)
+        total = product if total is None else total.add_(product)
+        start += T
+    of_bias = [g.sum(3).permute(1, 2, 0, 3).unsqueeze(-1)] if bias else []
+    return of_bias if total is None else [total, *of_bias]
 
 
 def _grouped_inputs(a: Tensor, groups: int, axis: Rows) -> Tensor:

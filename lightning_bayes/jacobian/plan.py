@@ -42,11 +42,11 @@ class LayerUse(Role):
     kronecker: bool  # whether the block is approximated by a Kronecker product
     layout: Layout  # of [W b] in the concatenation of the subset's parameters
 
-    def inputs(self, calls: list[Call], examples: slice = slice(None)) -> Tensor | None:
+    def inputs(self, calls: list[Call]) -> Tensor | None:
         """# [G, B, T, I], or None if only the bias is in the subset"""
         if self.weight is None:
             return None
-        return _joined([call.layer.inputs_of(examples, call.rows) for call in calls], dim=2)
+        return _joined([call.layer.inputs(call.rows) for call in calls], dim=2)
 
     def inputs_times(self, calls: list[Call], Q: Tensor) -> Tensor | None:
         """`[a 1] Q`, where the last row of `Q` belongs to the bias; None if only the bias is in the subset.
@@ -261,7 +261,7 @@ def _used_elsewhere(nodes: Counter[Node], calls: Iterable[Call], parameters: dic
 
 
 def _without(layers: list[LayerUse], wrong: set[str], parameters: dict[str, nn.Parameter]) -> list[LayerUse]:
-    """The layers without wrong parameters, and without parameters of which they would cover only some rows."""
+    """The layers without wrong parameters, and without parameters that they would cover only in part."""
     while True:
         layers = [layer for layer in layers if not any(rows.name in wrong for rows in layer.parameters)]
         covered: Counter[str] = Counter()

@@ -24,10 +24,7 @@ from lightning_bayes.network import private
 from lightning_bayes.network.processes import local, reshard
 from lightning_bayes.network.subset import copies
 
-
-def unwrap(network: nn.Module) -> nn.Module:
-    """The module behind `torch.compile`."""
-    return private.uncompiled(network)
+unwrap = private.uncompiled  # the module behind `torch.compile`
 
 
 @contextmanager

@@ -40,7 +40,7 @@ SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`
 
 
 class Container(ABC):
-    """An input of `size` examples, of which any selection can be taken. Subclasses are registered."""
+    """An input of `size` examples that can be taken in any selection. Subclasses are registered."""
 
     def __init_subclass__(cls) -> None:
         CONTAINERS.insert(0, cls)

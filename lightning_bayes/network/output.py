@@ -26,7 +26,7 @@ class Output:
         key: The entry, attribute or index of `f`; None for a tensor, or for the entry `logits`.
         class_dim: The dimension that holds the classes; None means dimension 1.
         together: Whether examples are rows of the output only, like the nodes of a graph, so an input cannot be split.
-        squeeze: Whether a single output has a dimension of its own, `[B, 1]`, which its target lacks.
+        squeeze: Whether a single output has an extra dimension, `[B, 1]`, that its target lacks.
         listed: Whether an input is a list with one entry per example.
         error: The exception class for invalid arguments.
     """
@@ -155,7 +155,7 @@ class _OutputView(nn.Module):
 
 
 def _entry(returned: Any, key: str | int) -> Any:
-    """The value for a key, index or attribute, or None if there is none."""
+    """The value for a key, index or attribute, or None if it does not exist."""
     if isinstance(returned, Mapping) and key in returned:
         return returned[key]
     if isinstance(key, str):

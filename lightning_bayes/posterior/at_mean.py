@@ -1,7 +1,7 @@
 """Outputs of a posterior's network at the mean, and of the network linearised there.
 
 For a shift `v` of the weights the linearised network is `f(x) + J(x) v` (GLM paper, eq. (10)). It is computed without
-forming the Jacobian (see `jacobian.linearised`).
+forming the Jacobian (see `jacobian.products`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Functions drawn from a posterior.
 
 Those of the linearised network (GLM paper, eq. (10)) are `f(x) + J(x) d` with a direction `d` of its weights, without
-the Jacobian (see `linearised`).
+the Jacobian (see `jacobian.products`).
 
 A function drawn from a posterior: one weight sample `θ_s ~ q(θ)`, and the network there for any `x`.
 

@@ -57,7 +57,7 @@ laplace("prior_mean", {"0.weight": torch.ones(4, 3).long()}, "must hold real num
 positives(laplace, "temperature")
 counts(laplace, "samples")
 laplace("samples", 0, COUNT, curvature="fisher_mc")
-flags(laplace, "progress", "updatable")
+flags(laplace, "progress", "updatable", "dry_run")
 for _bad in (-1, 2.5, "ten", True):
     laplace("first_example", _bad, "no argument 'first_example'", error=TypeError)
 laplace("seed", -1, "must be a whole number of at least 0, got -1")
@@ -115,7 +115,7 @@ curvature("subset", "last-layer", "unknown subset 'last-layer'")
 counts(curvature, "samples", "rank")
 curvature("rank", 3, "belongs to structure='lowrank' or 'kron', got structure='diag'", structure="diag")
 curvature("seed", -1, "must be a whole number of at least 0")
-flags(curvature, "progress", "updatable")
+flags(curvature, "progress", "updatable", "dry_run")
 for _bad in (-1, 2.5, "ten", True):
     curvature("first_example", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")

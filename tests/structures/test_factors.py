@@ -247,12 +247,6 @@ def test_truncated_products_are_those_of_their_factors() -> None:
     assert M.sizes == "2 of 3×2 ⊗ 5×2"
 
 
-def test_states_of_older_versions_have_whole_factors() -> None:
-    M = kronecker(2)
-    state = {**M.to_state(), "left": M.to_state()["left"][:3], "right": M.to_state()["right"][:3]}
-    torch.testing.assert_close(Kronecker.from_state(state).to_dense(), M.to_dense(), rtol=0, atol=0)
-
-
 def test_variances_of_directions_that_the_data_determine_are_right_in_float32() -> None:
     """The remainder's variance is 10⁸ times theirs: no difference of the two is taken."""
     X = 1e4 * random(1, 6, 40, seed=77).float()
