@@ -157,7 +157,7 @@ def read_by_targets(network: nn.Module, x: Any, y: Tensor, likelihood: Likelihoo
         if likelihood.chooses_one_class and output.is_ambiguous(returned, y):
             logger.warning(
                 "outputs for targets of shape %s have as many positions as classes: classes are taken to be in "
-                "dimension 1; if they are in the last dimension, set class_dim=-1",
+                "dimension 1; if they are in the last dimension, set class_dim=-1 of Network",
                 list(y.shape),
             )
     return wrap_output(network, output)

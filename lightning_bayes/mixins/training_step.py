@@ -270,8 +270,8 @@ class StepChecks:
         if names:
             raise StepError(
                 f"the loss of training_step depends on {format_names(names)} beside the network's outputs, but a "
-                "variational step trains through the outputs alone: move everything that maps x to f into the module that "
-                f"variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
+                "variational step trains through the outputs alone: move everything that maps x to f into the module "
+                f"that variational={{'network': …}} names, and penalties into weight decay{_or_vl_loss(self._module)}"
             )
         fit = compare_gradients(self._likelihood, loss, [returned], y, 1.0, read)
         if fit is None:

@@ -182,7 +182,8 @@ def as_precision(prior_precision: float | Tensor | Sequence[float], subset: Subs
     if precision.shape not in ((), (len(subset.layers),), (subset.size,)):
         raise PriorError(
             f"a prior precision of shape {tuple(precision.shape)} is neither a number, one for each of the "
-            f"{len(subset.layers)} layers ({format_names(subset.layers, 4)}), nor one for each of the {subset.size} parameters"
+            f"{len(subset.layers)} layers ({format_names(subset.layers, 4)}), nor one for each of the {subset.size} "
+            "parameters"
         )
     return precision
 

@@ -433,9 +433,15 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
     cli = build(tmp_path, run=True)
     (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, LaplaceCallback)]
     expected = fit_laplace(
-        cli.model, train_loader(shuffle=False), structure="diag", subset="last_layer", curvature="fisher_mc",
-        prior_precision=2.5, prior=Prior(temperature=0.5), seed=3,
-    )  # fmt: skip
+        cli.model,
+        train_loader(shuffle=False),
+        structure="diag",
+        subset="last_layer",
+        curvature="fisher_mc",
+        prior_precision=2.5,
+        prior=Prior(temperature=0.5),
+        seed=3,
+    )
     same_posterior(callback.posterior, expected, X)
     assert (callback.predictive, callback.name) == (BNN(samples=7), "mine")
     assert callback.posterior_path == tmp_path / "mine_posterior.pt"

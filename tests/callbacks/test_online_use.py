@@ -363,10 +363,20 @@ def test_lightning_cli_builds_and_runs_the_callback_from_yaml(tmp_path: Path) ->
         average=True, scale=0.5, initial_curvature=3.0, threshold=4, curvature_at="sample", extrapolate=False
     )
     same_words = OnlineLaplaceCallback(
-        "classification", memory_factor=0.01, hessian="mixed", prior_precision=2.5, same_sample=True, max_std=0.1,
-        n_data=100, subset=["net.0", "net.4.bias"], predictive=GLM(link="probit", samples=7), name="mine", seed=3,
-        train_samples=2, memory=memory,
-    )  # fmt: skip
+        "classification",
+        memory_factor=0.01,
+        hessian="mixed",
+        prior_precision=2.5,
+        same_sample=True,
+        max_std=0.1,
+        n_data=100,
+        subset=["net.0", "net.4.bias"],
+        predictive=GLM(link="probit", samples=7),
+        name="mine",
+        seed=3,
+        train_samples=2,
+        memory=memory,
+    )
     model = Classifier()
     trainer(tmp_path, same_words, max_epochs=1).fit(model, train_loader(shuffle=False))
     assert torch.equal(callback.posterior.mean, same_words.posterior.mean)

@@ -128,7 +128,7 @@ class BatchDiagonal:
 
 
 class DiagonalSum(BatchSum):
-    """The sum of fast diagonals over all batches: `fit_curvature(..., hessian="approx")`."""
+    """The sum of fast diagonals over all batches: `fit_curvature(..., structure=Diag(method="approx"))`."""
 
     def __init__(self, network: nn.Module, subset: Subset, likelihood: Likelihood, hessian: str) -> None:
         super().__init__(network, subset, likelihood, Fisher())
