@@ -46,6 +46,7 @@ from lightning_bayes.options.predictive import GP
 from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
+from lightning_bayes.posterior.fit import fit_posterior
 from lightning_bayes.posterior.options import LaplaceOptions
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.trainer.checkpoints import (
@@ -320,7 +321,9 @@ class LaplaceCallback(PosteriorCallback):
             check_memory("full", 2 * weights.size, weights.size, first)
         if weights.size > DRY_RUN_LIMITS.get(self.structure.kind, math.inf):
             arguments["structure"] = "diag"  # the same gradients, without the matrices
-        trial_run = fit_laplace(network, [(x, y)], **arguments, dry_run=True)
+        likelihood, seed = arguments.pop("likelihood"), arguments.pop("seed")
+        options = LaplaceOptions.of(**arguments, prior=None)
+        trial_run = fit_posterior(network, [(x, y)], likelihood, options, seed=seed, dry_run=True)
         if isinstance(self.structure, LowRank):  # its memory depends on the number of outputs
             n = n_vectors(weights.size, self.structure.rank, trial_run.curvature.n_outputs // trial_run.n_data)
             check_memory("lowrank", n, weights.size, first)

@@ -50,7 +50,6 @@ def fit_laplace(
     probe: Any = None,
     seed: int = 0,
     progress: bool = False,
-    dry_run: bool = False,
 ) -> LaplacePosterior:
     """A Laplace posterior around the weights of a trained network: one pass over `loader`, or as many as the structure
     takes.
@@ -75,14 +74,29 @@ def fit_laplace(
         probe: an input to trace the network on, for a process whose share of the data may be empty.
         seed: of everything that is drawn.
         progress: show a progress bar.
-        dry_run: check the fit without its expensive parts; see `fit_curvature`.
     """
     options = LaplaceOptions.of(structure, subset, curvature, prior_precision, prior, gp)
+    return fit_posterior(network, loader, likelihood, options, output, processes, probe, seed, progress)
+
+
+def fit_posterior(
+    network: nn.Module,
+    loader: Iterable[Any],
+    likelihood: str | Likelihood,
+    options: LaplaceOptions,
+    output: str | int | Network | None = None,
+    processes: Processes | None = None,
+    probe: Any = None,
+    seed: int = 0,
+    progress: bool = False,
+    dry_run: bool = False,
+) -> LaplacePosterior:
+    """`fit_laplace` with its options read. A `dry_run` leaves out the expensive parts (see `fit_curvature`)."""
     read = output_option(output)
     network = read_as(unwrap(network), read.output, read.class_dim)
     points = None if options.gp is None else PointSelection(options.gp, network, seed, processes)
     fit = partial(
-        fit_curvature, network, likelihood=likelihood, curvature=curvature, output=output, processes=processes,
+        fit_curvature, network, likelihood=likelihood, curvature=options.curvature, output=output, processes=processes,
         probe=probe, seed=seed, progress=progress, dry_run=dry_run,
     )  # fmt: skip
     temperature, weights, δ = options.prior.temperature, options.subset, options.prior_precision

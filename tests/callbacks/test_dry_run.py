@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bayes import (
     Bernoulli,
-    Full,
     Gaussian,
     HeteroscedasticGaussian,
     L2MCallback,
@@ -221,13 +220,13 @@ def _noting(add: Any, shapes: list[torch.Size]) -> Any:
 def test_a_wide_full_matrix_is_not_built_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many weights, the dry run looks at the same gradients only."""
     fitted: list[Any] = []
-    words = "lightning_bayes.callbacks.laplace.fit_laplace"
-    monkeypatch.setattr(words, lambda *_, structure, **__: fitted.append(structure))
+    called = "lightning_bayes.callbacks.laplace.fit_posterior"
+    monkeypatch.setattr(called, lambda network, loader, likelihood, options, **_: fitted.append(options.structure.kind))
     callback = laplace(structure="full", curvature="fisher_mc")
     for width in (200, 5):
         network = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, CLASSES))
         callback.try_fit(network, draw(2, FEATURES, seed=0), torch.tensor([0, 1]))
-    assert fitted == ["diag", Full()]
+    assert fitted == ["diag", "full"]
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
