@@ -91,12 +91,12 @@ def measure(work: str, batch_size: int, side: int) -> Result:
         return side_by_side(lambda: lambda: fit(FITS[work]), plain_pass, 0)
     state = warm.state_dict()  # a posterior of this size, for any data
     posterior = type(warm).from_state_dict(small, state)
-    options: dict[str, Any] = {"samples": SAMPLES if batch_size == 1 else SAMPLES // 4}
+    glm = GLM(samples=SAMPLES if batch_size == 1 else SAMPLES // 4)
     uses: dict[str, Callable[[], Any]] = {
-        "predict": lambda: posterior.predict(x, **options),
-        "evaluate": lambda: evaluate(posterior, [(x, y)], **options),
-        "calibrate": lambda: posterior.calibrate([(x, y)], **options),
-        "tune": lambda: posterior.tune_prior("auto", [(x, y)], **options),
+        "predict": lambda: posterior.predict(x, glm),
+        "evaluate": lambda: evaluate(posterior, [(x, y)], predictive=glm),
+        "calibrate": lambda: posterior.calibrate([(x, y)], glm),
+        "tune": lambda: posterior.tune_prior("auto", [(x, y)], predictive=glm),
     }
     return side_by_side(lambda: uses[work], plain_pass, 0)
 

@@ -28,7 +28,7 @@ NAMES = {  # rows and their labels, by page
         "curvature/CNN/KFAC Monte Carlo": "– Kronecker, Monte-Carlo Fisher",
         "curvature/CNN/exact diagonal": "– exact diagonal",
         "resnet18/exact factors": "fit of timm's ResNet-18 to 64 images of 64×64: Kronecker",
-        "resnet18/low rank": '– `rank="auto"`',
+        "resnet18/low rank": '– `Kron(rank="auto")`',
         "first_draw/3,356 weights": "first draw from a full posterior of 3,356 weights",
     },
     "networks": {

@@ -49,7 +49,7 @@ def measure(fit: str, quick: bool) -> Result:
 
     def work(network: nn.Module, examples: int) -> torch.Tensor:
         subset = {"subset": "last_layer"} if quick else {}
-        fitted = fit_curvature(network, CASE.data(examples), "classification", "kron", **subset, **FITS[fit])
+        fitted = fit_curvature(network, CASE.data(examples), "classification", **subset, **FITS[fit])
         return fitted.structure.add_prior(1.0).logdet()
 
     network, part = CASE.fresh(), 8 if quick else PART

@@ -12,7 +12,7 @@ import yaml
 from helpers.processes import environment
 from helpers.programs import run_program
 
-from lightning_bayes import Gaussian, L2MCallback, LaplaceCallback, Subnetwork
+from lightning_bayes import Diag, Gaussian, Kron, L2MCallback, LaplaceCallback, Subnetwork
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -55,10 +55,10 @@ def own(cli: Any) -> list[Any]:
 @CLI_NOTICE
 def test_the_words_of_the_command_line(command_line: Any, tmp_path: Path) -> None:
     (plain,) = own(command_line())
-    assert (type(plain), plain.structure) == (LaplaceCallback, "kron")
+    assert (type(plain), plain.structure) == (LaplaceCallback, Kron())
     typed = [line.split("#")[0].split()[4:] for line in block("bash", "laplace.yaml").splitlines()]
     (other,) = own(command_line(*next(line for line in typed if "structure" in str(line))[1:]))
-    assert other.structure == "diag"
+    assert other.structure == Diag()
     both = own(command_line(*next(line for line in typed if "L2MCallback" in str(line))[1:]))
     assert [type(each) for each in both] == [LaplaceCallback, L2MCallback]
     (tmp_path / "objects.yaml").write_text(block("yaml", "lightning_bayes.Gaussian"))
@@ -66,6 +66,7 @@ def test_the_words_of_the_command_line(command_line: Any, tmp_path: Path) -> Non
     assert isinstance(objects.likelihood, Gaussian)
     assert objects.likelihood.noise_std == 0.2
     assert objects.subset == Subnetwork(200, by="magnitude")
+    assert (objects.tune.method, objects.tune.noise) == ("marglik", False)
 
 
 @CLI_NOTICE

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_bayes import GLM, LaplacePosterior, fit_laplace
-from lightning_bayes.posterior.options import FitOptions
+from lightning_bayes import GLM, Kron, LaplacePosterior, Network, Prior, Tuning, fit_laplace
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -92,7 +91,7 @@ def test_networks_page_reads_a_tagger() -> None:
     assert {"nll_map", "nll_laplace", "acc_laplace"} <= set(names["numbers"])
     assert names["callback"].posterior.n_data == 24
     assert names["posterior"].predict({"input_ids": batch["input_ids"]}).probs.shape == (6, 3, 5)
-    assert names["tagger"].output == "logits"
+    assert names["tagger"].network == Network(output="logits", class_dim=-1)
     assert names["of_images"].predict(names["images"], GLM(samples=3)).probs.shape == (40, 300)
 
 
@@ -484,10 +483,9 @@ def test_the_right_column_of_laplace_torch_names_what_exists() -> None:
     """Words of the table are arguments of the calls that they belong to."""
     page = (DOCS / "from_laplace_torch.md").read_text(encoding="utf-8")
     right = " ".join(line.split("|")[2] for line in page.splitlines() if line.startswith("| `"))
-    known = (
-        set(inspect.signature(fit_laplace).parameters) | set(FitOptions.__annotations__) | {"noise_std", "per_layer"}
-    )
-    known |= set(inspect.signature(LaplacePosterior.predict).parameters) | {"joint", "n", "likelihood"}
+    calls = (fit_laplace, LaplacePosterior.predict, GLM, Kron, Prior, Tuning)
+    known = {word for call in calls for word in inspect.signature(call).parameters}
+    known |= {"noise_std", "joint", "n"}
     assert set(re.findall(r"(\w+)=", right)) <= known
     for method in re.findall(r"posterior\.(\w+)\(", right):
         assert hasattr(LaplacePosterior, method)

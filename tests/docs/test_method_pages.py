@@ -47,4 +47,4 @@ def test_pictures() -> None:
             assert len(alt) > 30, f"{page.name}: {target} says too little of what it shows"
             assert path.stat().st_size <= 150_000, f"{target} is larger than 150 KB"
             shown.add(path.name)
-    assert {path.name for path in (DOCS / "images").glob("*.png")} == shown
+    assert {path.name for path in (DOCS / "images").glob("*.*")} == shown
