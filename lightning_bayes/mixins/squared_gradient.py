@@ -56,8 +56,8 @@ def hessian_term(nll: Tensor, weights: Sequence[Tensor], log_σ: Sequence[Tensor
     """
     if sum(w.numel() for w in weights) > LARGEST_HESSIAN:
         raise ValueError(
-            f"curvature='hessian' takes a backward pass for each weight, and is for at most {LARGEST_HESSIAN} weights: "
-            "use curvature='fisher'"
+            f"estimator='hessian' is for networks of at most {LARGEST_HESSIAN} weights, because it takes a backward "
+            "pass for each: use estimator='fisher'"
         )
     gradients = torch.autograd.grad(nll, list(weights), create_graph=True, allow_unused=True)
     total = nll.new_zeros(())

@@ -19,7 +19,7 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     "auto": (VariationalLaplaceMixin, {}),
     "finite_difference": (VariationalLaplaceMixin, {"method": "finite_difference"}),
     "exact": (VariationalLaplaceMixin, {"method": "exact"}),
-    "empirical": (VariationalLaplaceMixin, {"curvature": "empirical"}),
+    "empirical": (VariationalLaplaceMixin, {"estimator": "empirical"}),
     "deterministic": (VariationalLaplaceMixin, {"deterministic": ["*.bias"]}),
     "vi": (VariationalInferenceMixin, {}),
     "vi of two samples": (VariationalInferenceMixin, {"train_samples": 2}),

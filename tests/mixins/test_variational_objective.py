@@ -141,7 +141,7 @@ def test_all_methods_agree_through_the_trainer(curvature: str, tmp_path: Any) ->
     """With accumulation, clipping and batch norm: the same weights after two epochs."""
     ends = []
     for method in ("exact", "finite_difference", "two_passes"):
-        module = spread(VL("residual", variational=options(method=method, curvature=curvature)), centre=-2)
+        module = spread(VL("residual", variational=options(method=method, estimator=curvature)), centre=-2)
         fit = trainer(tmp_path, accumulate_grad_batches=2, gradient_clip_val=0.5)
         fit.fit(module, loader(n=11))
         ends.append({name: t.clone() for name, t in module.state_dict().items()})

@@ -14,7 +14,7 @@ from lightning_bayes.mixins.squared_gradient import LARGEST_HESSIAN, hessian_ter
 @pytest.mark.parametrize("task", ["classification", "binary", "regression"])
 def test_the_hessian_form_is_that_of_the_paper(task: str) -> None:
     """`½ Σ σ² H_λλ` with the whole Hessian of every parameter."""
-    module = vl("tied", task, curvature="hessian")
+    module = vl("tied", task, estimator="hessian")
     x, y = images(4), targets(task, 4)
     weights = dict(module.named_parameters())
     μ = {name: weights[name].detach() for name in module.log_sigma}
@@ -61,7 +61,7 @@ def log_sigma_after(steps: int, y: float, curvature: str) -> float:
 
     `H = ∂²log p/∂w² = 2y − 6w²`, and the prior's precision is 4.
     """
-    options = {"likelihood": Gaussian(1.0), "prior_std": 0.5, "n_data": 1, "curvature": curvature}
+    options = {"likelihood": Gaussian(1.0), "prior_std": 0.5, "n_data": 1, "estimator": curvature}
     module = Bayes(variational=options)
     log_σ = module.log_sigma["net.w"]
     x, target = torch.ones(1, dtype=torch.float64), torch.tensor([y], dtype=torch.float64)
@@ -92,13 +92,13 @@ def test_the_fisher_form_stays_bounded_there() -> None:
 
 def test_the_hessian_form_refuses_a_large_network() -> None:
     w = torch.zeros(LARGEST_HESSIAN + 1, requires_grad=True)
-    with pytest.raises(ValueError, match=r"at most 20000 weights.*use curvature='fisher'"):
+    with pytest.raises(ValueError, match=r"at most 20000 weights.*use estimator='fisher'"):
         hessian_term(w.square().sum(), [w], [torch.zeros_like(w)])
 
 
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 def test_the_empirical_form_squares_the_true_gradient(method: str) -> None:
-    module = vl("residual", curvature="empirical", method=method)
+    module = vl("residual", estimator="empirical", method=method)
     x, y = images(5), targets("classification", 5)
     loss = module.training_step((x, y), 0)
     found = gradients(module, loss)
