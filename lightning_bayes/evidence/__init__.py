@@ -1,5 +1,5 @@
-"""The evidence of a Laplace posterior, and priors chosen by it; the linearised network as a model of its own."""
+"""Prior and noise chosen by the evidence, and refinement in the linearised network."""
 
-from lightning_bayes.evidence import iterated_evidence, refinement, tuning  # what posteriors' methods call
+from lightning_bayes.evidence import iterated_evidence, refinement, tuning  # registers them with the posterior
 
 __all__ = ["iterated_evidence", "refinement", "tuning"]

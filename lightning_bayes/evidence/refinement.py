@@ -1,9 +1,9 @@
-"""Refinement: inference in the linearised network itself, around its own optimum (GLM paper, section 3.2).
+"""Refinement: inference in the linearised network, around its own optimum (GLM paper, section 3.2).
 
 A trained network is only near a mode of its loss. The linearised network `h(θ, x) = f(x) + J(x)(θ − θ̃)` is a
-generalised linear model, so its posterior is well defined from any `θ̃`:
+generalised linear model, so its posterior is well defined for any `θ̃`:
 
-- `laplace`: the mean is the optimum `θ⋆` of the linear model, and the precision its Hessian there,
+- `laplace`: the mean is the optimum `θ⋆` of the linear model, and the precision is its Hessian there,
 
       Σ⁻¹ = Σₙ JₙᵀΛ(h(θ⋆, xₙ))Jₙ + diag(δ).
 
@@ -11,18 +11,19 @@ generalised linear model, so its posterior is well defined from any `θ̃`:
 
       Σₙ JₙᵀE[r(yₙ; fₙ)] = δm,        Σ⁻¹ = Σₙ JₙᵀE[Λ(fₙ)]Jₙ + diag(δ).
 
-  It is found by damped natural gradients. For a diagonal `Σ` only the diagonal of its inverse is matched.
+  Rounds alternate between Newton steps of `m` for a fixed `Σ`, which are cheap, and a damped step of `Σ`. For a
+  diagonal `Σ` only the diagonal of its inverse is matched.
 
-The network keeps its weights `θ̃`: predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
+The network keeps its weights `θ̃`. Predictions are those of `h`, with the mean `f(x) + J(x)(m − θ̃)`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,31 +31,27 @@ from tqdm.auto import tqdm, trange
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.evidence.linear_model import (
-    Batch,
-    LinearModel,
-    check_convex,
-    check_refit,
-    weights_of,
-)
+from lightning_bayes.evidence.linear_model import Batch, LinearModel, check_convex, check_refit, weights_of
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
-from lightning_bayes.posterior.at_mean import outputs
+from lightning_bayes.posterior.at_mean import linearised_outputs, outputs
 from lightning_bayes.posterior.conjugate_gradients import conjugate_gradients
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.implementation import implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.prior import per_parameter
 
 logger = logging.getLogger("lightning_bayes")
 
 METHODS = ("laplace", "variational")
-VARIATIONAL = ("full", "diag")
-_ROUNDS = 100  # of mean and covariance, at most
-_FORCING = 0.1  # how well to solve for the mean's step
-_SHORTEST = 1e-5
-_WORTH_A_WARNING = 1e-2  # of the bound
+VARIATIONAL = ("full", "diag")  # structures
+_ROUNDS = 100
+_MEAN_STEPS = 8  # per round
+_FORCING = 0.1  # tolerance of a Newton equation of the mean
+_SHORTEST, _SHORTEST_OF_FULL = 1e-5, 1e-2  # steps
+_LARGE_GAIN = 1e-2  # of the bound, worth a warning
 
 
 @implements("refine")
@@ -62,7 +59,7 @@ _WORTH_A_WARNING = 1e-2  # of the bound
 def refine(
     posterior: LaplacePosterior,
     loader: Iterable[Any],
-    method: str,
+    method: Literal["laplace", "variational"],
     passes: int,
     tolerance: float,
     samples: int,
@@ -78,7 +75,7 @@ def refine(
     positive("tolerance", tolerance)
     check_loader(loader)
     _check_posterior(posterior, method)
-    if posterior.shift is not None:  # one that was refined before
+    if posterior.shift is not None:  # refined before
         posterior = replace(posterior, mean=weights_of(posterior), shift=None)
     with preserved_rng(posterior.device):
         batches = [inputs.split_targets(posterior.network, batch) for batch in loader]
@@ -120,143 +117,176 @@ def _laplace(
 
 @dataclass(frozen=True, eq=False)
 class _Iterate:
-    """A Gaussian `q` with its `W`, its lower bound, and what the next step is made of."""
+    """A Gaussian `q`, its lower bound, and the expectations that the next step needs. Rows are the `N` examples and the
+    `M` training points that the posterior keeps."""
 
     q: LaplacePosterior
-    W: Tensor  # of the examples, and of the points that the posterior keeps [N + M, C, C]
+    W: Tensor  # of its precision [N + M, C, C]
+    root: Tensor  # of the outputs' covariance [N + M, C, C]
+    divergence: float  # from the prior, without the part of the mean
+    h: Tensor  # the outputs' mean [N + M, ...]
     bound: float
     residual: Tensor  # E[r] [N, ...]
     fisher: Tensor  # E[Λ] [N + M, C, C]
 
 
 class _Variational:
-    """`q = N(m, Σ)` with `Σ⁻¹ = Σₙ JₙᵀWₙJₙ + diag(δ)`, by natural gradients: in each round a step of length `ρ` towards
-    `W = E[Λ]`, and of `m` along the Newton direction of the expected loss, so short that the lower bound rises."""
+    """`q = N(m, Σ)` with `Σ⁻¹ = Σₙ JₙᵀWₙJₙ + diag(δ)`. A round moves `W` towards `E[Λ]` by a step of length `ρ`, then
+    `m` along Newton directions of the expected loss, as long as the lower bound rises."""
 
     def __init__(self, posterior: LaplacePosterior, batches: list[tuple[Any, Tensor]], samples: int, seed: int) -> None:
-        self._posterior, self._batches, self._samples, self._seed = posterior, batches, samples, seed
-        self._model = LinearModel(batches)
-        self._Λ = posterior.prior_matrix()
+        self._prior_precision = δ = posterior.prior_precision
+        self._is_full = posterior.curvature.structure.word == "full"
+        if self._is_full and posterior.prior.precision is None:
+            # With a prior per weight, a full matrix uses a Cholesky factor, much faster than the eigenvalues that
+            # serve several priors.
+            posterior = posterior.with_prior(per_parameter(δ, posterior.subset).expand(posterior.subset.size))
+        self._posterior, self._samples, self._seed = posterior, samples, seed
+        self._model, self._Λ = LinearModel(batches), posterior.prior_matrix()
+        self._inputs: list[tuple[Any, Tensor | None]] = [(x, y.to(posterior.device)) for x, y in batches]
+        if posterior.points is not None:
+            self._inputs.append((posterior.points.x, None))
+        self._f = [outputs(posterior, x).detach().to(posterior.mean) for x, _ in self._inputs]
 
     def maximum(self, passes: int, tolerance: float, progress: bool) -> LaplacePosterior:
-        """From the Laplace posterior, until a whole step would gain less than `tolerance` of the bound, or until the
-        samples no longer tell a better one."""
-        at, ρ, gain = self._at(self._posterior, self._fisher_of_network()), 1.0, math.inf
+        """From the Laplace posterior, until a whole step gains less than `tolerance` of the bound, or until the samples
+        cannot distinguish a better one."""
+        P, ρ, gain = self._posterior, 1.0, math.inf
+        roots = [P.likelihood.fisher_root(f, y) for f, (_, y) in zip(self._f, self._inputs, strict=True)]
+        current = self._with_best_mean(P, torch.cat([_mean_fisher(root, 1) for root in roots]), tolerance)
+        shortest = _SHORTEST_OF_FULL if self._is_full else _SHORTEST
         for _ in (bar := trange(_ROUNDS, desc="variational refinement", disable=not progress, unit="round")):
-            bar.set_postfix(bound=f"{at.bound:.6g}")
-            if gain <= tolerance * abs(at.bound):
+            bar.set_postfix(bound=f"{current.bound:.6g}")
+            if gain <= tolerance * abs(current.bound):
                 break
-            g = self._gradient(at)
-            step = conjugate_gradients(self._hessian(at.q, at.fisher), g, _FORCING, passes, at.q.precision.solve)
-            while ρ >= _SHORTEST:
-                moved = self._moved(at, ρ, step)
-                if moved.bound > at.bound:
-                    gain = (moved.bound - at.bound) / ρ
-                    at, ρ = moved, min(2 * ρ, 1.0)
+            step = torch.zeros_like(P.mean) if self._is_full else self._direction(current, passes)
+            while ρ >= shortest:
+                moved = self._with_best_mean(*self._refitted(current, ρ, step), tolerance)
+                if moved.bound > current.bound:
+                    gain = (moved.bound - current.bound) / ρ
+                    current, ρ = moved, min(2 * ρ, 1.0)
                     break
                 ρ /= 2
-            else:  # the samples tell no better one
-                if gain > _WORTH_A_WARNING * abs(at.bound):
+            else:
+                if _LARGE_GAIN * abs(current.bound) < gain < math.inf:
                     logger.warning(
-                        "variational refinement found no way up at a lower bound of %.6g, though the last round gained "
+                        "variational refinement cannot improve a lower bound of %.6g, although the last round gained "
                         "%.1g: raise `samples`, or the prior precision",
-                        at.bound,
+                        current.bound,
                         gain,
                     )
                 break
         else:
             logger.warning(
                 "variational refinement still gains %.1g nats per round after %d rounds, more than tolerance=%g of the "
-                "lower bound: a larger prior precision makes it easier",
+                "lower bound: a larger prior precision helps",
                 gain,
                 _ROUNDS,
                 tolerance,
             )
-        return self._finished(at)
+        return self._finished(current)
 
-    def _fisher_of_network(self) -> Tensor:
-        """`Λ` at the network's own outputs, with which the posterior was fitted.  # [N + M, C, C]"""
-        P = self._posterior
-        roots = [P.likelihood.fisher_root(outputs(P, x).to(P.mean), y.to(P.device)) for x, y in self._batches]
-        if P.points is not None:
-            roots.append(P.likelihood.fisher_root(outputs(P, P.points.x).to(P.mean)))
-        return torch.cat([_mean_fisher(columns.detach(), 1) for columns in roots])
-
-    def _at(self, q: LaplacePosterior, W: Tensor) -> _Iterate:
-        fit, residual, fisher = self._expectations(q)
-        return _Iterate(q, W, fit / q.temperature - self._divergence(q), residual, fisher)
-
-    def _divergence(self, q: LaplacePosterior) -> float:
-        """`KL(q ‖ N(m, Λ⁻¹))`."""
-        d = q.prior.distance(q.mean)
-        squares = in_float64(d * self._Λ.matmul(d)).sum() + in_float64(q.prior_shares()).sum()
-        return 0.5 * float(squares - len(d) + in_float64(q.precision.logdet()) - in_float64(self._Λ.logdet()))
-
-    def _moved(self, at: _Iterate, ρ: float, step: Tensor) -> _Iterate:
-        W = at.W + ρ * (at.fisher - at.W)
+    def _refitted(self, current: _Iterate, ρ: float, step: Tensor) -> tuple[LaplacePosterior, Tensor]:
+        """`q` with its mean moved along `step`, and `W` towards `E[Λ]`, both by a step of length `ρ`."""
+        W, mean = current.W + ρ * (current.fisher - current.W), current.q.mean + ρ * step
         root = _root(W)
 
         def root_at(x: Any, y: Tensor, examples: Tensor) -> Tensor:
-            return root[examples].movedim(-1, 0).reshape(root.shape[-1], *at.residual[examples].shape)
+            return root[examples].movedim(-1, 0).reshape(root.shape[-1], *current.residual[examples].shape)
 
-        mean = at.q.mean + ρ * step
-        moved = replace(self._posterior, mean=mean, shift=mean - self._posterior.mean)
-        return self._at(self._model.refitted(moved, root_at), W)
+        moved = replace(current.q, mean=mean, shift=mean - self._posterior.mean)
+        return self._model.refitted(moved, root_at), W
 
-    def _expectations(self, q: LaplacePosterior) -> tuple[float, Tensor, Tensor]:
-        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` and `E[Λ]` of each example, and `E[Λ]` of the points that the posterior keeps.
-        # [], [N, ...], [N + M, C, C]"""
-        likelihood, total = q.likelihood, torch.zeros((), dtype=torch.float64, device="cpu")
-        residuals, fishers = [], []
-        for x, y in self._batches:
-            draws = self._draws(q, x)
-            S = len(draws)
-            f, labels = draws.flatten(0, 1), y.to(q.device).repeat(S, *[1] * (y.ndim - 1))
-            total += in_float64(likelihood.log_likelihood_per_example(f, labels)).sum().cpu() / S
-            residuals.append(likelihood.residual(f, labels).unflatten(0, (S, -1)).mean(0))
-            fishers.append(_mean_fisher(likelihood.fisher_root(f, labels), S))
-        if q.points is not None:
-            draws = self._draws(q, q.points.x)
-            fishers.append(_mean_fisher(likelihood.fisher_root(draws.flatten(0, 1)), len(draws)))
+    def _with_best_mean(self, q: LaplacePosterior, W: Tensor, tolerance: float) -> _Iterate:
+        """Newton steps of the mean for a fixed covariance, which change the outputs by `Js` only. They are cheap for a
+        full matrix alone."""
+        current, length = self._with_covariance(q, W), 1.0
+        for _ in range(_MEAN_STEPS if self._is_full else 0):
+            step = self._direction(current)
+            Js = torch.cat([linearised_outputs(self._posterior, x, step) for x, _ in self._inputs]) - torch.cat(self._f)
+            while length >= _SHORTEST:
+                moved = self._moved(current, length * step, length * Js)
+                if moved.bound > current.bound:
+                    break
+                length /= 2
+            else:
+                break
+            gain, current, length = moved.bound - current.bound, moved, min(1.0, 2 * length)
+            if gain <= 0.1 * tolerance * abs(current.bound):
+                break
+        return current
+
+    def _with_covariance(self, q: LaplacePosterior, W: Tensor) -> _Iterate:
+        gaussians = [q.functional(x) for x, _ in self._inputs]
+        h, root = torch.cat([mean for mean, _ in gaussians]), _root(torch.cat([Σ for _, Σ in gaussians]))
+        logdets = in_float64(q.precision.logdet()) - in_float64(self._Λ.logdet())
+        divergence = 0.5 * float(in_float64(q.prior_shares()).sum() - len(q.mean) + logdets)
+        return self._evaluated(q, W, root, divergence, h)
+
+    def _moved(self, current: _Iterate, step: Tensor, Js: Tensor) -> _Iterate:
+        mean = current.q.mean + step
+        q = replace(current.q, mean=mean, shift=mean - self._posterior.mean)
+        return self._evaluated(q, current.W, current.root, current.divergence, current.h + Js)
+
+    def _evaluated(self, q: LaplacePosterior, W: Tensor, root: Tensor, divergence: float, h: Tensor) -> _Iterate:
+        fit, residual, fisher = self._expectations(h, root)
+        d = q.prior.distance(q.mean)
+        penalty = 0.5 * float(in_float64(d * self._Λ.matmul(d)).sum())
+        bound = fit / q.temperature - divergence - penalty
+        return _Iterate(q, W, root, divergence, h, bound, residual, fisher)
+
+    def _expectations(self, h: Tensor, root: Tensor) -> tuple[float, Tensor, Tensor]:
+        """`Σₙ E[log p(yₙ | fₙ)]`, `E[r]` of the examples, and `E[Λ]`, over quasi-random outputs that are the same in
+        each round.  # [], [N, ...], [N + M, C, C]"""
+        likelihood, total, start = self._posterior.likelihood, torch.zeros((), dtype=torch.float64, device="cpu"), 0
+        noise = _normal_points(self._samples, root.shape[-1], self._seed).to(root)  # [S, C]
+        S, residuals, fishers = len(noise), [], []
+        for f, (_, y) in zip(self._f, self._inputs, strict=True):
+            rows = slice(start, start := start + len(f))
+            draws = h[rows] + torch.einsum("bcd,sd->sbc", root[rows], noise).reshape(S, *f.shape)
+            draws, labels = draws.flatten(0, 1), None if y is None else y.repeat(S, *[1] * (y.ndim - 1))
+            fishers.append(_mean_fisher(likelihood.fisher_root(draws, labels), S))
+            if labels is not None:
+                total += in_float64(likelihood.log_likelihood_per_example(draws, labels)).sum().cpu() / S
+                residuals.append(likelihood.residual(draws, labels).unflatten(0, (S, -1)).mean(0))
         return float(total), torch.cat(residuals), torch.cat(fishers)
 
-    def _draws(self, q: LaplacePosterior, x: Any) -> Tensor:
-        """Of the outputs, quasi-random, with the same noise in each round.  # [S, B, ...]"""
-        h, covariance = q.functional(x)
-        noise = _normal_points(self._samples, covariance.shape[-1], self._seed).to(covariance)  # [S, C]
-        return h + torch.einsum("bcd,sd->sbc", _root(covariance), noise).reshape(-1, *h.shape)
+    def _direction(self, current: _Iterate, passes: int = 0) -> Tensor:
+        """The Newton direction of the mean: with `Σ` itself if it is full, else by products with the Hessian.  # [P]"""
+        q = current.q
+        pulled = self._model.pulled(q, lambda batch: current.residual[batch.examples])
+        g = pulled / q.temperature - self._Λ.matmul(q.prior.distance(q.mean))
+        if self._is_full:
+            return q.precision.solve(g)
 
-    def _finished(self, at: _Iterate) -> LaplacePosterior:
-        """With what the data say at its mean, and the Fisher of the points that it keeps."""
-        q = self._model.at(at.q, at.q.mean - self._posterior.mean)
-        return q if q.points is None else replace(q, points=q.points.with_root(_root(at.W[len(at.residual) :])))
-
-    def _gradient(self, at: _Iterate) -> Tensor:
-        """Of the lower bound in the mean.  # [P]"""
-        fit = self._model.pulled(at.q, lambda batch: at.residual[batch.examples])
-        return fit / at.q.temperature - self._Λ.matmul(at.q.prior.distance(at.q.mean))
-
-    def _hessian(self, q: LaplacePosterior, W: Tensor) -> Callable[[Tensor], Tensor]:
-        """Products with `Σ⁻¹`, or where that is diagonal, with the matrix whose diagonal it is."""
-
-        def product(v: Tensor) -> Tensor:
+        def hessian(v: Tensor) -> Tensor:
             def cotangent(batch: Batch) -> Tensor:
                 u = batch.push(v)
-                return torch.einsum("bcd,bd->bc", W[batch.examples], u.reshape(len(u), -1)).reshape(u.shape)
+                W = current.fisher[batch.examples]
+                return torch.einsum("bcd,bd->bc", W, u.reshape(len(u), -1)).reshape(u.shape)
 
             return self._model.pulled(q, cotangent) / q.temperature + self._Λ.matmul(v)
 
-        return product
+        return conjugate_gradients(hessian, g, _FORCING, passes, q.precision.solve)
+
+    def _finished(self, current: _Iterate) -> LaplacePosterior:
+        """`q` with the given prior, the sums over the data at its mean, and the Fisher of its training points."""
+        q = self._model.at(current.q, current.q.mean - self._posterior.mean).with_prior(self._prior_precision)
+        if q.points is None:
+            return q
+        return replace(q, points=q.points.with_root(_root(current.W[len(current.residual) :])))
 
 
 def _mean_fisher(columns: Tensor, S: int) -> Tensor:
-    """`E[Λ]` of `S` draws of each example, from columns of its root.  # [K, S·B, ...] -> [B, C, C]"""
-    columns = columns.reshape(len(columns), S, columns.shape[1] // S, -1)
+    """`E[Λ]` over `S` draws of each example, from the columns of its root.  # [K, S·B, ...] -> [B, C, C]"""
+    columns = columns.detach().reshape(len(columns), S, columns.shape[1] // S, -1)
     return torch.einsum("ksbc,ksbd->bcd", columns, columns) / S
 
 
 def _root(M: Tensor) -> Tensor:
-    """The symmetric one.  # [..., C, C]"""
+    """The symmetric root.  # [..., C, C]"""
+    if M.shape[-1] == 1:
+        return M.clamp_min(0).sqrt()
     values, vectors = torch.linalg.eigh(M)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
 

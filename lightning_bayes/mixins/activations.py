@@ -105,7 +105,7 @@ def _made(replacement: Callable[[], nn.Module]) -> nn.Module:
         new = None
     if not isinstance(new, nn.Module):
         raise TypeError(
-            f"replacement must make a new nn.Module at each call, as nn.Softplus does, got {format_value(replacement)}"
+            f"replacement must make a new nn.Module at each call, such as nn.Softplus, got {format_value(replacement)}"
         )
     return new
 
