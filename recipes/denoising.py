@@ -96,9 +96,8 @@ def main() -> None:
     plain = posterior.calibrate(DataLoader(validation, 50), "map")
 
     def predict(x: Tensor) -> Prediction:
-        return posterior.predict(
-            x, GLM(samples=run.settings.samples), generator=torch.Generator().manual_seed(run.seed)
-        )
+        generator = torch.Generator().manual_seed(run.seed)
+        return posterior.predict(x, GLM(samples=run.settings.samples), generator=generator)
 
     for name, (x, y) in tests.items():
         table |= {f"MAP, {name}": judge(plain.predict(x, "map"), y), f"Laplace, {name}": judge(predict(x), y)}

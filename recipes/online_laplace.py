@@ -17,7 +17,7 @@ from program import WITH_BAR, Run, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_bayes import Diag, Gaussian, LaplacePosterior, OnlineLaplaceCallback, Tuning, fit_laplace
+from lightning_bayes import Diag, Gaussian, LaplacePosterior, Memory, OnlineLaplaceCallback, Tuning, fit_laplace
 
 NOISE = 0.2
 
@@ -57,7 +57,7 @@ def train(run: Run, digits: Digits, *callbacks: L.Callback) -> Autoencoder:
 
 
 def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
-    """`hessian="approx"` takes one backward pass, "exact" one for each of the 64 pixels."""
+    """`Diag(method="approx")` takes one backward pass, "exact" one for each of the 64 pixels."""
     x, _ = digits.train.tensors
     posterior = fit_laplace(train(run, digits), [(x, x)], Gaussian(NOISE), structure=Diag(method="approx"))
     return posterior.tune_prior(Tuning("marglik", noise=False))
@@ -65,8 +65,8 @@ def post_hoc(run: Run, digits: Digits) -> LaplacePosterior:
 
 def online(run: Run, digits: Digits) -> LaplacePosterior:
     """The memory spans about 100 steps, four epochs, and starts with one unit of curvature per image."""
-    memory = {"memory_factor": 0.01, "initial_curvature": 800.0}
-    callback = OnlineLaplaceCallback(Gaussian(NOISE), hessian="approx", calibrate=None, **memory)
+    words = {"memory_factor": 0.01, "memory": Memory(initial_curvature=800.0)}
+    callback = OnlineLaplaceCallback(Gaussian(NOISE), hessian="approx", calibrate=None, **words)
     train(run, digits, callback)
     return callback.posterior
 

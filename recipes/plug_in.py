@@ -39,13 +39,13 @@ def trainings() -> dict[str, tuple[type[L.LightningModule], dict[str, Any], list
     """A module, its arguments, and callbacks, for each training run."""
     options = {"likelihood": "classification", "beta": 0.01, "prior_std": "he"}
     variational = {"log_sigma_multiplier": 10.0, "variational": options}
-    quiet, memory = {"progress": False}, {"memory_factor": 0.01, "initial_curvature": 300.0}
+    quiet, memory = {"progress": False}, {"memory_factor": 0.01, "memory": bayes.Memory(initial_curvature=300.0)}
     last_layer = bayes.LaplaceCallback(subset="last_layer", structure="full", name="last_layer", **quiet)
-    subnetwork = bayes.LaplaceCallback(subset=bayes.Subnetwork(200, by="swag"), name="subnetwork", **quiet)
+    subnetwork = bayes.LaplaceCallback(subset=bayes.Subnetwork(200, by="magnitude"), name="subnetwork", **quiet)
     pixels = bayes.OnlineLaplaceCallback(bayes.Gaussian(noise_std=NOISE), name="autoencoder", **memory)
     return {
-        "as it was": (LitDigits, {}, [bayes.LaplaceCallback(**quiet), last_layer, bayes.L2MCallback()]),
-        "averaged weights": (LitDigits, {}, [bayes.SWAGCallback(start=0.5, **quiet), subnetwork]),
+        "as it was": (LitDigits, {}, [bayes.LaplaceCallback(**quiet), last_layer, subnetwork, bayes.L2MCallback()]),
+        "averaged weights": (LitDigits, {}, [bayes.SWAGCallback(start=0.5, **quiet)]),
         "learned prior": (LitDigits, {}, [bayes.MarginalLikelihoodCallback(**quiet)]),
         "at samples": (LitDigits, {}, [bayes.OnlineLaplaceCallback("classification", **memory)]),
         "variational Laplace": (VariationalLaplaceDigits, variational, []),

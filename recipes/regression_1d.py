@@ -70,9 +70,8 @@ def believe(run: Run, line: Tensor, data: Pairs, gap: Pairs) -> dict[str, Any]:
     network, beliefs = train(*data, run.settings.steps), {}
     noise = fit_laplace(network, [data], "regression", structure="full").tune_prior("marglik").likelihood.noise_std
     for method, words in POSTERIORS.items():
-        posterior = fit_laplace(network, [data], Gaussian(float(noise)), **words).tune_prior(
-            Tuning("marglik", noise=False)
-        )
+        posterior = fit_laplace(network, [data], Gaussian(float(noise)), **words)
+        posterior = posterior.tune_prior(Tuning("marglik", noise=False))
         predictive = "gp" if method.startswith("GP") else "glm"
         at_line, at_data, at_gap = (posterior.predict(x, predictive) for x in (line, data[0], gap[0]))
         curves = torch.cat([at_line.mean, at_line.variance.sqrt(), at_line.epistemic.sqrt()], 1)  # [line, 3]

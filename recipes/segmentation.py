@@ -99,8 +99,8 @@ def main() -> None:
     run = start(__doc__, "segmentation", {"default": Settings(), "fast": Settings(3, 60, 16, 4)}, threads=1)
     data, validation, x, y = make_data(run.settings, run.seed)
     posterior = run.posterior("training", Segmentation(), train, run, data, validation)
-    ours = partial(posterior.predict, samples=run.settings.samples, generator=torch.Generator().manual_seed(run.seed))
-    plain = posterior.predict(x, "map", calibrated=False)
+    words = {"predictive": GLM(samples=run.settings.samples), "generator": torch.Generator().manual_seed(run.seed)}
+    ours, plain = partial(posterior.predict, **words), posterior.predict(x, "map", calibrated=False)
     run.save_table("table", {"MAP": judge(plain, y), "Laplace": judge(ours(x), y)})
     both = [n for n in range(len(y)) if (y[n] == UNKNOWN).sum() > 60 and (y[n] > 0).sum() > 60][:4]
     run.save_picture("maps", plots.uncertainty_maps(x[both], ours(x[both]), y[both])[0], dpi=120)

@@ -94,7 +94,7 @@ def main() -> None:
     x, y = draw(120, GAP, math.pi, generator)
     swag = run.posterior("training", Net(run.settings.width, run.settings.epochs).net, train, run, x, y)
     fit = partial(fit_laplace, swag.network, list(zip(x.split(30), y.split(30), strict=True)), NOISE)
-    full, diagonal = (fit(structure).tune_prior(Tuning("marglik", noise=False)) for structure in ("full", "diag"))
+    full, diagonal = (fit(structure=word).tune_prior(Tuning("marglik", noise=False)) for word in ("full", "diag"))
     posteriors = {"all weights": full, "all weights, diagonal": diagonal}
     # With this prior, the chosen weights give the outputs as much prior variance as all weights do.
     prior = float(full.prior_precision) * chosen / full.subset.size

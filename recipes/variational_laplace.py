@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_bayes import (
+    BNN,
     GaussianPosterior,
     LogSigmaMultiplierMixin,
     VariationalInferenceMixin,
@@ -86,7 +87,7 @@ def main() -> None:
     methods = {
         "MAP": partial(plain.predict, predictive="map"),
         "VI, at the mean": partial(vi.predict, predictive="map"),
-        "VI, 100 samples": partial(vi.predict, predictive="bnn", samples=100, generator=generator),
+        "VI, 100 samples": partial(vi.predict, predictive=BNN(samples=100), generator=generator),
         "VL, at the mean": partial(vl.predict, predictive="map"),
         "VL": vl.predict,
     }

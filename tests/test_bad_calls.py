@@ -56,6 +56,8 @@ def test_every_public_call_has_a_table() -> None:
         "Conformal": "made by conformalize and Conformal.fit; its methods have tables",
         "Reconstruction": "made by encode and reconstruct",
         "Bernoulli": "no arguments",
+        "Full": "no arguments",
+        "MAP": "no arguments",
         "HeteroscedasticGaussian": "no arguments",
         "VariationalInferenceMixin": "the same arguments as VariationalLaplaceMixin",
         "LogSigmaMultiplierMixin": "in the table of VariationalLaplaceMixin",

@@ -14,11 +14,12 @@ from bad_calls.measurements import MEASUREMENTS
 from bad_calls.metrics import METRICS
 from bad_calls.mixins import MIXINS
 from bad_calls.networks import NETWORKS
+from bad_calls.options import OPTIONS
 from bad_calls.plots import PLOTS
 from bad_calls.using import USING
 
 TABLES = [*CALLBACKS, *MIXINS, *FITTING, *NETWORKS, *USING, *CONFORMAL, *LIKELIHOODS, *METRICS, *PLOTS, *FILES]
-TABLES += MEASUREMENTS
+TABLES += [*OPTIONS, *MEASUREMENTS]
 ROWS: list[Row] = [row for table in TABLES for row in table.rows]
 
 __all__ = ["ROWS", "TABLES", "Row", "Table", "Things", "clearness"]

@@ -1,34 +1,44 @@
 """The callbacks' arguments: all are checked when a callback is made, before hours of training."""
 
 import math
+from inspect import signature
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
-from bad_calls.cases import OUTPUT, Of, Table
+from bad_calls.cases import Of, Table
 from lightning_bayes import (
+    GLM,
+    GP,
+    Diag,
     Gaussian,
     HeteroscedasticGaussian,
+    Kron,
     L2MCallback,
     LaplaceCallback,
     MarginalLikelihoodCallback,
     OnlineLaplaceCallback,
+    Prior,
     Subnetwork,
     SWAGCallback,
+    Tuning,
 )
 from lightning_bayes.network import SubsetError
+from lightning_bayes.trainer import PosteriorCallback
 
 POSITIVE = "must be a positive, finite number"
 COUNT = "must be a whole number of at least 1"
 FLAG = "must be True or False"
 
-laplace = Table("LaplaceCallback", lambda t, **given: LaplaceCallback(**given), LaplaceCallback)
-l2m = Table("L2MCallback", lambda t, **given: L2MCallback(**given), L2MCallback)
-online = Table("OnlineLaplaceCallback", lambda t, **given: OnlineLaplaceCallback(**given), OnlineLaplaceCallback)
-marginal = Table(
-    "MarginalLikelihoodCallback", lambda t, **given: MarginalLikelihoodCallback(**given), MarginalLikelihoodCallback
-)
-swag = Table("SWAGCallback", lambda t, **given: SWAGCallback(**given), SWAGCallback)
+
+def _of(kind: Any) -> Table:
+    names = [*signature(kind).parameters, *signature(PosteriorCallback).parameters]
+    return Table(kind.__name__, lambda t, **given: kind(**given), [name for name in names if name != "use"])
+
+
+laplace, l2m, online = _of(LaplaceCallback), _of(L2MCallback), _of(OnlineLaplaceCallback)
+marginal, swag = _of(MarginalLikelihoodCallback), _of(SWAGCallback)
 subnetwork = Table("Subnetwork", lambda t, **given: Subnetwork(**{"n": 3, **given}), Subnetwork)
 CALLBACKS = [laplace, l2m, online, marginal, swag, subnetwork]
 
@@ -67,23 +77,26 @@ def common(table: Table) -> None:
     table("likelihood", Gaussian, "use one of 'classification'")
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm'")
-    table("predictive", "gp", "needs training points: use LaplaceCallback with gp_points=M, or None for all")
-    table("link", "logit", "'logit'", "choose one of", "'probit'")
-    table("link", 3, "link=3", "choose one of", "'probit'")
-    table("link", "bridge", "Bernoulli", "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary")
-    flags(table, "ood", "plots")
+    mappings(table, "predictive", "glm", "samples")
+    table("predictive", GLM(link="logit"), "'logit'", "choose one of", "'probit'", named=False)
+    bridge = GLM(link="bridge")
+    table("predictive", bridge, "choose one of 'probit', 'pairwise', 'mc'", likelihood="binary", named=False)
+    words(table, "calibrate")
+    table("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
+    flags(table, "ood", "plots", "progress")
     table("seed", -1, "must be a whole number of at least 0, got -1")
     table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
     table("seed", None, "must be a whole number of at least 0, got None")
     table("seed", 2**64, "must be less than 2**63")
     table("network", "", "must be the dotted name of a submodule")
-    for row in OUTPUT:
-        table(*row)
+    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named=False)
+    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named=False)
+    table("network", {"ouput": 1}, "network has no argument 'ouput'", error=TypeError)
     table("network", torch.nn.Linear(1, 1), "must be the dotted name of a submodule", "got Linear")
     table("name", "", "must be a word", "got ''")
     table("name", "map", "'map' is the name of the plain network's own scores")
-    table("name", "a/b", "must not hold a slash, got 'a/b'")
-    table("name", "a\\b", "must not hold a slash")
+    table("name", "a/b", "must not contain a slash, got 'a/b'")
+    table("name", "a\\b", "must not contain a slash")
     table("name", None, "must be a word", "got None")
     table("name", 3, "must be a word", "got 3")
     words(table, "predict_step")
@@ -113,22 +126,46 @@ def priors(table: Table) -> None:
 
 
 def prior_means(table: Table) -> None:
-    table("prior_mean", 3, "must be a flat tensor of weights or a state dict, got 3")
-    table("prior_mean", torch.ones(2, 3), "must be a vector of weights [P], got a Tensor of shape [2, 3]")
-    table("prior_mean", torch.tensor([1, 2]), "must be a vector of weights [P]")
-    table("prior_mean", torch.tensor([math.nan]), "has NaN or infinite weights in the vector")
-    table("prior_mean", {"fingerprint": torch.ones(2)}, "is a posterior's file: pass it as prior=")
-    table("prior_mean", {"0.weight": 3.0}, "must hold tensors, got 3.0 for '0.weight'")
+    vector = "the prior's mean must be a vector of weights [P]"
+    for bad, message in (
+        (3, "must be a flat tensor of weights or a state dict, got 3"),
+        (torch.ones(2, 3), f"{vector}, got a Tensor of shape [2, 3]"),
+        (torch.tensor([1, 2]), vector),
+        (torch.tensor([math.nan]), "has NaN or infinite weights in the vector"),
+        ({"fingerprint": torch.ones(2)}, "is a posterior's file: pass prior=file"),
+        ({"0.weight": 3.0}, "must hold tensors, got 3.0 for '0.weight'"),
+    ):
+        table("prior", Prior(mean=bad), message)
+        table("prior", {"mean": bad}, message)
+    table("prior", {"temperature": 0.0}, f"temperature {POSITIVE}, got 0.0", named=False)
+    table("prior", {"men": 3}, "prior has no argument 'men'", error=TypeError)
 
 
 def other_priors(table: Table) -> None:
     posterior = Of(lambda t: t.classifier, "posterior")
     table("prior", 3, "must be a posterior, as fit_laplace returns one, got 3")
-    table("prior", posterior, "leave prior_mean= out", prior_mean=torch.ones(31))
     table("prior", posterior, "has structure='kron'", "structure='diag'", structure="diag")
-    table("prior", posterior, "gp_points= belongs to a prior with independent weights", gp_points=3)
-    table("prior", posterior, "damping='glm' is for one prior precision", damping="glm")
+    table("prior", posterior, "damping='glm' is for one prior precision", structure=Kron(damping="glm"))
     table("prior", posterior, "one factor on its precision: pass one number", prior_precision=[1.0, 2.0])
+
+
+def structures(table: Table) -> None:
+    words(table, "structure", "curvature")
+    table("structure", None, "unknown structure None: use one of")
+    mappings(table, "structure", "kron", "rank")
+    table("structure", Kron, "unknown structure the class Kron: use one of")
+    for method in ("approx", "mixed", "auto"):
+        option, needs = Diag(method), "is a diagonal of the GGN and needs curvature='ggn', got curvature="
+        table("curvature", "fisher_mc", f"method='{method}'", f"{needs}'fisher_mc'", structure=option)
+        table("curvature", "empirical_fisher", f"{needs}'empirical_fisher'", structure=option)
+
+
+def mappings(table: Table, argument: str, kind: str, field: str) -> None:
+    """An option as a dictionary of plain values."""
+    table(argument, {"kind": "kfca"}, f"unknown kind of {argument} 'kfca': use one of ")
+    table(argument, {field: 3}, f"unknown kind of {argument} None: use one of ")
+    table(argument, {"kind": kind, "sizes": 3}, f"{argument} has no argument 'sizes': use some of ", error=TypeError)
+    table(argument, {"kind": kind, field: 0}, f"{field} {COUNT}, got 0", named=False)
 
 
 def loaders(table: Table) -> None:
@@ -136,52 +173,39 @@ def loaders(table: Table) -> None:
     table("data", 3, "must be an iterable of batches", "got 3")
     table("data", TensorDataset(torch.ones(2, 1), torch.ones(2)), "is a TensorDataset", "DataLoader(dataset")
     table("data", torch.ones(2), "must be an iterable of batches", "got a Tensor")
+    table("data", {"loader": 3}, "must be an iterable of batches", "got 3")
+    table("data", {"max_batches": 0}, f"max_batches {COUNT}, got 0", named=False)
 
 
 common(laplace)
-words(laplace, "structure", "curvature", "tune", "calibrate", "weights", "weight_sharing", "damping", "hessian")
-laplace("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
-words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
-for _bad in (-1, 2.5, "all"):
-    laplace("gp_points", _bad, f"must be a whole number of at least 0, got {_bad!r}")
+structures(laplace)
+words(laplace, "tune", "weights")
 subsets(laplace)
 priors(laplace)
-positives(laplace, "temperature")
 prior_means(laplace)
 other_priors(laplace)
 _kron = Of(lambda t: t.classifier, "posterior")
-laplace("updatable", True, "is for structure='full', 'diag', 'kron'", "'ekfac' takes several", structure="ekfac")
-laplace("prior", _kron, "one factor on its precision: leave out per_layer=True", per_layer=True, tune="marglik")
+laplace("prior", _kron, "gp= belongs to a prior with independent weights", predictive="gp")
+laplace("prior", _kron, "has one factor on its precision", "leave out groups=", tune=Tuning("marglik", groups="layers"))
 for _tune in ("mackay", "linear"):
-    laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune, named=False)
-counts(laplace, "samples", "mc_samples", "max_batches", "rank")
-flags(laplace, "per_layer", "iterate", "progress", "updatable")
-laplace("rank", 5, "rank=5 belongs to structure='lowrank' or 'kron', got structure='ekfac'", structure="ekfac")
+    laplace("prior", _kron, f"tune='{_tune}'", "structure='kron' adds factors", tune=_tune)
 laplace("tune", "linear", "structure='lowrank' leaves some out: use tune='auto'", structure="lowrank")
-words(laplace, "prior_groups")
-laplace("prior_groups", "normalised", "tune='auto' tunes one prior for all layers: use tune='marglik' with")
-laplace("prior_groups", "normalised", "per_layer=True is prior_groups='layers'", per_layer=True, tune="marglik")
-laplace("prior_groups", "layers", "takes one prior precision for all layers", damping="glm", tune="marglik")
-laplace("iterate", True, "belongs to tune='linear', got tune='auto'")
+laplace("tune", {"methode": "grid"}, "tune has no argument 'methode'", error=TypeError)
+laplace("tune", {"method": "grid", "size": 1}, "must be a whole number of at least 2, got 1", named=False)
+for _groups in ("layers", "normalised"):
+    _tuning = Tuning("marglik", groups=_groups)
+    _damped = Kron(damping="glm")
+    laplace("tune", _tuning, "takes one prior precision for all layers", structure=_damped, named=False)
 laplace(
-    "iterate",
-    True,
+    "tune",
+    Tuning("linear", iterate=True),
     "HeteroscedasticGaussian",
     "use tune='marglik'",
-    tune="linear",
     likelihood=HeteroscedasticGaussian(),
 )
-for _bad in (1, 0, 2.5, "ten", True):
-    laplace("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
-for _tune in ("auto", "grid"):
-    laplace("per_layer", True, f"tune='{_tune}' tunes one prior for all layers: use tune='marglik' with", tune=_tune)
 laplace("weights", None, "unknown weights None: use one of 'both', 'last', 'best'")
-laplace("calibrate", True, "unknown calibrate True: use one of 'auto', 'outputs', 'probs', None")
 loaders(laplace)
-laplace("damping", "glm", "needs structure='kron', got structure='full'", subset=Subnetwork(3))
-laplace("hessian", "approx", "needs structure='diag'", "got structure='full'", subset=Subnetwork(3))
-laplace("damping", "glm", "needs structure='kron', got structure='diag'", structure="diag")
 laplace(
     "data",
     iter([1]),
@@ -190,66 +214,63 @@ laplace(
     structure="ekfac",
     named=False,
 )
-laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError)
+laplace("structure", "ekfac", "no EKFAC form", subset=Subnetwork(3), error=SubsetError, named=False)
 for _tune in ("mackay", "linear"):
-    laplace("damping", "glm", f"tune='{_tune}'", "leave damping= out, or use tune='marglik'", tune=_tune)
-laplace("damping", "ritter", "takes one prior precision for all layers", "per_layer", per_layer=True, tune="marglik")
-laplace("damping", "ritter", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
+    for _damping in ("glm", "ritter"):
+        _option = Kron(damping=_damping)
+        laplace("structure", _option, f"tune='{_tune}'", f"damping='{_damping}' changes it", tune=_tune)
+        laplace("structure", _option, "takes one prior precision", prior_precision=[1.0, 2.0], named=False)
 
 common(l2m)
-words(l2m, "scaling", "tune", "calibrate")
-l2m("tune", "linear", "unknown tune 'linear': use one of None, 'auto', 'marglik', 'mackay', 'grid'")
+words(l2m, "scaling", "tune")
+l2m("predictive", GP(), "keeps no training points for predictive='gp': use LaplaceCallback")
+l2m("tune", "linear", "needs the gradient of the training loss, which L2M does not have: use 'marglik'")
 priors(l2m)
 prior_means(l2m)
 positives(l2m, "loss_scale")
-counts(l2m, "samples", "n_data")
-flags(l2m, "per_layer")
-for _tune in ("auto", "grid"):
-    l2m("per_layer", True, f"tune='{_tune}' tunes one prior for all layers", tune=_tune)
+counts(l2m, "n_data")
 
 common(online)
-words(online, "hessian", "at", "scaling", "calibrate")
+online("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
+words(online, "hessian")
 subsets(online)
-positives(online, "prior_precision", "scale", "max_std")
-counts(online, "samples", "predictive_samples", "n_data")
-flags(online, "average", "same_sample")
+positives(online, "prior_precision", "max_std")
+counts(online, "train_samples", "n_data")
+flags(online, "same_sample")
 for _bad in (-0.1, 1.1, math.inf):
     online("memory_factor", _bad, f"must be between 0 and 1, got {_bad}")
-for _argument in ("memory_factor", "threshold"):
-    online(_argument, "half", "must be a number, got 'half'")
-    online(_argument, math.nan, "must be a number, got nan")
-    online(_argument, True, "must be a number, got True")
-for _bad in (-1.0, math.inf, "half"):
-    online("initial_curvature", _bad, f"must be a finite number of at least 0, got {_bad!r}")
-online("threshold", -1, "must be between 0 and inf, got -1")
+online("memory_factor", "half", "must be a number, got 'half'")
+online("memory_factor", math.nan, "must be a number, got nan")
+online("memory_factor", True, "must be a number, got True")
+online("memory", 0.5, "must be a Memory(…) or None, got 0.5", error=TypeError)
+online("memory", {"scal": 0.5}, "memory has no argument 'scal'", error=TypeError)
+online("memory", {"scale": 0.0}, f"scale {POSITIVE}, got 0.0", named=False)
 
 common(marginal)
+structures(marginal)
 marginal("structure", "lowrank", "leaves curvature out", "use 'kron', 'ekfac', 'diag' or 'full'")
-words(marginal, "structure", "curvature", "calibrate", "weight_sharing", "hessian", "mode", "evidence", "keep")
-marginal("hessian", "approx", "needs structure='diag' and curvature='ggn', got structure='kron'")
+words(marginal, "evidence")
+marginal("evidence", {"method": "kfca"}, "unknown evidence 'kfca': use one of ")
+marginal("evidence", {"lrr": 0.1}, "evidence has no argument 'lrr'", error=TypeError)
 subsets(marginal)
 priors(marginal)
-positives(marginal, "lr", "loss_scale")
-counts(marginal, "samples", "mc_samples", "every_n_epochs", "steps", "n_data")
-flags(marginal, "noise", "progress")
+counts(marginal, "every_n_epochs")
 for _bad in (-1, 0.5, "two", True, None):
     marginal("burn_in_epochs", _bad, f"must be a whole number of at least 0, got {_bad!r}")
-marginal("data", "", "must be a loader, or the name of a method that returns one, got ''")
-marginal("data", 3, "must be an iterable of batches", "got 3")
+loaders(marginal)
 prior_means(marginal)
+marginal("prior", _kron, "is a posterior, whose strength cannot be learned by layer: use Prior(mean=…)")
 marginal("subset", Subnetwork(3), "must name whole layers or parameters, to have a prior in training")
-marginal("mode", "mackay", "is the fixed point of evidence='marglik': use mode='gradient'", evidence="linear")
 common(swag)
-words(swag, "calibrate")
+swag("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
 loaders(swag)
-counts(swag, "samples", "every_n_epochs", "every_n_steps", "max_batches")
-flags(swag, "progress")
+counts(swag, "every_n_epochs", "every_n_steps")
 for _bad in (-1, -0.5, 1.0, 2.5, math.nan, math.inf, "late", None, True):
-    swag("start", _bad, f"must be an epoch, or a share of the training below 1, got {_bad!r}")
+    swag("start", _bad, f"must be an epoch, or a fraction of the training below 1, got {_bad!r}")
 
 counts(subnetwork, "n")
-for _bad in ("variance", "laplace", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):
-    subnetwork("by", _bad, "unknown by ", "'laplace_diag'", "'swag'", "or a fitted posterior")
+for _bad in ("variance", "laplace", "swag", "l2m", None, 3, True, ["swag"], torch.nn.Linear(1, 1)):
+    subnetwork("by", _bad, "unknown by ", "'laplace_diag'", "'magnitude'", "or a fitted posterior")
 for _bad in (-1, 1.5, None):
     subnetwork("seed", _bad, f"must be a whole number of at least 0, got {_bad}")
 subnetwork("seed", 2**64, "must be less than 2**63")

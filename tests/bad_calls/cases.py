@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_bayes
-from lightning_bayes import Bernoulli, Gaussian, LaplacePosterior, fit_laplace
+from lightning_bayes import Bernoulli, Gaussian, Kron, LaplacePosterior, Network, fit_laplace
 
 PACKAGE = str(Path(lightning_bayes.__file__).parent)
 LONGEST = 400  # characters of a message
@@ -196,7 +196,7 @@ class Things:
 
     @cached_property
     def damped(self) -> LaplacePosterior:
-        return fit_laplace(self.net(), self.batches, damping="glm")
+        return fit_laplace(self.net(), self.batches, structure=Kron(damping="glm"))
 
     @cached_property
     def regressor(self) -> LaplacePosterior:
@@ -208,7 +208,7 @@ class Things:
 
     @cached_property
     def autoencoder(self) -> LaplacePosterior:
-        return fit_laplace(self.watch(Autoencoder()), [(self.x, self.x)], "regression", "diag")
+        return fit_laplace(self.watch(Autoencoder()), [(self.x, self.x)], "regression", structure="diag")
 
     def moved(self, change: Callable[[nn.Module], Any]) -> LaplacePosterior:
         """A posterior whose network has since changed."""
@@ -241,6 +241,5 @@ OUTPUT = (
     ("output", 2.5, "must be a key, an attribute's name or an index, got 2.5"),
     ("output", True, "must be a key, an attribute's name or an index, got True"),
     ("output", "", "must name an entry of what the network returns, got an empty string"),
-    ("class_dim", 0, "class_dim=0 is the dimension of the examples: use 1, or -1 for the last"),
-    ("class_dim", "last", "must be a whole number, got 'last'"),
+    ("output", Of(lambda t: Network("net"), "Network('net')"), "pass the submodule 'net' itself"),
 )

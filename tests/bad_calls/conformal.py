@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from bad_calls.callbacks import counts, flags, words
+from bad_calls.callbacks import flags, words
 from bad_calls.cases import Of, Table, Things
-from lightning_bayes import Conformal, GaussianPosterior, Prediction
+from lightning_bayes import GLM, Conformal, GaussianPosterior, Prediction
 
 
 def _sets(t: Things, **given: Any) -> Any:
@@ -52,8 +52,7 @@ conforming("loader", Of(lambda t: [(t.x, t.y[:3])], "fewer"), "need class labels
 conforming("loader", Of(lambda t: [(t.x, t.y + 3)], "unknown"), "must be classes from 0 to 2, got 3", named=False)
 conforming("loader", Of(lambda t: [(t.x, 0 * t.y - 100)], "ignored"), "no held-out target counts", named=False)
 words(conforming, "predictive")
-conforming("link", "logit", "choose one of 'probit', 'pairwise'")
-counts(conforming, "samples")
+conforming("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
 from_prediction("prediction", Of(lambda t: t.x, "tensor"), "must be a Prediction; Prediction.cat puts batches together")
 from_prediction("y", None, "must be a tensor of targets, got None")
 from_prediction("y", Of(lambda t: t.y[:3], "fewer"), "need class labels of shape [5]", named=False)

@@ -75,7 +75,7 @@ state("likelihood", "classification", "must be a Likelihood, or None for the one
 ensembles = Table(
     "DeepEnsemble.load",
     lambda t, **given: DeepEnsemble.load(**{"paths": [], "networks": [], **given}),
-    ["paths", "networks", "likelihood", "weights"],
+    ["paths", "networks", "likelihood", "member_weights"],
     error=(PosteriorError, TypeError),
     named=False,
 )
@@ -87,12 +87,12 @@ ensembles("networks", None, "networks must be a list of networks, got None")
 ensembles("networks", Of(lambda t: t.net(), "one"), "networks must be a list of networks", "Sequential", paths=["a.pt"])
 ensembles("paths", [], "an ensemble needs at least one posterior, got none")
 ensembles.anything_goes("likelihood", "a table of its own: from_state_dict")
-ensembles.anything_goes("weights", "a table of its own: DeepEnsemble")
+ensembles.anything_goes("member_weights", "a table of its own: DeepEnsemble")
 
 checkpoints = Table(
     "DeepEnsemble.from_checkpoints",
     lambda t, **given: DeepEnsemble.from_checkpoints(**{"paths": [], "module": mlp, **given}),
-    ["paths", "module", "name", "network", "likelihood", "weights", "device"],
+    ["paths", "module", "name", "network", "likelihood", "member_weights", "device"],
     error=(PosteriorError, TypeError, ValueError),
     named=False,
 )
@@ -125,7 +125,7 @@ checkpoints("network", "net", "has no submodule 'net'", "network=", paths=_check
 checkpoints("network", 3, "network must be the dotted name of a submodule, got 3", paths=_checkpoint)
 checkpoints("device", "gpu", "device", "'gpu'", paths=_checkpoint)
 checkpoints.anything_goes("likelihood", "a table of its own: from_state_dict")
-checkpoints.anything_goes("weights", "a table of its own: DeepEnsemble")
+checkpoints.anything_goes("member_weights", "a table of its own: DeepEnsemble")
 
 save = Table("save", lambda t, **given: t.diagonal.save(**given), GaussianPosterior.save, named=False)
 save("path", Of(lambda t: t.folder, "a folder"), "which is a folder: name a file in it", error=OSError)

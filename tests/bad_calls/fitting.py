@@ -9,69 +9,57 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_bayes
-from bad_calls.callbacks import COUNT, counts, flags, other_priors, positives, prior_means, priors, words
+from bad_calls.callbacks import counts, flags, other_priors, positives, prior_means, priors, structures, words
 from bad_calls.cases import OUTPUT, LitNet, Of, Table, Things, mlp
 from bad_calls.networks import LitAutoEncoder, X, Y, fit
-from lightning_bayes import Categorical, Gaussian, LaplaceCallback, Subnetwork, fit_laplace
+from lightning_bayes import GP, Categorical, Gaussian, Kron, LaplaceCallback, Network, Prior, Subnetwork, fit_laplace
 from lightning_bayes.curvature import fit_curvature
 from lightning_bayes.likelihoods import LikelihoodError
 from lightning_bayes.network import SubsetError
 from lightning_bayes.posterior import OptimizerError, fit_l2m
 
 laplace = Table("fit_laplace", fit, [*signature(fit_laplace).parameters, *signature(fit_curvature).parameters])
-words(laplace, "structure", "curvature", "weight_sharing")
-for _hessian in ("approx", "mixed", "auto"):
-    laplace("hessian", _hessian, "needs structure='diag' and curvature='ggn', got structure='kron'")
-DIAGONAL = {"structure": "diag", "curvature": "fisher_mc"}
-laplace("hessian", "approx", "got structure='diag' and curvature='fisher_mc'", **DIAGONAL)
-words(laplace, "hessian")
-laplace("structure", None, "unknown structure None: use one of")
+structures(laplace)
 laplace("likelihood", "gauss", "likelihood='gauss' is not known; use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", Categorical, "use one of 'classification'", error=LikelihoodError)
 laplace("likelihood", 3, "likelihood=3 is not known", error=LikelihoodError)
-laplace("damping", "kfac", "unknown damping 'kfac': use one of None, 'glm', 'ritter'")
-laplace("damping", True, "unknown damping True")
-laplace("damping", "glm", "needs structure='kron', got structure='full'", structure="full")
-laplace("damping", "glm", "needs structure='kron', got structure='ekfac'", structure="ekfac")
 laplace(
     "structure", "ekfac", "takes several passes over the data, but the loader is an iterator", loader=iter([(X, Y)])
 )
-laplace("structure", "ekfac", "no EKFAC form: use structure='full' or 'diag'", subset=Subnetwork(3), error=SubsetError)
-laplace("damping", "glm", "takes one prior precision for all layers", prior_precision=[1.0, 2.0])
-laplace("sampels", 3, "fit_laplace has no argument 'sampels'", "samples", error=TypeError)
-counts(laplace, "rank")
-laplace("rank", 3, "rank=3 belongs to structure='lowrank' or 'kron', got structure='ekfac'", structure="ekfac")
-laplace("rank", "auto", f"{COUNT}, got 'auto'", structure="lowrank")
-laplace("rank", 3, "the loader is an iterator", structure="lowrank", loader=iter([(X, Y)]), named=False)
+laplace(
+    "structure",
+    "ekfac",
+    "no EKFAC form: use structure='full' or 'diag'",
+    subset=Subnetwork(3),
+    error=SubsetError,
+)
+_damped = Kron(damping="glm")
+laplace("structure", _damped, "takes one prior precision for all layers", prior_precision=[1.0, 2.0], named=False)
+laplace("structure", "lowrank", "the loader is an iterator", loader=iter([(X, Y)]), named=False)
 priors(laplace)
 laplace("prior_precision", None, "must be a number or a vector of numbers, got None")
 laplace("prior_precision", [1.0, 2.0, 3.0], "each of the 2 layers (0, 2)", "each of the 31 parameters", named=False)
 laplace("prior_precision", Of(lambda t: torch.rand(31) + 1, "[31]"), "0.weight", "one prior precision", named=False)
 prior_means(laplace)
 other_priors(laplace)
-laplace("prior_mean", torch.ones(30), "has 30 numbers, but there are 31 weights (0.weight, 0.bias, …)")
-laplace("prior_mean", {"0.weight": torch.ones(4, 3)}, "needs 0.bias of shape [4], but the state dict has none")
-laplace("prior_mean", {"0.weight": torch.ones(3, 4)}, "needs 0.weight of shape [4, 3], but", "has shape [3, 4]")
+laplace("prior", Prior(mean=torch.ones(30)), "has 30 numbers, but there are 31 weights (0.weight, 0.bias, …)")
+laplace("prior", Prior(mean={"0.weight": torch.ones(4, 3)}), "needs 0.bias of shape [4], but the state dict has none")
+laplace("prior", Prior(mean={"0.weight": torch.ones(3, 4)}), "needs 0.weight of shape [4, 3], but", "has shape [3, 4]")
 laplace("prior", Of(lambda t: t.classifier, "all"), "is over 31 weights", "the same subset=", subset=["0"])
-laplace("prior_mean", {"0.weight": torch.ones(4, 3).long()}, "must hold real numbers, but 0.weight is")
-positives(laplace, "temperature")
-counts(laplace, "samples")
-laplace("samples", 0, COUNT, curvature="fisher_mc")
-flags(laplace, "progress", "updatable", "dry_run")
-for _bad in (-1, 2.5, "ten", True):
-    laplace("first_example", _bad, "no argument 'first_example'", error=TypeError)
+laplace("prior", Prior(mean={"0.weight": torch.ones(4, 3).long()}), "must hold real numbers, but 0.weight is")
+flags(laplace, "progress")
 laplace("seed", -1, "must be a whole number of at least 0, got -1")
 laplace("seed", "zero", "must be a whole number of at least 0, got 'zero'")
 laplace("processes", 2, "must be Processes(rank, size), got 2")
 
-for _bad in (-1, 2.5, "all", True):
-    laplace("gp_points", _bad, "must be a whole number of at least 0", f"got {_bad!r}")
+counts(laplace, "gp")
+laplace("prior", Of(lambda t: t.classifier, "all"), "gp= belongs to a prior with independent weights", gp=3)
 laplace(
-    "gp_points", 10**5, "the kernel between 100000 points with 3 outputs is too large", "pass gp_points=6688 or fewer"
+    "gp", 10**5, "the kernel between 100000 points with 3 outputs is too large", "GP(points=6688) or fewer", named=False
 )
-laplace("gp_points", 10**4, "pass gp_points=3861 or fewer, or gp_outputs='independent'", gp_outputs="joint")
-words(laplace, "gp_selection", "gp_weighting", "gp_outputs")
-laplace("gp_outputs", None, "unknown gp_outputs None: use one of 'auto', 'joint', 'independent'")
+laplace("gp", GP(10**4, outputs="joint"), "GP(points=3861) or fewer, or outputs='independent'", named=False)
+for _argument in ("first_example", "dry_run"):
+    laplace.anything_goes(_argument, "of fit_curvature, with rows in its table")
 for _argument in ("network", "loader", "probe"):
     laplace.anything_goes(_argument, "a table of its own: networks")
 
@@ -92,30 +80,26 @@ laplace("subset", torch.zeros(2, 3, dtype=torch.long), "a boolean mask over the 
 laplace("subset", torch.rand(31), "a boolean mask over the trainable weights or a vector of their positions", **SUBSET)
 
 laplace("subset", Subnetwork(32), "Subnetwork(n=32) asks for more weights than there are", "31", **SUBSET)
-laplace("subset", Subnetwork(3, by="swag"), "by='swag' refers to a callback of a Trainer", **SUBSET)
 laplace("subset", Subnetwork(3), "the loader is an iterator", loader=iter([(X, Y)]), named=False)
-laplace("subset", Subnetwork(3), "needs structure='kron', got structure='full'", damping="glm", named=False)
 
 for _row in OUTPUT:
     laplace(*_row)
 laplace("output", "logits", "output='logits' names no tensor in what the network returned, a Tensor")
 laplace("output", 1, "output=1 names no tensor in what the network returned, a Tensor")
-laplace("class_dim", 5, "class_dim=5 is no dimension of outputs of shape")
+laplace("output", Network(class_dim=5), "class_dim=5 is no dimension of outputs of shape", named=False)
 
 curvature = Table(
     "fit_curvature",
     lambda t, **given: fit_curvature(**{"network": t.net(), "loader": [(X, Y)], **given}),
     fit_curvature,
 )
-words(curvature, "structure", "curvature", "weight_sharing", "hessian")
+structures(curvature)
 curvature("network", 3, "must be an nn.Module that maps x to f, got 3")
 curvature("loader", None, "must be an iterable of (x, y) batches")
 curvature("likelihood", "gauss", "is not known")
 curvature("subset", "last-layer", "unknown subset 'last-layer'")
-counts(curvature, "samples", "rank")
-curvature("rank", 3, "belongs to structure='lowrank' or 'kron', got structure='diag'", structure="diag")
 curvature("seed", -1, "must be a whole number of at least 0")
-flags(curvature, "progress", "updatable", "dry_run")
+flags(curvature, "progress", "dry_run")
 for _bad in (-1, 2.5, "ten", True):
     curvature("first_example", _bad, f"must be a whole number of at least 0, got {_bad!r}")
 curvature("processes", (0, 1), "must be Processes(rank, size), got (0, 1)")
@@ -261,7 +245,7 @@ trained(
     module=Of(lambda t: L.Trainer(**_unused), "Trainer"),
 )
 trained("struktur", "kron", "fit has no argument 'struktur'", "did you mean 'structure'?", error=TypeError)
-trained("structure", "kfca", "unknown structure 'kfca': use one of 'full'")
+trained("structure", "kfca", "unknown structure 'kfca': use one of 'kron'")
 trained(
     "data",
     "clean",

@@ -7,10 +7,10 @@ import lightning as L
 import torch
 from torch import nn
 
-from bad_calls.callbacks import FLAG, POSITIVE, counts, flags
-from bad_calls.cases import OUTPUT, Of, Table
+from bad_calls.callbacks import FLAG, POSITIVE, counts, flags, mappings
 from bad_calls.cases import LitNet as Lit
-from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
+from bad_calls.cases import Of, Table
+from lightning_bayes import GLM, LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import VariationalOptions, replace_activations, warn_piecewise_linear
 
 
@@ -26,21 +26,22 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table = Table(
         f"{kind.__name__}(variational)",
         lambda t, **given: kind(variational=given),
-        [f.name for f in fields(VariationalOptions) if f.name not in ("save", *unused)],
+        [f.name for f in fields(VariationalOptions) if f.name not in ("save", "calibrate", "progress", *unused)],
     )
     table("likelihood", "softmax", "use one of 'classification', 'binary', 'regression'")
-    table("likelihood", {"name": "Poisson"}, "'Poisson' cannot be made from a file")
+    table("likelihood", {"name": "Poisson"}, "'Poisson' cannot be loaded from a file")
     for bad in (0.0, -1.0, math.nan, math.inf, "one", True, None):
         table("beta", bad, f"{POSITIVE}, got {bad!r}")
     for bad in (0.0, -1.0, math.nan, "hee", True, None):
         table("prior_std", bad, f"must be a positive number or one of 'he', 'weight_decay', got {bad!r}")
-    table("prior_std", {"net.0": 1.0}, "says nothing of net.2.weight", "add a pattern")
+    table("prior_std", {"net.0": 1.0}, "has no entry for net.2.weight", "add a pattern")
     table("prior_std", {"head": 1.0, "*": 1.0}, "no parameter matches the pattern 'head'")
     table("prior_std", {"*": -2.0}, "got -2.0")
-    counts(table, "n_data", "samples")
+    counts(table, "n_data")
     table("network", "", "must be the dotted name of a submodule")
-    for row in OUTPUT:
-        table(*row)
+    table("network", {"output": 2.5}, "must be a key, an attribute's name or an index, got 2.5", named=False)
+    table("network", {"class_dim": 0}, "class_dim=0 is the dimension of the examples", named=False)
+    table("network", {"ouput": 1}, "network has no argument 'ouput'")
     table("network", 3, "must be the dotted name of a submodule, got 3")
     table("network", "nett", "has no submodule 'nett'", "its submodules are: net")
     table("deterministic", ["nett"], "no parameter matches the pattern 'nett'")
@@ -48,32 +49,35 @@ def _options(kind: type, unused: tuple[str, ...]) -> Table:
     table("deterministic", 3, "must be a list of name patterns, got 3")
     table("deterministic", [3], "must be a list of name patterns, got [3]")
     for argument in ("loss", "predictive"):
-        table(argument, "gp", f"unknown {argument} 'gp': use one of '")
+        table(argument, "kfca", f"unknown {argument} 'kfca': use one of '")
         table(argument, 3, f"unknown {argument} 3: use one of '")
+    table("predictive", "gp", "keeps no training points for predictive='gp': use LaplaceCallback")
+    mappings(table, "predictive", "glm", "samples")
     table("predict_step", "gp", "unknown predict_step 'gp': use one of 'replace', 'keep', 'both'")
     table("predict_step", None, "unknown predict_step None")
     table("seed", -1, "must be a whole number of at least 0, got -1")
     table("seed", 0.5, "must be a whole number of at least 0, got 0.5")
     table("name", "", "must be a word")
     table("name", "map", "'map' is the name of the plain network's own scores")
-    table("name", "v/l", "must not hold a slash")
-    table("link", "logit", "choose one of 'probit', 'pairwise'")
+    table("name", "v/l", "must not contain a slash")
+    table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
     flags(table, "ood", "plots")
     return table
 
 
 vl = _options(VL, ("train_samples", "local_reparameterization"))
-vl("curvature", "ggn", "unknown curvature 'ggn': use one of 'fisher', 'empirical', 'hessian'")
-vl("curvature", None, "unknown curvature None: use one of 'fisher'")
-vl("curvature", "hessian", "has no finite-difference form: use method='exact'", method="finite_difference")
-vl("curvature", "hessian", "has no finite-difference form: use method='exact'", method="two_passes")
+vl("estimator", "ggn", "unknown estimator 'ggn': use one of 'fisher', 'empirical', 'hessian'")
+vl("estimator", None, "unknown estimator None: use one of 'fisher'")
+vl("estimator", "hessian", "has no finite-difference form: use method='exact'", method="finite_difference")
+vl("estimator", "hessian", "has no finite-difference form: use method='exact'", method="two_passes")
 vl("method", "fast", "unknown method 'fast': use one of 'auto', 'exact', 'finite_difference', 'two_passes'")
 vl("train_samples", 2, "variational has no key 'train_samples': use 'name'")
 vl("betta", 1.0, "variational has no key 'betta': use 'name'")
 
-vi = _options(VI, ("curvature", "method"))
+vi = _options(VI, ("estimator", "method"))
 counts(vi, "train_samples")
 vi("local_reparameterization", "no", f"{FLAG}, got 'no'")
+vi("estimator", "fisher", "variational has no key 'estimator'")
 vi("curvature", "fisher", "variational has no key 'curvature'")
 
 variational = Table("VariationalLaplaceMixin", lambda t, **given: VL(**given), ["variational"])
@@ -131,7 +135,7 @@ replacing = Table(
 )
 replacing("module", nn.ReLU, "must be an nn.Module")
 replacing("module", "relu", "must be an nn.Module, got 'relu'")
-replacing("replacement", nn.Softplus(), "must make a new nn.Module at each call", "such as nn.Softplus")
+replacing("replacement", nn.Softplus(), "must make a new nn.Module at each call", "nn.Softplus")
 replacing("replacement", "softplus", "must make a new nn.Module at each call")
 replacing("replacement", torch.tanh, "must make a new nn.Module at each call")
 

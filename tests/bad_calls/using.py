@@ -9,11 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError
 
-from bad_calls.callbacks import counts, flags, positives, words
+from bad_calls.callbacks import counts, flags, mappings, positives, words
 from bad_calls.cases import Of, Table, Things, mlp
-from lightning_bayes import DeepEnsemble, GaussianPosterior, LaplacePosterior, fit_laplace
-from lightning_bayes.evidence.iterated_evidence import iterated
-from lightning_bayes.evidence.tuning import linear, mackay, marglik
+from lightning_bayes import GLM, DeepEnsemble, GaussianPosterior, Kron, LaplacePosterior, Tuning, fit_laplace
 from lightning_bayes.network import Processes
 from lightning_bayes.posterior import PosteriorError, PriorError
 from lightning_bayes.predictive import decode, sample_functions
@@ -40,8 +38,8 @@ def _inputs(table: Table, argument: str = "x", part: str = "Sequential") -> None
     table(argument, Of(lambda t: {"ids": t.x, "mask": t.x}, "keywords"), "on inputs of shapes", "'ids'", named=False)
 
 
-def _drawing(table: Table, samples: str = "samples") -> None:
-    counts(table, samples)
+def _drawing(table: Table, *samples: str) -> None:
+    counts(table, *samples)
     table("generator", 42, f"{GENERATOR} 42", error=TypeError)
     table("generator", "cpu", f"{GENERATOR} 'cpu'", error=TypeError)
 
@@ -50,8 +48,7 @@ def _scoring(table: Table) -> None:
     """How predictions are made that are scored."""
     words(table, "predictive")
     table("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
-    table("link", 3, "link=3; choose one of")
-    counts(table, "samples")
+    mappings(table, "predictive", "glm", "samples")
     table("seed", -1, "must be a whole number of at least 0, got -1")
     table("seed", 1.5, "must be a whole number of at least 0, got 1.5")
     table("seed", None, "must be a whole number of at least 0, got None")
@@ -78,18 +75,16 @@ predict("differentiable", True, "x holds only integers", "embeddings", x=torch.o
 predict("differentiable", True, "'gp' has no gradient in x: use predictive='glm'", x=_gradient, predictive="gp")
 words(predict, "predictive")
 predict("predictive", None, "unknown predictive None: use one of 'glm', 'bnn', 'map'")
-predict("predictive", "gp", "needs training points", "fit_laplace(..., gp_points=M)", error=PosteriorError)
-predict("link", "logit", "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'")
-predict("link", 3, "link=3; choose one of")
+predict("predictive", "gp", "needs training points", "fit_laplace(..., gp=M)", error=PosteriorError)
+mappings(predict, "predictive", "glm", "samples")
+_logit = "link='logit'; choose one of 'probit', 'pairwise', 'bridge', 'mc'"
+predict("predictive", GLM(link="logit"), _logit, named=False)
 for _predictive in ("bnn", "map"):
-    predict("samples", 0, "at least 1, got 0", predictive=_predictive)
-    predict("samples", "ten", "got 'ten'", predictive=_predictive)
     predict("generator", 42, GENERATOR, predictive=_predictive)
     predict("x", Of(lambda t: t.x.repeat(1, 2), "[5, 6]"), "cannot be run on", predictive=_predictive, named=False)
     predict("x", Of(lambda t: t.x.double(), "double"), "torch.float64", predictive=_predictive, named=False)
     predict("x", "abc", "must hold a tensor with a batch dimension", predictive=_predictive, named=False)
     predict("x", Of(lambda t: t.x[:0], "no examples"), "no examples", predictive=_predictive, named=False)
-    predict("link", "logit", "choose one of 'probit', 'pairwise'", predictive=_predictive)
 
 gradients_off = Table("gradients off", torch.no_grad()(_predict), ["differentiable"])
 gradients_off("differentiable", True, "gradients are off (torch.no_grad(), torch.inference_mode())", x=_gradient)
@@ -198,7 +193,7 @@ classes("noise_std", 0.5, "belongs to a Gaussian likelihood, but this posterior 
 
 # -- other data ------------------------------------------------------------------------------------------------------
 
-_growing = fit_laplace(mlp(), [(torch.ones(2, 3), torch.tensor([0, 1]))], updatable=True)
+_growing = fit_laplace(mlp(), [(torch.ones(2, 3), torch.tensor([0, 1]))], structure=Kron(updatable=True))
 update = Table("update", lambda t, **given: _growing.update(**{"loader": t.batches, **given}), LaplacePosterior.update)
 update("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 update("loader", [], "the loader is empty")
@@ -207,7 +202,7 @@ flags(update, "progress")
 update("processes", 2, "must be Processes(rank, size), got 2")
 update("probe", 3, "must hold a tensor with a batch dimension", named=False)
 not_growing = Table("update of", lambda t, posterior: posterior.update(t.batches), ["posterior"], named=False)
-not_growing("posterior", Of(lambda t: t.classifier, "kron"), "fit it with updatable=True")
+not_growing("posterior", Of(lambda t: t.classifier, "kron"), "updatable=True")
 not_growing("posterior", Of(lambda t: t.moved(lambda n: n[0].weight.data.mul_(2)), "moved"), "fitted to")
 penalty = Table("penalty", lambda t, **given: t.classifier.penalty(**given), GaussianPosterior.penalty)
 penalty("network", 3, "must be an nn.Module", "got 3")
@@ -215,65 +210,37 @@ penalty("network", torch.nn.Linear(3, 3), "belongs to another network", "0.weigh
 
 # -- tuning ----------------------------------------------------------------------------------------------------------
 
-_tuning = [*signature(LaplacePosterior.tune_prior).parameters]
-_tuning += [name for method in (marglik, mackay, linear, grid, tune_auto) for name in signature(method).parameters]
 tune = Table(
     "tune_prior",
     lambda t, **given: t.regressor.tune_prior(**{"method": "marglik", **given}),
-    [name for name in dict.fromkeys(_tuning) if name not in ("self", "posterior", "options")],
+    LaplacePosterior.tune_prior,
 )
-tune(
-    "method",
-    "cross-validation",
-    "unknown method 'cross-validation': use one of",
-    "'auto', 'marglik', 'mackay', 'linear', 'grid'",
-)
-tune("method", None, "unknown method None: use one of")
-tune("method", 3, "unknown method 3: use one of")
-flags(tune, "per_layer", "noise")
-tune("per_layer", True, "tunes one prior for all layers", method="grid", loader=Of(lambda t: t.real_batches, "data"))
-counts(tune, "steps")
-tune("steps", 0, "must be a whole number of at least 1, got 0", method="linear")
-tune("noise", "no", "must be True or False, got 'no'", method="linear")
-words(tune, "at")
-tune("sizes", 3, "tune_prior('marglik') has no argument 'sizes'", "steps", error=TypeError)
-tune("size", 3, "tune_prior('marglik') has no argument 'size'", "steps", error=TypeError)
-tune(
-    "steps", 3, "tune_prior('grid') has no argument 'steps'", method="grid", loader=Of(lambda t: t.real_batches, "data")
-)
-for _bad in (0.0, -1.0, "small", math.nan):
-    tune("tolerance", _bad, "must be a positive, finite number", method="mackay")
-for _method in ("marglik", "mackay", "linear"):
-    tune("prior_groups", "norms", "unknown prior_groups 'norms': use one of None, 'layers', ", method=_method)
-tune("prior_groups", "normalised", "per_layer=True is prior_groups='layers': leave it out", per_layer=True)
-tune(
-    "prior_groups",
-    "normalised",
-    "tune_prior('grid') has no argument 'prior_groups'",
-    method="grid",
-    loader=Of(lambda t: t.real_batches, "data"),
-)
-tune("iterate", "no", "must be True or False, got 'no'")
-tune("iterate", True, "belongs to tune_prior('linear'), not to tune_prior('marglik')")
-tune("passes", 5, "tune_prior('linear') has no argument 'passes'", method="linear", error=TypeError)
+for _bad in ("cross-validation", 3):
+    _known = "use one of 'auto', 'marglik', 'mackay', 'linear', 'grid'"
+    tune("method", _bad, f"unknown tune {_bad!r}: {_known}", named=False)
+tune("method", None, "tune_prior(None) tunes nothing: name a method, such as 'auto'")
+tune("method", {"steps": 0}, "steps must be a whole number of at least 1, got 0", named=False)
+tune("method", {"sizes": 3}, "tune has no argument 'sizes'", error=TypeError, named=False)
+words(tune, "calibrate")
+flags(tune, "progress")
+tune("processes", 2, "must be Processes(rank, size), got 2")
+_scoring(tune)
+tune.anything_goes("loader", "tables of their own")
 iterating = Table(
     "tune_prior('linear', iterate=True)",
-    lambda t, **given: t.regressor.tune_prior("linear", iterate=True, **{"loader": t.real_batches, **given}),
-    [name for name in signature(iterated).parameters if name != "posterior"],
+    lambda t, fisher="weights", **given: t.regressor.tune_prior(
+        Tuning("linear", iterate=True, fisher=fisher), **{"loader": t.real_batches, **given}
+    ),
+    ["loader", "processes", "progress"],
 )
 iterating("loader", None, "makes passes over the training data: pass them as loader=")
 iterating("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 iterating("loader", [], "a pass over the loader has 0 examples, but the posterior was fitted to")
 iterating("loader", Of(lambda t: [(t.x[:3], t.r[:3])], "some"), "has 3 examples, but the posterior was fitted to")
 iterating("loader", Of(lambda t: [t.x], "bare tensors"), "pair (x, y), but the loader gave a Tensor", named=False)
-flags(iterating, "per_layer", "noise", "progress")
-words(iterating, "prior_groups", "fisher")
-positives(iterating, "tolerance")
-for _bad in (1, 0, 2.5, "ten", True):
-    iterating("passes", _bad, f"must be a whole number of at least 2, got {_bad!r}")
+flags(iterating, "progress")
 iterating("processes", 2, "must be Processes(rank, size), got 2")
 iterating("fisher", "optimum", "is for one process: use fisher='weights'", processes=Processes(0, 2))
-iterating("steps", 3, "tune_prior('linear', iterate=True) has no argument 'steps'", error=TypeError)
 _damped = Table(
     "tune_prior of damping",
     lambda t, **given: t.damped.tune_prior(**{"method": "marglik", **given}),
@@ -282,12 +249,14 @@ _damped = Table(
 )
 _damped("method", "mackay", "without damping")
 _damped("method", "linear", "without damping")
-_damped("method", "linear", "without damping", iterate=True, loader=Of(lambda t: t.batches, "data"))
-_damped("per_layer", True, "takes one prior precision for all layers")
+_damped("method", Tuning("linear", iterate=True), "without damping", loader=Of(lambda t: t.batches, "data"))
+_damped("method", Tuning("marglik", groups="layers"), "takes one prior precision for all layers")
 grids = Table(
     "tune_prior('grid')",
-    lambda t, **given: t.regressor.tune_prior("grid", **{"loader": t.real_batches, **given}),
-    [name for name in signature(grid).parameters if name != "posterior"],
+    lambda t, metric=None, **given: t.regressor.tune_prior(
+        Tuning("grid", metric=metric), **{"loader": t.real_batches, **given}
+    ),
+    [name for name in signature(grid).parameters if name not in ("posterior", "tuning")],
 )
 grids("loader", None, "needs validation data: pass loader=, or use 'marglik'")
 grids("loader", [], "the held-out data are empty", named=False)
@@ -301,16 +270,13 @@ grids("loader", Of(lambda t: [(t.x.double(), t.r)], "double"), "torch.float64", 
 grids("metric", "nll", "must be a torchmetrics metric, or None, got 'nll'")
 grids("metric", torch.nn.functional.mse_loss, "must be a torchmetrics metric, or None")
 grids("metric", MeanSquaredError, "must be a torchmetrics metric, or None")
-positives(grids, "low", "high")
-grids("low", 10.0, "must be less than high=1.0, got 10.0", high=1.0)
-for _bad in (0, 1, 2.5, "many"):
-    grids("size", _bad, "must be a whole number of at least 2")
 _scoring(grids)
-grids("link", "logit", "link='logit'; choose one of 'exact'")
+words(grids, "calibrate")
+grids("predictive", GLM(link="logit"), "link='logit'; choose one of 'exact'", named=False)
 autos = Table(
     "tune_prior('auto')",
     lambda t, **given: t.classifier.tune_prior("auto", **{"loader": t.batches, **given}),
-    [name for name in signature(tune_auto).parameters if name != "posterior"],
+    [name for name in signature(tune_auto).parameters if name not in ("posterior", "tuning")],
 )
 calibration = Table(
     "calibrate",
@@ -332,9 +298,7 @@ refinement("loader", 3, "must be an iterable of (x, y) batches", "got 3")
 refinement("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
 for _table in (autos, calibration):
     _scoring(_table)
-    _table("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")
-    words(_table, "of")
-    _table("of", None, "unknown of None: use one of 'outputs', 'probs'")
+    _table("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
     _table("loader", [], "the held-out data are empty", named=False)
     _table("loader", 3, "must be an iterable of (x, y) batches", "got 3")
     _table("loader", Of(lambda t: TensorDataset(t.x, t.y), "dataset"), "is a TensorDataset", "DataLoader(dataset")
@@ -345,18 +309,15 @@ for _table in (autos, calibration):
     _table("loader", Of(lambda t: [(t.x, 0 * t.y)], "one class"), "have one class only", "hold out", named=False)
     _table("loader", Of(lambda t: [(t.x.double(), t.y)], "double"), "torch.float64", named=False)
 calibration("loader", None, "must be an iterable of (x, y) batches", "got None")
-flags(autos, "calibrate")
-autos("of", "variance", "unknown of 'variance': use one of 'outputs', 'probs'", calibrate=False)
-autos("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'", loader=None)
-autos(
-    "size", 3, "tune_prior('auto') has no argument 'size'", "'predictive', 'link', 'samples', 'seed', 'of', 'calibrate'"
-)
-autos("per_layer", True, "tunes one prior for all layers", "needs 'marglik'")
+words(calibration, "of")
+calibration("of", None, "unknown of None: use one of 'outputs', 'probs'")
+words(autos, "calibrate")
+autos("calibrate", "variance", "unknown calibrate 'variance': use one of 'auto', 'outputs', 'probs', None")
+autos("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit'", loader=None, named=False)
 scoring = Table("Scoring", lambda t, **given: _checked(Scoring(**given), t), Scoring)
-_scoring(scoring)
-scoring("link", "logit", "link='logit'; choose one of 'probit', 'pairwise'")
+scoring("seed", -1, "must be a whole number of at least 0, got -1")
+scoring("predictive", GLM(link="logit"), "link='logit'; choose one of 'probit', 'pairwise'", named=False)
 words(scoring, "of")
-tune.anything = {name: "a table of its own" for method in (grid, tune_auto) for name in signature(method).parameters}
 
 with_data = Table(
     "with_log_likelihood",
@@ -410,8 +371,8 @@ scores("ood_loaders", Of(lambda t: [[t.x], []], "an empty one"), "ood_loaders[1]
 scores("ood_loaders", [3], "must be an iterable of batches", "got 3")
 scores("ood_loaders", Of(lambda t: [[t.x.double()]], "double"), "torch.float64", named=False)
 words(scores, "predictive")
-scores("link", "logit", "choose one of 'probit', 'pairwise'")
-counts(scores, "samples")
+mappings(scores, "predictive", "glm", "samples")
+scores("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
 scores("seed", -1, "must be a whole number of at least 0, got -1")
 scores("seed", "one", "must be a whole number of at least 0, got 'one'")
 
@@ -429,20 +390,21 @@ ensemble("posteriors", 3, "must be a list of posteriors, got 3")
 ensemble("posteriors", Of(lambda t: t.classifier, "one"), "must be a list of posteriors, got LaplacePosterior")
 ensemble("posteriors", Of(lambda t: [t.classifier, t.net()], "network"), "member 1 is a Sequential", named=False)
 ensemble("posteriors", Of(lambda t: [t.classifier, t.regressor], "mixed"), "one kind of likelihood", named=False)
-ensemble("weights", [1.0], "there are 2 members, but weights of shape [1]")
-ensemble("weights", 1.0, "there are 2 members, but weights of shape []")
-ensemble("weights", [1.0, -1.0], "must be finite, not negative, and not all zero")
-ensemble("weights", [0.0, 0.0], "must be finite, not negative, and not all zero")
-ensemble("weights", [1.0, math.nan], "must be finite, not negative, and not all zero")
-ensemble("weights", "equal", "must be a number for each member, got 'equal'")
-ensemble("weights", ["a", "b"], "must be a number for each member, got ['a', 'b']")
+ensemble("member_weights", [1.0], "there are 2 members, but member_weights of shape [1]")
+ensemble("member_weights", 1.0, "there are 2 members, but member_weights of shape []")
+ensemble("member_weights", [1.0, -1.0], "must be finite, not negative, and not all zero")
+ensemble("member_weights", [0.0, 0.0], "must be finite, not negative, and not all zero")
+ensemble("member_weights", [1.0, math.nan], "must be finite, not negative, and not all zero")
+ensemble("member_weights", "equal", "must be a number for each member, got 'equal'")
+ensemble("member_weights", ["a", "b"], "must be a number for each member, got ['a', 'b']")
 
 mixture = Table(
     "DeepEnsemble.predict", lambda t, **given: _ensemble(t).predict(**{"x": t.x, **given}), DeepEnsemble.predict
 )
 _drawing(mixture)
 words(mixture, "predictive")
-mixture("link", "logit", "choose one of 'probit', 'pairwise'")
+mappings(mixture, "predictive", "glm", "samples")
+mixture("predictive", GLM(link="logit"), "choose one of 'probit', 'pairwise'", named=False)
 mixture("x", "abc", "must hold a tensor with a batch dimension", named=False)
 mixture("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 mixture_density = Table(
@@ -457,7 +419,8 @@ mixture_density("y", Of(lambda t: t.r[:, :1], "[5, 1]"), "needs targets of shape
 mixture_density("x", Of(lambda t: t.x.double(), "double"), "torch.float64", named=False)
 _drawing(mixture_density)
 words(mixture_density, "predictive")
-mixture_density("link", "logit", "choose one of")
+mappings(mixture_density, "predictive", "glm", "samples")
+mixture_density("predictive", GLM(link="logit"), "choose one of", named=False)
 
 # -- autoencoders ----------------------------------------------------------------------------------------------------
 
@@ -468,7 +431,7 @@ for _name, _part in (("encode", "Sequential"), ("reconstruct", "Sequential")):
         lambda t, name=_name, **given: getattr(t.autoencoder, name)(**{"x": t.x, **given}),
         getattr(GaussianPosterior, _name),
     )
-    _drawing(_table)
+    _drawing(_table, "samples")
     flags(_table, "keep_samples")
     _table("x", "abc", "must hold a tensor with a batch dimension", named=False)
     _table("x", Of(lambda t: t.x.double(), "double"), "Sequential cannot be run", "torch.float64", named=False)
@@ -484,7 +447,7 @@ decoding = Table(
     lambda t, **given: decode(t.autoencoder, **{"z": t.x[:, :2], **given}),
     [name for name in signature(decode).parameters if name != "posterior"],
 )
-_drawing(decoding)
+_drawing(decoding, "samples")
 flags(decoding, "keep_samples")
 decoding("z", "abc", "must hold a tensor with a batch dimension", named=False)
 decoding("z", Of(lambda t: t.x, "[5, 3]"), "Sequential cannot be run on an input of shape [5, 3]", named=False)

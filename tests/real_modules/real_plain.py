@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bayes import Network
+
 
 class Recurrent(L.LightningModule):
     def __init__(self, kind: Any, **words: Any) -> None:
@@ -198,7 +200,10 @@ CASES = {
         lambda: Written(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer"}
     ),
     "LSTM of the demos": Real(
-        lambda: WrittenInOrder(WORDS), next_words, (HELD_OUT * TOKENS, WORDS), {"subset": "last_layer", "output": 0}
+        lambda: WrittenInOrder(WORDS),
+        next_words,
+        (HELD_OUT * TOKENS, WORDS),
+        {"subset": "last_layer", "network": Network(output=0)},
     ),
     "BoringModel": Real(Boring, boring_data, (HELD_OUT, 2), REGRESSION, in_default=True),
 }

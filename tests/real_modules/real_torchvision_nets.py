@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import models
 
+from lightning_bayes import GLM, Network
+
 SIDE = 16
 
 
@@ -63,8 +65,8 @@ def masks(n: int, seed: int) -> Any:
 
 LAST: dict[str, Any] = {"subset": "last_layer"}
 # Many outputs: samples of the linearised network, few of which are enough here.
-FEW: dict[str, Any] = {"curvature": "fisher_mc", "samples": 3, "tune": None, "calibrate": None}
-DENSE: dict[str, Any] = {**LAST, **FEW, "output": "out"}
+FEW: dict[str, Any] = {"curvature": "fisher_mc", "predictive": GLM(samples=3), "tune": None, "calibrate": None}
+DENSE: dict[str, Any] = {**LAST, **FEW, "network": Network(output="out")}
 OF_IMAGE, OF_PIXELS = (HELD_OUT, CLASSES), (HELD_OUT, CLASSES, SIDE, SIDE)
 CASES = {
     "resnet18": Real(lambda: Classifier("resnet18"), images(), OF_IMAGE, LAST, in_default=True),

@@ -11,6 +11,8 @@ from real_frame import HELD_OUT, Real
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_bayes import GLM
+
 
 class HuggingFaceModule(L.LightningModule):
     """The form of Lightning's own tutorial on transformers: the model computes its loss."""
@@ -134,7 +136,7 @@ def of_tokens(name: str, in_default: bool = False) -> Real:
 
 
 def masked_language_model(name: str) -> Real:
-    kind, words = hf.AutoModelForMaskedLM, {"samples": 5}
+    kind, words = hf.AutoModelForMaskedLM, {"predictive": GLM(samples=5)}
     return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), written, OF_WORDS, words)
 
 
@@ -144,7 +146,7 @@ def several_labels(name: str) -> Real:
 
 
 def language_model(name: str, in_default: bool = False) -> Real:
-    kind, words = hf.AutoModelForCausalLM, {"samples": 5}
+    kind, words = hf.AutoModelForCausalLM, {"predictive": GLM(samples=5)}
     return Real(lambda: HuggingFaceModule(kind, CONFIGS[name]), written, OF_WORDS, words, in_default)
 
 

@@ -3,10 +3,10 @@
 import ast
 import csv
 import importlib
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -80,9 +80,9 @@ def test_every_callback_and_mixin_has_a_file_that_builds_it(plug_in: Any) -> Non
 
 
 def words_of(callback: Any) -> dict[str, Any]:
-    words = inspect.signature(type(callback)).parameters.keys() - {"progress", "likelihood"}
-    shown = {"likelihood": repr(callback.likelihood)}
-    return shown | {word: getattr(callback, word) for word in words if hasattr(callback, word)}
+    """What it was given; as text, where objects with the same values are not equal. The program has no bars."""
+    given = {**vars(callback), "use": replace(callback.use, progress=True)}
+    return {key: each if key == "rule" else repr(each) for key, each in given.items() if not key.startswith("_")}
 
 
 def given_to(model: Any) -> dict[str, Any]:

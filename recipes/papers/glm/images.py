@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_bayes import GP, LaplacePosterior, fit_laplace
+from lightning_bayes import BNN, GLM, GP, LaplacePosterior, fit_laplace
 from lightning_bayes.metrics import functional as metrics
 from recipes.papers.glm.image_report import BARS, draw, report
 from recipes.papers.glm.networks import NETWORKS
@@ -179,19 +179,20 @@ def train(name: str, settings: Settings, batches: Batches, prior: float, seed: i
 
 def candidates(
     network: nn.Module, data: Data, prior: float, settings: Settings
-) -> Iterator[tuple[str, LaplacePosterior, dict[str, Any]]]:
-    """The methods at one prior: a posterior, and the arguments of its predictions."""
+) -> Iterator[tuple[str, LaplacePosterior, Any]]:
+    """The methods at one prior: a posterior, and how it predicts."""
     words = {"prior_precision": prior, "gp": GP(points=settings.points, outputs="independent")}
     posterior = fit_laplace(network, data.train, **words)
-    yield "MAP", posterior, {"predictive": "map"}
-    yield "BNN", posterior, {"predictive": "bnn"}
+    samples = {"samples": settings.samples}
+    yield "MAP", posterior, "map"
+    yield "BNN", posterior, BNN(**samples)
     dampened = replace(posterior, damping=settings.damping).with_prior(prior)  # of the same curvature
-    yield "BNN dampened", dampened, {"predictive": "bnn"}
-    yield "GLM", posterior, {"predictive": "glm", "link": "mc"}
+    yield "BNN dampened", dampened, BNN(**samples)
+    yield "GLM", posterior, GLM(link="mc", **samples)
     diagonal = fit_laplace(network, data.train, structure="diag", prior_precision=prior)
-    yield "GLM diagonal", diagonal, {"predictive": "glm", "link": "mc"}
-    process = posterior.tune_prior("grid", data.validation, predictive=GP(link="mc", samples=settings.samples))
-    yield "GP", process, {"predictive": "gp", "link": "mc"}
+    yield "GLM diagonal", diagonal, GLM(link="mc", **samples)
+    process = posterior.tune_prior("grid", data.validation, predictive=GP(link="mc", **samples))
+    yield "GP", process, GP(link="mc", **samples)
 
 
 def judge(run: Run, name: str, data: Data, seed: int, prior: float) -> Iterator[Row]:
@@ -203,12 +204,12 @@ def judge(run: Run, name: str, data: Data, seed: int, prior: float) -> Iterator[
     network.eval()
     targets = {part: torch.cat([y for _, y in getattr(data, part)]) for part in ("validation", "test")}
     start = time.process_time()
-    for method, posterior, words in candidates(network, data, prior, settings):
+    for method, posterior, predictive in candidates(network, data, prior, settings):
 
-        def predict(inputs: list[Tensor], posterior=posterior, words=words) -> Tensor:
+        def predict(inputs: list[Tensor], posterior=posterior, predictive=predictive) -> Tensor:
             generator = torch.Generator().manual_seed(seed)
-            settled = {"samples": settings.samples, "generator": generator, "split": False, **words}
-            probs = torch.cat([posterior.predict(x, **settled).probs for x in inputs]).double()  # [N, C]
+            words = {"predictive": predictive, "generator": generator, "split": False}
+            probs = torch.cat([posterior.predict(x, **words).probs for x in inputs]).double()  # [N, C]
             probs = probs.clamp_min(1e-12)  # with few samples a class may have probability zero
             return probs / probs.sum(1, keepdim=True)
 

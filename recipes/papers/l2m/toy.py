@@ -107,9 +107,9 @@ class Trained:
         """The network of all methods except ensembles, HMC and eq. (6)."""
         return self.member(self.best)
 
-    def paper(self, scaling: str) -> LaplacePosterior:
-        """Eq. (6) as printed and as intended, from one training run."""
-        return _posterior(self.run.once("eq. (6)", _train_as_in_the_paper, self.data, self.run)[scaling])
+    def paper(self, prior: str) -> LaplacePosterior:
+        """Eq. (6) as "printed" and as "meant", from one training run."""
+        return _posterior(self.run.once("eq. (6)", _train_as_in_the_paper, self.data, self.run)[prior])
 
     def chains(self) -> dict[str, Any]:
         return self.run.once("chains", _sample_chains, self.members(), self.data, self.run)
@@ -124,9 +124,10 @@ def _train_member(data: Cubic, run: Run, m: int) -> dict[str, Any]:
 
 def _train_as_in_the_paper(data: Cubic, run: Run) -> dict[str, dict[str, Any]]:
     L.seed_everything(run.seed, verbose=False)
-    both = [L2MCallback(LIKELIHOOD, scaling=word, name=word, save=False) for word in ("paper_literal", "paper")]
-    train(CubicNet(falling=False), data.loader(batch_size=N), run.settings.paper_epochs, *both)
-    return {callback.name: callback.posterior.state_dict() for callback in both}
+    l2m = L2MCallback(LIKELIHOOD, scaling="paper", save=False)
+    train(CubicNet(falling=False), data.loader(batch_size=N), run.settings.paper_epochs, l2m)
+    meant = l2m.posterior
+    return {"printed": meant.with_prior(1 / meant.prior_precision).state_dict(), "meant": meant.state_dict()}
 
 
 def _posterior(state: dict[str, Any]) -> LaplacePosterior:
@@ -203,8 +204,8 @@ METHODS: dict[str, Callable[[Trained], Method]] = {
     "MC dropout": mc_dropout,
     "deep ensemble": lambda t: lambda x: DeepEnsemble(t.members()).predict(x, "map"),
     "SWAG-diagonal": swag_diagonal,
-    PRINTED: lambda t: sampled(t.paper("paper_literal"), t.run),
-    "L2M, eq. (6) as meant": lambda t: sampled(t.paper("paper"), t.run),
+    PRINTED: lambda t: sampled(t.paper("printed"), t.run),
+    "L2M, eq. (6) as meant": lambda t: sampled(t.paper("meant"), t.run),
     "L2M": lambda t: t.network().predict,
     "L2M ensemble": lambda t: DeepEnsemble(t.members()).predict,
     "L2M, N(0, 1), sampled": lambda t: sampled(t.network().with_prior(1.0), t.run),

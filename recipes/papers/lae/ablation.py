@@ -193,9 +193,9 @@ def train(run: Run, name: str, seed: int, data: Data, outside: Tensor) -> Iterab
         hessian=of.hessian,
         save=False,
         seed=seed,
-        memory=Memory(curvature_at=of.at),
-        **exact,
-        **kept,
+        memory_factor=kept.pop("memory_factor"),
+        prior_precision=kept.pop("prior_precision"),
+        memory=Memory(curvature_at=of.at, **exact, **kept),
     )
     step = f"{name} seed {seed}"
     folder = run.output / "steps" / step

@@ -169,11 +169,12 @@ def online(run: Run, name: str, data: Data, settings: Settings, conv: bool = Fal
 
     def state() -> dict[str, Any]:
         seed_everything(run.seed)
+        kept = memory(len(data.train), settings)
         callback = OnlineLaplaceCallback(
             NOISE,
             calibrate=None,  # the paper's predictions, unchanged
-            memory=Memory(average=settings.average),
-            **memory(len(data.train), settings),
+            memory_factor=kept.pop("memory_factor"),
+            memory=Memory(average=settings.average, **kept),
             hessian=settings.hessian,
             save=False,
             seed=run.seed,

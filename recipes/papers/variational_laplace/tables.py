@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_bayes import LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin, metrics
+from lightning_bayes import BNN, LogSigmaMultiplierMixin, VariationalInferenceMixin, VariationalLaplaceMixin, metrics
 from recipes.papers.image_data import Images, read_images
 from recipes.papers.variational_laplace.figures import save_pictures
 from recipes.papers.variational_laplace.preact_resnet import NORMS, PreActResNet
@@ -197,8 +197,8 @@ def make(training: Training, images: Images, settings: Settings, n_data: int) ->
     if training.method == "MAP":
         return MAP(*shared, beta=training.beta, n_data=n_data)
     variational: dict[str, Any] = {"likelihood": "classification", "beta": training.beta, "prior_std": "he"}
-    variational |= {"deterministic": [NORMS], "seed": training.seed, "samples": SAMPLES}
-    variational["predictive"] = "bnn" if training.method == "VI" else "mean"
+    variational |= {"deterministic": [NORMS], "seed": training.seed}
+    variational["predictive"] = BNN(SAMPLES) if training.method == "VI" else "mean"
     kind: Callable[..., LitNet] = {"VI": VI, "VL": VL}[training.method]
     return kind(*shared, log_sigma_multiplier=training.multiplier, variational=variational)
 
