@@ -132,7 +132,7 @@ class Scenarios:
             ).probs,
         }
         if posterior.points is not None:
-            points = {**posterior.points.to_state(), "prediction": posterior.predict(X, "gp").probs}
+            points = {**vars(posterior.points), "prediction": posterior.predict(X, "gp").probs}
             self.results[key]["points"] = points
 
     def one_example(self) -> None:

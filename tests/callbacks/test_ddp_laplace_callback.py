@@ -19,7 +19,6 @@ pytestmark = [
 
 QUANTITIES = (
     "n_data",
-    "used data",
     "logdet",
     "prior",
     "evidence",

@@ -160,7 +160,7 @@ def test_classes_are_where_the_caller_says(caplog: pytest.LogCaptureFixture) -> 
     torch.testing.assert_close(named.precision.to_dense(), reference.precision.to_dense(), **TIGHT)
     with caplog.at_level(logging.WARNING, "lightning_bayes"):
         guessed = fit_laplace(network, [(ids, labels)])
-    assert "class_dim=-1 says that they are in the last" in caplog.text
+    assert "set class_dim=-1" in caplog.text
     assert not torch.allclose(guessed.precision.to_dense(), named.precision.to_dense())
     from_dict = fit_laplace(Tokens("dict").double(), [(ids, labels)])  # whose logits have classes last
     torch.testing.assert_close(from_dict.precision.to_dense(), reference.precision.to_dense(), **TIGHT)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bayes import LaplaceCallback, SWAGCallback, fit_laplace
+from lightning_bayes import GP, LaplaceCallback, SWAGCallback, fit_laplace
 from lightning_bayes.callbacks.sharded_fit import fit_diagonal
 from lightning_bayes.evidence.linear_model import LinearModel
 from lightning_bayes.network import Processes
@@ -86,7 +86,7 @@ def different_shapes(folder: Path) -> None:
     """Points that cannot be kept together, on the second process."""
     lengths = (2, 2) if dist.get_rank() == 0 else (2, 5)
     data = [(real(4, length, 3, seed=length), torch.arange(4) % 3) for length in lengths]
-    fit_laplace(Pooled(), data, gp_points=8, processes=Processes.current())
+    fit_laplace(Pooled(), data, gp=8, processes=Processes.current())
 
 
 class Pooled(nn.Module):
@@ -186,7 +186,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "the log-likelihood": lambda folder: fit(Failing(0)).with_log_likelihood(Failing(), Processes.current()),
     "a label": lambda folder: fit(with_wrong_label()),
     "a hook": hook,
-    "the leverage of points": lambda folder: fit(Failing(2), gp_points=3, gp_selection="leverage"),
+    "the leverage of points": lambda folder: fit(Failing(2), gp=GP(points=3, selection="leverage")),
     "the shapes of points": different_shapes,
     "a product with the linear model": linear_model(lambda model, p: model.product(p, torch.ones_like(p.mean))),
     "the linear model at other weights": linear_model(lambda model, p: model.at(p, torch.ones_like(p.mean))),
