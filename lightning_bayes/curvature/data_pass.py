@@ -178,7 +178,8 @@ class DataPass:
         self._n_passes += 1
         if self._n_passes == 1:
             self._order = PassOrder(total.fisher.kind)
-            self._gradients = [torch.zeros_like(p, dtype=total.dtype) for p in total.parameters.values()]
+            learning = total.parameters.values() if total.learns_likelihood else ()
+            self._gradients = [torch.zeros_like(p, dtype=total.dtype) for p in learning]
             self._totals = torch.zeros(3, dtype=torch.float64, device=float64_device(total.device))
         else:
             self._order.begin()
