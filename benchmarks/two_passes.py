@@ -30,7 +30,7 @@ from benchmarks.report import table
 from lightning_bayes import Categorical, LogSigmaMultiplierMixin, VariationalLaplaceMixin
 from lightning_bayes.mixins import squared_gradient as sg
 from lightning_bayes.mixins.training_step import recorded_calls
-from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.dry_run import mean_nll
 
 SIGMAS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FACTORS = (1e-2, 1e-1, 1.0, 1e1)

@@ -30,7 +30,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_bayes.arguments import count, plain_values, word
-from lightning_bayes.callbacks.fit_data import CallbackPrior
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng
@@ -52,10 +51,9 @@ from lightning_bayes.posterior.l2m import (
 )
 from lightning_bayes.trainer import data
 from lightning_bayes.trainer.checkpoints import is_of_weights
-from lightning_bayes.trainer.dry_run import split_training_batch
+from lightning_bayes.trainer.dry_run import LossFit, recognise_scale, split_training_batch
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.loss_check import LossFit, recognise_scale
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback
+from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorCallback
 from lightning_bayes.trainer.private import class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import bars_of, describe, report
 

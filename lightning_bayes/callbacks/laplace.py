@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import word
-from lightning_bayes.callbacks.fit_data import CallbackPrior, Epoch, FitLoader
 from lightning_bayes.callbacks.sharded_fit import (
     LastLayerProbe,
     LockstepLoader,
@@ -55,11 +54,15 @@ from lightning_bayes.trainer.checkpoints import (
     checkpoints_to_fit,
     is_of_weights,
     save_interrupt_checkpoint,
+    share,
     weights_of,
 )
 from lightning_bayes.trainer.data import (
+    Epoch,
     ExactPass,
+    FitLoader,
     check_validation,
+    data_processes,
     first_loader,
     is_datamodule,
     loaders_of,
@@ -68,10 +71,9 @@ from lightning_bayes.trainer.data import (
 from lightning_bayes.trainer.dry_run import check_memory
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
 from lightning_bayes.trainer.module import check_module, refuse_variational
-from lightning_bayes.trainer.posterior_callback import PosteriorCallback
+from lightning_bayes.trainer.posterior_callback import CallbackPrior, PosteriorCallback
 from lightning_bayes.trainer.private import forward_context, is_dev_run
 from lightning_bayes.trainer.report import bars_of, block_summary, describe, end_live_display, report, shows_bars
-from lightning_bayes.trainer.strategy import data_processes, share
 
 # Weights up to which a dry run makes the matrices of the structure.
 DRY_RUN_LIMITS = {"full": 1024, "kron": 1_000_000, "ekfac": 1_000_000}

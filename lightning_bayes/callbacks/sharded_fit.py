@@ -29,8 +29,8 @@ from lightning_bayes.network.output import output_of, unwrap_output
 from lightning_bayes.options.structure import curvature_estimate
 from lightning_bayes.posterior import ShardedPosterior
 from lightning_bayes.trainer.data import ExactPass, is_countable
+from lightning_bayes.trainer.module import refuse_sharded
 from lightning_bayes.trainer.private import class_name
-from lightning_bayes.trainer.strategy import refuse_sharded
 
 if TYPE_CHECKING:
     from lightning_bayes.callbacks.laplace import LaplaceCallback

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, format_value, is_number
-from lightning_bayes.callbacks.fit_data import Epoch, FitLoader
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
@@ -29,14 +28,14 @@ from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
-from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior
-from lightning_bayes.trainer.data import as_list, count_examples, is_countable
+from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior, share
+from lightning_bayes.trainer.data import Epoch, FitLoader, as_list, count_examples, is_countable
+from lightning_bayes.trainer.dry_run import LossFit
 from lightning_bayes.trainer.held_out_choice import choose_on_validation
-from lightning_bayes.trainer.loss_check import LossFit
+from lightning_bayes.trainer.module import refuse_sharded
 from lightning_bayes.trainer.posterior_callback import PosteriorCallback, posterior_callbacks
 from lightning_bayes.trainer.private import callbacks_of, class_name, forward_context, is_dev_run
 from lightning_bayes.trainer.report import bars_of, report, shows_bars
-from lightning_bayes.trainer.strategy import refuse_sharded, share
 
 FEWEST = 2  # snapshots that have a variance
 _AVERAGE_ONLY = (

@@ -24,7 +24,7 @@ from lightning_bayes.mixins.training_step import ForwardCall, Gradients
 from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.borrowed import at_weights
 from lightning_bayes.network.subset import flat, parts
-from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.dry_run import mean_nll
 
 LARGEST_HESSIAN = 20_000  # weights
 

@@ -31,7 +31,7 @@ from lightning_bayes.network import inputs
 from lightning_bayes.network.borrowed import Buffers, RandomState, kept_buffers, preserved_rng
 from lightning_bayes.network.output import Output
 from lightning_bayes.network.private import refuse_recomputation
-from lightning_bayes.trainer.loss_check import SAME_SCALE, compare_gradients, explain, mean_nll
+from lightning_bayes.trainer.dry_run import SAME_SCALE, compare_gradients, explain, mean_nll
 from lightning_bayes.trainer.module import call_step, split_batch
 
 if TYPE_CHECKING:

@@ -45,8 +45,7 @@ from lightning_bayes.posterior.fingerprint import fingerprint
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer import PosteriorCallback
 from lightning_bayes.trainer.data import count_examples
-from lightning_bayes.trainer.module import network_of
-from lightning_bayes.trainer.strategy import refuse_sharded
+from lightning_bayes.trainer.module import network_of, refuse_sharded
 
 _KEY = "variational"  # in a checkpoint
 _MIXIN_FIRST = "name the mixin before your module, as in class Bayes(VariationalLaplaceMixin, LitNet)"

@@ -37,7 +37,7 @@ from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin
 from lightning_bayes.network import Processes
 from lightning_bayes.network.noise import uniforms
 from lightning_bayes.options.predictive import GLM
-from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.dry_run import mean_nll
 
 
 class VariationalLaplaceMixin(VariationalMixin):

@@ -7,17 +7,22 @@ URLs of any file system that Lightning writes to.
 
 from __future__ import annotations
 
+import atexit
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_bayes.network import Processes
 from lightning_bayes.network.errors import first_line, is_out_of_memory
@@ -25,7 +30,6 @@ from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.files import digest, write_file
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.trainer.private import finish_writing, last_saved_path, last_saved_step
-from lightning_bayes.trainer.strategy import share
 
 File = Path | str  # a URL stays a string: `Path` would drop one of its slashes
 Role = Literal["best", "last", "other"]
@@ -322,3 +326,46 @@ def _check_folder(folder: Path) -> None:
             f"cannot save the posterior in {folder}, because {existing} {reason}: give the Trainer another "
             "default_root_dir= or logger="
         )
+
+
+# -- between processes -------------------------------------------------------------------------------------------------
+
+
+def share(tensors: list[Tensor]) -> None:
+    """Copy rank zero's values to all processes, in place."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    with torch.no_grad():
+        for t in tensors:
+            value = t.detach().contiguous()
+            dist.broadcast(value, 0)
+            t.copy_(value)
+
+
+class SpawnResultFile:
+    """The file that brings a callback's state from a launched process to its parent.
+
+    Processes that are forked or spawned (`ddp_fork`, `ddp_spawn`, `ddp_notebook`) train copies of the callbacks, and
+    Lightning returns only weights and metrics to the parent. So rank zero leaves the state in a temporary file, as
+    Lightning does with the weights.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.gettempdir(), f"lightning_bayes_{uuid4().hex}.pt")
+        self._owner = os.getpid()
+        atexit.register(self._path.unlink, missing_ok=True)
+
+    def write(self, trainer: Trainer, content: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            torch.save(content, self._path)
+
+    def read(self) -> dict[str, Any] | None:
+        if not self._path.exists():
+            return None
+        content = torch.load(self._path, map_location="cpu", weights_only=True)
+        if os.getpid() == self._owner:  # processes that the parent launches later still read the file
+            self.clear()
+        return content
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)

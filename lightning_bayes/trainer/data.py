@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import (
@@ -37,11 +37,13 @@ from torch.utils.data import (
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.adapters.graphs import is_graph, labelled_nodes
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
-from lightning_bayes.network.checks import reads_once
+from lightning_bayes.network.checks import check_loader, reads_once
+from lightning_bayes.options.network import data_option
 from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 from lightning_bayes.trainer.private import (
     TRANSFER_HOOKS,
     attached,
+    class_name,
     convert_input,
     datamodule_of,
     is_default_data_hook,
@@ -411,3 +413,112 @@ def _transfer_hooks_of(owner: Any, module: LightningModule) -> Iterator[None]:
             stack.callback(method.remove)
             method.install(method.original if is_default_data_hook(owner, name) else getattr(owner, name))
         yield
+
+
+def data_processes(trainer: Trainer | None) -> Processes:
+    """The processes that see different data. Tensor-parallel processes see the same data and count as one."""
+    strategy: Any = None if trainer is None else trainer.strategy
+    if class_name(strategy, {"ModelParallelStrategy"}) is None:
+        return Processes.current()
+    mesh = strategy.device_mesh["data_parallel"]
+    return Processes(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+# -- the data of a fit after training ----------------------------------------------------------------------------------
+
+
+_OPEN = (
+    "the training data have no length, and training has not reached their end: the posterior uses {} batches, as many "
+    "as an epoch took; FitData(max_batches=…) sets another number"
+)
+_WHOLE = (
+    "the fit takes all training data, although limit_train_batches={} ends an epoch earlier: limit it with "
+    "data=FitData(max_batches=…)"
+)
+_RANDOM = (
+    "the data differ each time they are read, as augmented data do, so the posterior depends on the random seed: pass "
+    "data= the same examples without augmentation (a DataLoader, or the name of a method of the data module or module "
+    "that returns one)"
+)
+
+
+@dataclass
+class Epoch:
+    """How far training has read data without a length. A checkpoint stores it."""
+
+    batches: int = 0  # of the longest epoch so far
+    has_ended: bool = False  # whether an epoch has exhausted the data
+
+    def count(self, batch_idx: int, is_last: bool) -> None:
+        self.batches, self.has_ended = max(self.batches, batch_idx + 1), self.has_ended or is_last
+
+    def is_open(self, loader: Any) -> bool:
+        """Whether the data may be endless, as far as training knows."""
+        return self.batches > 0 and not self.has_ended and not is_sized(single(loader))
+
+
+class FitLoader:
+    """The data of a fit after training, as `data=` says: the training data, a loader, or the name of one."""
+
+    def __init__(self, data: Any) -> None:
+        option = data_option(data)
+        self.source, self._max_batches = option.loader, option.max_batches
+        if self.source is not None and not isinstance(self.source, str):
+            check_loader(self.source, "data", "batches")
+        self.epoch, self._warned_random, self._reported_whole = Epoch(), False, False
+
+    def check_name(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raise for a name that neither the data module nor the module has."""
+        if isinstance(self.source, str):
+            owner_of(trainer, module, self.source)
+
+    def check_training_data(self, trainer: Trainer, check: Callable[[Any], None] = lambda loader: None) -> None:
+        """Raise for several training dataloaders, and run `check` on the one, if the fit uses the training data."""
+        if self.source is None:
+            check(single(trainer.train_dataloader))
+
+    def loader(self, trainer: Trainer, module: LightningModule) -> Any:
+        if self.source is None:
+            return trainer.train_dataloader
+        owner = owner_of(trainer, module, self.source) if isinstance(self.source, str) else None
+        return self._from(owner)
+
+    def loader_of(self, owner: Any, module: LightningModule, train: Any) -> Any:
+        """Outside of a Trainer's run: the loader of a data module, whose training data are `train`."""
+        if self.source is None:
+            return train
+        return self._from(owner_among([owner, module], self.source) if isinstance(self.source, str) else None)
+
+    def _from(self, owner: Any) -> Any:
+        if not isinstance(self.source, str):
+            return self.source
+        loader = getattr(owner, self.source)
+        return loader() if callable(loader) else loader
+
+    def exact_pass(
+        self, trainer: Trainer | None, module: LightningModule, loader: Any, alone: bool = False
+    ) -> ExactPass:
+        """This process's share of the data, or all of them if it works `alone`."""
+        limit = None
+        if trainer is not None and self.source is None:
+            limit = passed_batches(trainer, loader)
+            if self._max_batches is None and not isinstance(limit, int) and self.epoch.is_open(loader):
+                limit = self.epoch.batches
+                rank_zero_warn(_OPEN.format(limit))
+        processes = Processes() if alone else data_processes(trainer)
+        data = exact_pass(loader, module, trainer, limit, processes, self._max_batches)
+        if trainer is not None and limit is None:
+            self._report_whole(trainer, loader)
+        if not alone and not self._warned_random and data.is_random():
+            self._warned_random = True
+            rank_zero_warn(_RANDOM)
+        return data
+
+    def _report_whole(self, trainer: Trainer, loader: Any) -> None:
+        """Say once that the fit takes more batches than an epoch of training."""
+        limit, loader = trainer.limit_train_batches, single(loader)
+        if self._reported_whole or self.source is not None or self._max_batches is not None or not is_sized(loader):
+            return
+        if (limit if isinstance(limit, int) else int(limit * len(loader))) < len(loader):
+            self._reported_whole = True
+            rank_zero_info(_WHOLE.format(limit))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from lightning_bayes.arguments import format_value
 from lightning_bayes.network import inputs
 from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.errors import NetworkError
-from lightning_bayes.trainer.private import is_default_predict_step
+from lightning_bayes.trainer.private import class_name, is_default_predict_step
 
 USER = "user"  # key of the module's own output in what `predict` returns
 
@@ -151,4 +151,17 @@ def refuse_variational(module: LightningModule, problem: str, instead: str) -> N
         raise ModuleError(
             f"{type(module).__name__} is variational and already has a posterior, but {problem}: leave the callback "
             f"out, or {instead}"
+        )
+
+
+_SHARDED = {"FSDPStrategy", "XLAFSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+
+
+def refuse_sharded(trainer: Trainer, who: str) -> None:
+    """Raise if the strategy shards the network, so that no process holds all of it."""
+    kind = class_name(trainer.strategy, _SHARDED)
+    if kind is not None:
+        raise RuntimeError(
+            f"{who} needs every process to hold the whole network, which {kind} does not: use "
+            "strategy='ddp' or a single device"
         )

@@ -6,6 +6,9 @@ the posterior in checkpoints and in a separate file. Subclasses define how the p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -15,22 +18,26 @@ from torch import Tensor, nn
 
 from lightning_bayes.curvature.fit import read_by_targets
 from lightning_bayes.likelihoods import Likelihood, resolve
-from lightning_bayes.network import inputs
+from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.processes import is_sharded
 from lightning_bayes.options.network import Network, network_option
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
+from lightning_bayes.options.prior import Prior
 from lightning_bayes.options.use import UseOptions
 from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.posterior import GaussianPosterior
+from lightning_bayes.posterior.files import read, read_any
+from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.evaluate import Predict
 from lightning_bayes.trainer.checkpoints import (
     CheckpointInfo,
     File,
     PosteriorFile,
+    SpawnResultFile,
     as_file,
     exists,
     is_unaveraged,
@@ -38,20 +45,20 @@ from lightning_bayes.trainer.checkpoints import (
     put_posterior,
     sidecar_path,
 )
-from lightning_bayes.trainer.dry_run import DryRun
-from lightning_bayes.trainer.loss_check import LossFit, explain
+from lightning_bayes.trainer.dry_run import DryRun, LossFit, explain
 from lightning_bayes.trainer.module import PredictStep, check_module, network_of, refuse_variational
 from lightning_bayes.trainer.private import (
     callbacks_of,
+    class_name,
     forward_context,
     is_default_predict_step,
     is_dev_run,
     is_launched,
     load_validation,
     module_of_callback,
+    set_callbacks,
 )
 from lightning_bayes.trainer.report import TrainerScores, score_module
-from lightning_bayes.trainer.strategy import SpawnResultFile, run_last
 
 _UNAVERAGED = (
     "the Trainer's weight averaging has loaded the weights from before the average, but the checkpoint's posterior "
@@ -454,3 +461,63 @@ def posterior_callbacks(trainer: Trainer) -> list[PosteriorCallback]:
     """The posterior callbacks of a Trainer, by priority."""
     callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, PosteriorCallback)]
     return sorted(callbacks, key=lambda callback: callback.priority)
+
+
+def run_last(trainer: Trainer, last: list[Any]) -> None:
+    """Move the callbacks `last` to the end, just before checkpoints, because weight averaging changes the weights when
+    training ends."""
+    callbacks = callbacks_of(trainer)
+    checkpoints = [callback for callback in callbacks if class_name(callback, {"Checkpoint"})]
+    moved = {id(callback) for callback in (*last, *checkpoints)}
+    # A new list: Lightning may be iterating over the old one.
+    set_callbacks(trainer, [*(other for other in callbacks if id(other) not in moved), *last, *checkpoints])
+
+
+class CallbackPrior:
+    """The prior of a callback, whose mean or posterior may be files. They are read when they are first needed.
+
+    Args:
+        prior: its state dict may be that of the module or of its network.
+        within: the name of the network in the module, if it is a submodule.
+        check: raises for a prior that does not go with the other settings.
+    """
+
+    def __init__(self, prior: Prior, within: str | None, check: Callable[[Prior], Any]) -> None:
+        # A state dict holds the very weights that are about to train.
+        self.prior, self._within, self._check = replace(prior, mean=_copied(prior.mean)), within, check
+        check(self.prior)
+
+    def read(self, network: nn.Module) -> Prior:
+        """The prior for this network, with its files read."""
+        prior = self.prior
+        if isinstance(prior.posterior, (str, PathLike)):
+            # The network may have other weights than the posterior was fitted to.
+            prior = replace(prior, posterior=GaussianPosterior.from_state_dict(network, read(prior.posterior)))
+        if isinstance(prior.mean, (str, PathLike)):
+            saved = read_any(prior.mean, "prior mean")
+            prior = replace(prior, mean=saved.get("state_dict", saved) if isinstance(saved, Mapping) else saved)
+        if prior is not self.prior:
+            self._check(prior)
+            self.prior = prior
+        if not isinstance(prior.mean, Mapping):
+            return prior
+        weights = {name: self._weight(name) for name, _ in unwrap(network).named_parameters()}
+        return replace(prior, mean={name: weight for name, weight in weights.items() if weight is not None})
+
+    def means(self, network: nn.Module, subset: Subset) -> dict[str, Tensor]:
+        """`m` of each parameter; empty if it is zero."""
+        m = GaussianPrior.of(self.read(network), subset).mean
+        if m is None:
+            return {}
+        parts = m.split([shape.numel() for shape in subset.shapes])
+        return {name: part.reshape(s) for name, part, s in zip(subset.names, parts, subset.shapes, strict=True)}
+
+    def _weight(self, name: str) -> Tensor | None:
+        """By its name in the network, or in the module around it."""
+        return self.prior.mean.get(name, self.prior.mean.get(f"{self._within}.{name}"))
+
+
+def _copied(weights: Any) -> Any:
+    if isinstance(weights, Mapping):
+        return {name: _copied(weight) for name, weight in weights.items()}
+    return weights.detach().clone() if isinstance(weights, Tensor) else weights

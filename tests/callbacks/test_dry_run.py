@@ -25,7 +25,7 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, SubsetError
 from lightning_bayes.posterior.prior import PriorError
 from lightning_bayes.trainer import dry_run
-from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.dry_run import mean_nll
 from lightning_bayes.trainer.module import ModuleError
 
 ONE_HOT = r"Categorical needs class numbers, .* \[8\] for .* use likelihood='binary' if .*, or y.argmax\(1\) for"

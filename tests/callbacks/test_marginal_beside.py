@@ -14,7 +14,7 @@ from marginal_cases import BATCH, EXAMPLES, Net, classes, fixed, flat, loader, m
 from torch.utils.data import DataLoader
 
 from lightning_bayes import L2MCallback, LaplaceCallback, Learning, OnlineLaplaceCallback, Subnetwork, SWAGCallback
-from lightning_bayes.callbacks.hyperparameters import add_prior_gradient
+from lightning_bayes.callbacks.marginal_likelihood import add_prior_gradient
 from lightning_bayes.posterior import PosteriorError
 
 pytestmark = [

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_bayes import Gaussian, Learning, MarginalLikelihoodCallback
-from lightning_bayes.callbacks.hyperparameters import add_prior_gradient
+from lightning_bayes.callbacks.marginal_likelihood import add_prior_gradient
 from lightning_bayes.network.errors import DataError
 
 pytestmark = [

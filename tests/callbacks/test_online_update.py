@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_bayes import Gaussian, Memory
-from lightning_bayes.callbacks.online_step import CurvatureMemory, MemoryRule, numbered_noise
+from lightning_bayes.callbacks.online import CurvatureMemory, MemoryRule, numbered_noise
 from lightning_bayes.curvature import choose_subset
 from lightning_bayes.curvature.diagonal import BatchDiagonal
 from lightning_bayes.network import Processes

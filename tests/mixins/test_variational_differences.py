@@ -13,7 +13,7 @@ from variational_cases import VL, Lit, dataset, gradients, images, options, spre
 from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
 from lightning_bayes.mixins import squared_gradient as sg
 from lightning_bayes.mixins.training_step import recorded_calls
-from lightning_bayes.trainer.loss_check import mean_nll
+from lightning_bayes.trainer.dry_run import mean_nll
 
 STEPS = ("exact", "finite_difference")
 DIFFERENCES = ("finite_difference", "two_passes")
