@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.report import table
 from lightning_bayes import Categorical, LogSigmaMultiplierMixin, VariationalLaplaceMixin
-from lightning_bayes.mixins import squared_gradient as sg
+from lightning_bayes.mixins import variational_laplace as vl
 from lightning_bayes.mixins.training_step import recorded_calls
 from lightning_bayes.trainer.dry_run import mean_nll
 
@@ -119,9 +119,9 @@ def errors(module: Bayes, σ: float | None, factors: tuple[float, ...]) -> list[
     q, exact = module._variational, copy.deepcopy(module).double()
     pairs, pairs64 = dict(module.weights_and_log_sigma().values()), exact.weights_and_log_sigma().values()
     θ, θ64 = q.trainable(), exact._variational.trainable()
-    rule = sg.shared_step_size
+    rule = vl.shared_step_size
     ways: dict[str, Any] = {f"× {c:g}": lambda *given, c=c: c * rule(*given) for c in factors}
-    ways["the ε of three"] = lambda *given: sg.step_size(*given[:3])
+    ways["the ε of three"] = lambda *given: vl.step_size(*given[:3])
     found: dict[str, list[list[Tensor]]] = {way: [] for way in ("three", *ways)}
     gradients: list[Tensor] = []
     x_all, y_all = (t[:TRAIN] for t in digits())
@@ -132,20 +132,20 @@ def errors(module: Bayes, σ: float | None, factors: tuple[float, ...]) -> list[
         generator = torch.Generator().manual_seed(number)
         ỹ = LIKELIHOOD.sample(f.detach(), torch.rand(f.shape, generator=generator))
         f64 = exact(x.double())
-        R = sg.exact(mean_nll(LIKELIHOOD, f64, ỹ), [μ for μ, _ in pairs64], [l for _, l in pairs64], S)
+        R = vl.exact(mean_nll(LIKELIHOOD, f64, ỹ), [μ for μ, _ in pairs64], [l for _, l in pairs64], S)
         kl = exact._variational.kl_weight * exact._variational.kl()
         loss = mean_nll(LIKELIHOOD, f64, y) + R
         whole = torch.autograd.grad(loss + kl, θ64, retain_graph=True)
         data = torch.autograd.grad(loss, θ64)
         gradients.append(_flat(whole))
         oracle = _flat(data)
-        sampled = sg.gradients_of(mean_nll(LIKELIHOOD, f, ỹ), θ, keep_graph=True)
-        true = sg.gradients_of(mean_nll(LIKELIHOOD, f, y), θ)
-        _, three = sg.by_differences(calls[0], LIKELIHOOD, ỹ, sampled, pairs)
+        sampled = vl.gradients_of(mean_nll(LIKELIHOOD, f, ỹ), θ, keep_graph=True)
+        true = vl.gradients_of(mean_nll(LIKELIHOOD, f, y), θ)
+        _, three = vl.by_differences(calls[0], LIKELIHOOD, ỹ, sampled, pairs)
         found["three"].append([_flat([three[p] + true[p] for p in θ]) - oracle])
         for way, other in ways.items():
             with _rule(other):
-                both = [sg.with_true_labels(calls[0], LIKELIHOOD, ỹ, y, sampled, pairs, s)[1] for s in (1, -1)]
+                both = [vl.with_true_labels(calls[0], LIKELIHOOD, ỹ, y, sampled, pairs, s)[1] for s in (1, -1)]
             found[way].append([_flat([two[p] for p in θ]) - oracle for two in both])
     mean = torch.stack(gradients).mean(0)
     scatter = torch.stack([(g - mean).square().sum() for g in gradients]).mean().sqrt()
@@ -164,12 +164,12 @@ def _flat(tensors: Any) -> Tensor:
 
 @contextmanager
 def _rule(rule: Any) -> Iterator[None]:
-    before = sg.shared_step_size
-    sg.shared_step_size = rule
+    before = vl.shared_step_size
+    vl.shared_step_size = rule
     try:
         yield
     finally:
-        sg.shared_step_size = before
+        vl.shared_step_size = before
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

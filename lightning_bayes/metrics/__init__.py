@@ -16,7 +16,7 @@ from lightning_bayes.metrics.classification import (
     CalibrationError,
     NegativeLogLikelihood,
 )
-from lightning_bayes.metrics.functional.inputs import MetricInputError
+from lightning_bayes.metrics.functional.statistics import MetricInputError
 from lightning_bayes.metrics.ranking import OODDetection, RiskCoverage
 from lightning_bayes.metrics.regression import (
     GaussianCRPS,

@@ -20,8 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.metrics.functional.inputs import MetricInputError, accumulation_dtype
-from lightning_bayes.metrics.functional.sums import mean_compute
+from lightning_bayes.metrics.functional.statistics import MetricInputError, accumulation_dtype, mean_compute
 
 
 @singledispatch

@@ -24,8 +24,7 @@ from lightning_bayes.metrics.functional.classification import (
     _reliability_bins,
     check_calibration,
 )
-from lightning_bayes.metrics.functional.inputs import MetricInputError, check_label, classification_inputs
-from lightning_bayes.metrics.functional.sums import Norm
+from lightning_bayes.metrics.functional.statistics import MetricInputError, Norm, check_label, classification_inputs
 
 
 class ClassificationMean(MeanMetric):

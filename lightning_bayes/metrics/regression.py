@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_bayes.metrics.base import AdditiveMetric, MeanMetric
-from lightning_bayes.metrics.functional.inputs import regression_inputs
 from lightning_bayes.metrics.functional.regression import (
     _gaussian_crps_update,
     _gaussian_nll_update,
@@ -21,7 +20,7 @@ from lightning_bayes.metrics.functional.regression import (
     check_quantiles,
     interval_z,
 )
-from lightning_bayes.metrics.functional.sums import Norm
+from lightning_bayes.metrics.functional.statistics import Norm, regression_inputs
 
 
 class GaussianNLL(MeanMetric):

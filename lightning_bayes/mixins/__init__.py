@@ -1,11 +1,10 @@
 """Mixins that make a LightningModule variational: every weight gets a Gaussian, and both are trained together."""
 
 from lightning_bayes.mixins.activations import replace_activations, warn_piecewise_linear
-from lightning_bayes.mixins.log_sigma import PatternError
+from lightning_bayes.mixins.gaussian_weights import PatternError, PriorStdError, VariationalError
 from lightning_bayes.mixins.multiplier import LogSigmaMultiplierMixin, MultiplierError
-from lightning_bayes.mixins.options import OptionError, PriorStdError, VariationalOptions
 from lightning_bayes.mixins.training_step import StepError
-from lightning_bayes.mixins.variational import VariationalError, VariationalMixin
+from lightning_bayes.mixins.variational import OptionError, VariationalMixin, VariationalOptions
 from lightning_bayes.mixins.variational_inference import VariationalInferenceMixin
 from lightning_bayes.mixins.variational_laplace import VariationalLaplaceMixin
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bayes.arguments import positive
-from lightning_bayes.mixins.log_sigma import BELOW_PRIOR, LogSigma, MixinBase, by_pattern
+from lightning_bayes.mixins.gaussian_weights import BELOW_PRIOR, LogSigma, by_pattern
+from lightning_bayes.mixins.variational import MixinBase
 from lightning_bayes.trainer.private import is_dev_run
 
 # Their steps grow with the gradient, so the learning rate bounds nothing.

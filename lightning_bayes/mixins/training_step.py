@@ -35,7 +35,7 @@ from lightning_bayes.trainer.dry_run import SAME_SCALE, compare_gradients, expla
 from lightning_bayes.trainer.module import call_step, split_batch
 
 if TYPE_CHECKING:
-    from lightning_bayes.mixins.variational import GaussianWeights
+    from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 
 Gradients = dict[nn.Parameter, Tensor]
 

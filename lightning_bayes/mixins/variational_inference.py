@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_names
+from lightning_bayes.mixins.gaussian_weights import GaussianWeights
 from lightning_bayes.mixins.training_step import Gradients, Step, StepError, run_step
-from lightning_bayes.mixins.variational import GaussianWeights, VariationalMixin, make_variational
+from lightning_bayes.mixins.variational import VariationalMixin, make_variational
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import at_weights, kept_buffers
 from lightning_bayes.network.subset import flat, parts

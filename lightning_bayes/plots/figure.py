@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_bayes.arguments import count, format_value, instance, text
-from lightning_bayes.metrics.functional.inputs import check_tensors
+from lightning_bayes.metrics.functional.statistics import check_tensors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,9 +32,8 @@ from lightning_bayes.metrics import (
 )
 from lightning_bayes.metrics.base import AdditiveMetric, draw
 from lightning_bayes.metrics.functional.classification import Binning
-from lightning_bayes.metrics.functional.inputs import check_tensors
 from lightning_bayes.metrics.functional.ranking import _ood_counts
-from lightning_bayes.metrics.functional.sums import Norm
+from lightning_bayes.metrics.functional.statistics import Norm, check_tensors
 from lightning_bayes.plots.figure import (
     BLUE,
     GREY,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import format_value
-from lightning_bayes.metrics.functional.inputs import check_tensors
+from lightning_bayes.metrics.functional.statistics import check_tensors
 from lightning_bayes.plots.figure import (
     BLUE,
     CLASS_COLOURS,

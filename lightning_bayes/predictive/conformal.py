@@ -54,7 +54,7 @@ from torch import Tensor
 from lightning_bayes.arguments import between, count, flag, instance, integer, not_negative, word
 from lightning_bayes.arguments import seed as check_seed
 from lightning_bayes.likelihoods.predictive import log_probability
-from lightning_bayes.metrics.functional.inputs import accumulation_dtype
+from lightning_bayes.metrics.functional.statistics import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng

@@ -52,7 +52,7 @@ def load() -> str:
 @contextmanager
 def variant(float64: bool = True, tf32: bool = False) -> Iterator[None]:
     """What the package has learnt of the device before is forgotten."""
-    from lightning_bayes.metrics.functional.inputs import accumulation_dtype
+    from lightning_bayes.metrics.functional.statistics import accumulation_dtype
     from lightning_bayes.network.accumulation import float64_device
 
     known = (float64_device, accumulation_dtype)

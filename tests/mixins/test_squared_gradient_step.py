@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bayes import Categorical, Gaussian
-from lightning_bayes.mixins.squared_gradient import reach, step_size
+from lightning_bayes.mixins.variational_laplace import reach, step_size
 
 
 def problem(size: float, gradient: float, σ: float = 0.1) -> tuple[dict[nn.Parameter, Tensor], Tensor, Tensor]:

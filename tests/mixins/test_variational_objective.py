@@ -23,9 +23,8 @@ from variational_cases import (
 )
 
 from lightning_bayes.mixins import variational_laplace
-from lightning_bayes.mixins.squared_gradient import squared_gradient
-from lightning_bayes.mixins.variational import kl_divergence, kl_with_gradients
-from lightning_bayes.mixins.variational_laplace import draw_labels
+from lightning_bayes.mixins.gaussian_weights import kl_divergence, kl_with_gradients
+from lightning_bayes.mixins.variational_laplace import draw_labels, squared_gradient
 
 TASKS = list(LIKELIHOODS)
 CASES = [

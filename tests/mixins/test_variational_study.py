@@ -8,7 +8,7 @@ from variational_cases import gradients, images, naive_objective, targets, vl, w
 
 from lightning_bayes import Gaussian
 from lightning_bayes.mixins import VariationalLaplaceMixin
-from lightning_bayes.mixins.squared_gradient import LARGEST_HESSIAN, hessian_term
+from lightning_bayes.mixins.variational_laplace import LARGEST_HESSIAN, hessian_term
 
 
 @pytest.mark.parametrize("task", ["classification", "binary", "regression"])

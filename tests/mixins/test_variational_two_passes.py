@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from variational_cases import VL, gradients, images, options, spread, targets, vl
 
 from lightning_bayes.mixins import VariationalLaplaceMixin, variational_laplace
-from lightning_bayes.mixins import squared_gradient as sg
 from lightning_bayes.mixins.variational_laplace import draw_sign
 
 
@@ -69,7 +68,7 @@ def test_a_random_sign_takes_the_error_away_on_average(monkeypatch: pytest.Monke
     """To first order in ε, which is large here."""
     module, exact = vl("residual", method="two_passes"), vl("residual", method="exact")
     expected = step(exact, *batch())
-    monkeypatch.setattr(sg, "shared_step_size", lambda *_: torch.tensor(0.3, dtype=torch.float64))
+    monkeypatch.setattr(variational_laplace, "shared_step_size", lambda *_: torch.tensor(0.3, dtype=torch.float64))
     ahead, back = (step(module, *batch(), sign) for sign in (1, -1))
     one = relative(ahead, expected)
     assert one > 1e-3

@@ -8,7 +8,6 @@ from lightning_bayes.metrics.functional.classification import (
     negative_log_likelihood,
     reliability_bins,
 )
-from lightning_bayes.metrics.functional.inputs import MetricInputError
 from lightning_bayes.metrics.functional.ranking import (
     ood_detection,
     risk_coverage,
@@ -24,6 +23,7 @@ from lightning_bayes.metrics.functional.regression import (
     regression_calibration_curve,
     regression_calibration_error,
 )
+from lightning_bayes.metrics.functional.statistics import MetricInputError
 
 __all__ = [
     "MetricInputError",

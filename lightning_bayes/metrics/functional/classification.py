@@ -45,10 +45,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from lightning_bayes.arguments import count, word
-from lightning_bayes.metrics.functional.inputs import MetricInputError, classification_inputs
-from lightning_bayes.metrics.functional.sums import (
+from lightning_bayes.metrics.functional.statistics import (
+    MetricInputError,
     Norm,
     cell_sums,
+    classification_inputs,
     equal_mass_sums,
     mean_compute,
     norm_of_gaps,

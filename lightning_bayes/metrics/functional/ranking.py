@@ -44,8 +44,14 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import between, count, format_value
-from lightning_bayes.metrics.functional.inputs import MetricInputError, flat_score, score_inputs
-from lightning_bayes.metrics.functional.sums import cell_sums, running_sum, tie_sums
+from lightning_bayes.metrics.functional.statistics import (
+    MetricInputError,
+    cell_sums,
+    flat_score,
+    running_sum,
+    score_inputs,
+    tie_sums,
+)
 
 
 def ood_detection(

@@ -36,12 +36,13 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import between, count, word
-from lightning_bayes.metrics.functional.inputs import MetricInputError, regression_inputs
-from lightning_bayes.metrics.functional.sums import (
+from lightning_bayes.metrics.functional.statistics import (
+    MetricInputError,
     Norm,
     cell_sums,
     mean_compute,
     norm_of_gaps,
+    regression_inputs,
     running_sum,
     sum_and_count,
 )
