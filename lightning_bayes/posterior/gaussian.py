@@ -71,6 +71,13 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[torch.Size, ...], Plan] = {}
+        self._shared: tuple[Any, Any] | None = None
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that depends on the network and on one object, such as the curvature; the last one is kept."""
+        if self._shared is None or self._shared[0] is not key:
+            self._shared = key, make()
+        return self._shared[1]
 
     def find(self, x: Any) -> Plan | None:
         """The plan for inputs with the shapes of `x`, if one was made. The outputs of a container depend on the
@@ -265,6 +272,12 @@ class GaussianPosterior:
             differentiable=differentiable,
             split=split,
         )
+
+    def novelty(self, x: Any) -> Tensor:
+        """The share of a weak prior's variance that the data have left at each input, from 0 to 1: a score of unknown
+        inputs that is comparable between inputs, at the cost of one forward pass. It belongs to the last layer's
+        weights and is the same for every prior (see `predictive.novelty`).  # [B]"""
+        return implementation("novelty")(self, x)
 
     def sample_function(
         self, generator: torch.Generator | None = None, predictive: str = "glm", n: int | None = None

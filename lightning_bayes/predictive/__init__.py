@@ -1,7 +1,7 @@
 """Posterior and x to a prediction with its uncertainty."""
 
 from lightning_bayes.posterior.at_mean import outputs
-from lightning_bayes.predictive import auto, held_out  # what posteriors' methods call
+from lightning_bayes.predictive import auto, held_out, novelty  # implement methods of posteriors
 from lightning_bayes.predictive.autoencoder import Reconstruction, decode
 from lightning_bayes.predictive.conformal import Conformal, conformalize
 from lightning_bayes.predictive.ensemble import DeepEnsemble
@@ -19,6 +19,7 @@ __all__ = [
     "conformalize",
     "decode",
     "held_out",
+    "novelty",
     "outputs",
     "predict",
     "sample_functions",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_bayes.arguments import register
 from lightning_bayes.network.subset import Subset
+from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, layer_jacobian
 
@@ -215,6 +216,17 @@ class Structure(ABC):
     def parameter_blocks(self, subset: Subset) -> list[ParameterBlock]:
         """The blocks of the matrix; by default one block with all parameters."""
         return [ParameterBlock(subset.names, self, torch.arange(self.size, device="cpu"))]
+
+    def input_factor(self, rows: Tensor) -> Factor:
+        """`Σ_o M_oo` over the rows of a layer's matrix, whose entries are at these positions.  # [O, I] -> [1, I, I]"""
+        total = torch.zeros(rows.shape[1], rows.shape[1], dtype=self.dtype, device=self.device)
+        for row in rows.to(self.device):
+            for start in range(0, len(row), step := max(1, 2**26 // self.size)):
+                part = slice(start, start + step)
+                units = total.new_zeros(len(row[part]), self.size)
+                units[torch.arange(len(units), device=self.device), row[part]] = 1
+                total[part] += self.matmul(units)[:, row]
+        return Factor.from_matrix(total.unsqueeze(0))
 
     def layer_blocks(self, subset: Subset) -> Callable[[Layout], Structure | None]:
         """A function from a layer's layout, in the concatenation of the subset's parameters, to the layer's block. It

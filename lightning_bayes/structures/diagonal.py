@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.subset import Subset, layer_of
 from lightning_bayes.structures.base import Eigenbasis, ParameterBlock, Structure, positive
+from lightning_bayes.structures.factor import Factor
 from lightning_bayes.structures.layout import Layout
 from lightning_bayes.structures.output_covariance import CovarianceForm, rotated_covariances
 
@@ -81,6 +82,9 @@ class Diagonal(Structure):
 
     def trace_terms(self, other: Structure) -> Tensor:
         return other.diagonal() / positive(self.values)
+
+    def input_factor(self, rows: Tensor) -> Factor:
+        return Factor(None, self.values[rows.to(self.device)].sum(0, keepdim=True))
 
     def logdet(self) -> Tensor:
         return self.values.log().sum()

@@ -196,6 +196,11 @@ class Kronecker(Structure):
         variances = [block._inverse_values for block in blocks]
         return rotated_covariances(variances, a, g, form, left.rotate, None if in_basis else right.rotate)
 
+    def input_factor(self, rows: Tensor) -> Factor:
+        values = self.left.times_multiplicity(self.values, -2).sum(-2)  # [g, I]
+        k = self.right.values.shape[-1]
+        return Factor(self.right.vectors, values[:, :k], None, values[:, k:] if k < values.shape[-1] else None)
+
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "left": self.left.to_list(), "right": self.right.to_list()}
 

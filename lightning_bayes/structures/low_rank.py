@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_bayes.network.accumulation import cast_like, float64_device, in_float64
 from lightning_bayes.structures.base import Eigenbasis, InverseTerms, Structure, positive
 from lightning_bayes.structures.diagonal import Diagonal
+from lightning_bayes.structures.factor import Factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,12 @@ class LowRank(Structure):
 
     def matmul(self, vectors: Tensor) -> Tensor:
         return (vectors @ self.vectors * self.values) @ self.vectors.mT + vectors * self.shift
+
+    def input_factor(self, rows: Tensor) -> Factor:
+        rows = rows.to(self.device)
+        root = (self.vectors * self.values.clamp(min=0).sqrt())[rows]  # [O, I, k]
+        total = torch.einsum("oik,ojk->ij", root, root)
+        return Factor.from_matrix((total + torch.diag(self._shifts.expand(self.size)[rows].sum(0))).unsqueeze(0))
 
     def solve(self, vectors: Tensor) -> Tensor:
         D = positive(self._shifts)
