@@ -1,47 +1,49 @@
 """Sums of the curvature over the batches of a pass: one accumulator for each value of `structure=`.
 
+`ColumnSum` takes the columns of the output Fisher, `Λₙ = Σ_k r_k r_kᵀ`, back to the outputs of the layers, with one
+forward pass and a few batched backward passes per batch. An `Accumulator` turns the gradients at the layers' outputs
+into the sums of its structure.
+
 To add a structure, subclass `BlockAccumulator` for a matrix with one block per layer, or `JacobianAccumulator` for any
 other, and give the class a `word`: defining the class registers it.
 
-`structure="ekfac"` takes a second pass. The first pass ends with `Q = Q_G ⊗ Q_A` for every block `G ⊗ A`. The second
-pass sums (George et al. 2018)
-
-    Λ = diag(QᵀHQ) = Σₙ Σ_k (Q_Gᵀ Jₙₖ Q_A)²,    Jₙₖ = Σ_t g [a 1]ᵀ   [O, I + 1],
-
-with the gradient of each example, summed over shared positions before it is squared. `H` is the block of the exact GGN,
-for any `weight_sharing` of the eigenvectors. Either `a` and `g` are rotated, or `J`, whichever is smaller.
+`structure="ekfac"` takes a second pass, which refits the eigenvalues of the Kronecker blocks of the first (see
+`blocks`).
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bayes.arguments import register
 from lightning_bayes.curvature.blocks import (
     Block,
     DenseBlock,
     DiagonalBlock,
+    EigenvalueBlock,
     KroneckerBlock,
-    add_diagonal_,
-    embedding_diagonal,
 )
+from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
+from lightning_bayes.jacobian.checks import check_examples_apart, check_output
 from lightning_bayes.jacobian.example_rows import all_rows
-from lightning_bayes.jacobian.gradients import CACHE
-from lightning_bayes.jacobian.layers import RowIndex, strip_products
-from lightning_bayes.jacobian.plan import LayerUse, Plan
+from lightning_bayes.jacobian.gradients import LayerGradients, ParameterGradients
+from lightning_bayes.jacobian.layers import RowIndex
+from lightning_bayes.jacobian.output_columns import output_columns, root_columns
+from lightning_bayes.jacobian.plan import LayerUse, Matched, Plan
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.jacobian.rows import JacobianRows
-from lightning_bayes.network import Processes, Subset, SubsetError
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import Processes, Subset, SubsetError, inputs
 from lightning_bayes.network.loaders import Bar, progress_bar
 from lightning_bayes.options.structure import register_structure
 from lightning_bayes.structures import (
-    EKFAC,
     BlockDiagonal,
     Dense,
     Diagonal,
@@ -53,6 +55,10 @@ from lightning_bayes.structures import (
     Structure,
 )
 from lightning_bayes.structures.factor import Rank
+
+logger = logging.getLogger("lightning_bayes")
+
+FisherRoot = Callable[[Any, Tensor, Tensor], Tensor]  # from x, y and the numbers of the examples; see `fisher_root`
 
 LARGEST_DENSE = 1024  # parameters of an exact dense block; larger exact blocks are diagonal
 STRUCTURES: dict[str, type[Accumulator]] = {}  # by the values of `structure=`
@@ -75,9 +81,7 @@ class Accumulator(ABC):
     word: ClassVar[str | None] = None  # the value of `structure=`
     passes: ClassVar[int] = 1  # over the data
     needs_axes = False  # whether the rows of an example must lie along an axis
-    keeps_rows: ClassVar[bool] = (
-        True  # whether wide factors of few examples are stored by rows, with fewer eigenvectors
-    )
+    keeps_rows: ClassVar[bool] = True  # store wide factors of few examples by rows, with fewer eigenvectors
     factor_options = FactorOptions()
     _plan: Plan
 
@@ -178,7 +182,7 @@ class FullAccumulator(JacobianAccumulator):
 class BlockAccumulator(Accumulator):
     """One block for each layer and for each parameter without a layer rule."""
 
-    form: ClassVar[str | None] = "block"  # the form that needs whole layers; None if single weights have it, too
+    form: ClassVar[str | None] = "block"  # the form that needs whole layers; None if it allows single weights
 
     def __init__(self, plan: Plan, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         if plan.subset.mask is not None and self.form is not None:
@@ -381,67 +385,111 @@ class EigenvalueAccumulator(BlockAccumulator):
         return replace(self._fitted, blocks=tuple(refitted.get(layout, block) for layout, block in pairs))
 
 
-class EigenvalueBlock(Block):
-    label = "EKFAC"
+class ColumnSum(BatchSum):
+    """The curvature in the given `structure`; `fisher_root` replaces the likelihood's root at the network's outputs."""
 
-    def __init__(self, basis: Kronecker, spans_gradients: bool) -> None:
-        self._basis, self._spans_gradients = basis, spans_gradients
-        self._values = torch.zeros(basis.shape, dtype=basis.dtype, device=basis.device)  # Λ [G, O, I]
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: Plan,
+        likelihood: Likelihood,
+        structure: str = "diag",
+        weight_sharing: str = "expand",
+        fisher: Fisher = Fisher(),  # noqa: B008, immutable
+        factors: FactorOptions = FactorOptions(),
+        fisher_root: FisherRoot | None = None,
+    ) -> None:
+        super().__init__(network, plan.subset, likelihood, fisher)
+        self._plan, self._fisher_root = plan, fisher_root
+        self._layer_gradients = LayerGradients()
+        self._leftover_gradients = ParameterGradients(network, self.parameters)
+        self._accumulator = STRUCTURES[structure](plan, weight_sharing, self.dtype, self.device)
+        self._accumulator.factor_options = factors
+        self._structure: Structure | None = None
+        self._warned = False
 
-    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
-        g, T = g.to(self._values.dtype), g.shape[3]
-        Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
-        if Q_A is None and site.kind == "embedding":
-            self._values += embedding_diagonal(calls, _rotated_gradients(g, Q_G)).view_as(self._values)
-        elif T == 1:
-            add_diagonal_(self._values, lambda part: _strips(site, calls, part, Q_A), _rotated_gradients(g, Q_G))
+    def blocks(self) -> list[tuple[str, str]]:
+        """The kind of block of each parameter, for the log."""
+        return self._accumulator.blocks()
+
+    def forward(self, x: Any) -> tuple[Tensor, list[Call]]:
+        with self._plan.recorder(self.parameters, inputs.batch_size(x)) as recorder:
+            f = inputs.call(self.network, x)
+        return f, recorder.calls
+
+    def add(self, batch: Batch) -> None:
+        matched = self._plan.match(batch.f, batch.recorded, self.parameters)
+        shared = matched.mixed + (matched.irregular if self._accumulator.needs_axes else ())
+        if shared and len(batch.f) > 1:
+            self._add_one_by_one(batch, shared)
         else:
-            self._add_shared(site, calls, g)
+            self._add_columns(batch, matched)
 
-    def _add_shared(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
-        """Layers with shared positions, a few examples at a time."""
-        (K, G, B, T, O), I = g.shape, self._values.shape[2]
-        Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
-        of_inputs = Q_A if site.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
-        if T < I:
-            g, Q_G = _rotated_gradients(g, Q_G), None
-        chunk = max(1, CACHE // (G * I * (T + K * O) * g.element_size()))
-        for start in range(0, B, chunk):
-            part = slice(start, start + chunk)
-            strips = _strips(site, calls, part, of_inputs)
-            has_ones = site.bias is not None and of_inputs is None
-            parts = strip_products(strips, g[:, :, part], has_ones)  # of weight and bias [G, b, K, O, …]
-            J = parts.pop() if len(parts) == 1 else torch.cat(parts, dim=-1)  # [G, b, K, O, I]
-            if of_inputs is None:
-                J = _rotated(J, Q_A)
-            self._values += _rotated(J.mT, Q_G).square_().sum((1, 2)).mT
+    def _add_columns(self, batch: Batch, matched: Matched) -> None:
+        f, used = batch.f, matched.used
+        with torch.no_grad():
+            self._accumulator.add_inputs(matched.calls)
+        for columns in self._columns(batch, LayerGradients.chunk_size(used, f)):
+            self._accumulator.begin_chunk(len(columns), len(f))
+            grads = self._layer_gradients(f, used, columns, matched.plain) if used else []
+            with torch.no_grad():
+                for site, calls in enumerate(matched.calls):
+                    if calls:
+                        self._accumulator.add_layer(site, calls, grads[: len(calls)])
+                        del grads[: len(calls)]  # frees a layer's gradients after their use
+            if matched.unmatched_parameters:
+                self._leftover_gradients(
+                    batch.x, columns, matched.unmatched_parameters, self._accumulator.add_parameter
+                )
+            self._accumulator.end_chunk()
+
+    def _columns(self, batch: Batch, size: int) -> Iterator[Tensor]:
+        if self._fisher_root is not None:
+            return root_columns(self._fisher_root(batch.x, batch.y, batch.examples), size)
+        sampled = (batch.examples.to(batch.f.device), self.fisher.samples, self.fisher.seed)
+        return output_columns(self.likelihood, self.fisher.kind, batch.outputs, batch.y, size, *sampled)
+
+    def _add_one_by_one(self, batch: Batch, shared: tuple[str, ...]) -> None:
+        """A single example owns all rows of every layer."""
+        if not self._warned:
+            self._warned = True
+            what = f"share rows of {', '.join(shared)}"
+            if isinstance(batch.x, inputs.WholeInput):
+                what = f"cannot be taken apart in an input of type {batch.x.kind}"
+            logger.warning(
+                "batch %d: examples %s; such batches run one example at a time, which is exact but slow: "
+                "structure='diag' or subset='last_layer' cost least",
+                batch.number,
+                what,
+            )
+        outputs = []
+        for n in range(len(batch.y)):
+            one = slice(n, n + 1)
+            x = inputs.take(self.network, batch.x, one)
+            f, calls = self.forward(x)
+            check_output(f, 1)
+            outputs.append(f.detach())
+            self.add(replace(batch, x=x, y=batch.y[one], f=f, recorded=calls, examples=batch.examples[one]))
+        check_examples_apart(self.network, torch.cat(outputs), batch.outputs)
+
+    def gather(self, processes: Processes) -> None:
+        self._accumulator.gather(processes)
 
     @property
     def sums(self) -> list[Tensor]:
-        return [self._values]
+        return self._accumulator.sums
 
-    def structure(self, factors: list[Factor]) -> EKFAC:
-        left, right, values = self._basis.left, self._basis.right, self._values
-        if self._spans_gradients:  # no gradient points where a factor is zero: anything there is rounding
-            values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
-        return EKFAC(left, right, refitted=values)
+    def overflowing(self) -> str | None:
+        return self._accumulator.overflowing()
 
+    def end_pass(self, processes: Processes) -> str | None:
+        self._structure = self._accumulator.finish(processes)
+        second_pass = self._accumulator.second_pass(self._structure)
+        if second_pass is None:
+            return None
+        self._accumulator, self._plan = second_pass, second_pass.plan
+        return ", eigenvalues"
 
-def _rotated(rows: Tensor, Q: Tensor | None) -> Tensor:
-    """One product for each group: a batched product would copy `Q` for each row.  # [G, ..., d] -> [G, ..., d']"""
-    return rows if Q is None else (rows.flatten(1, -2) @ Q).reshape(*rows.shape[:-1], -1)
-
-
-def _rotated_gradients(g: Tensor, Q: Tensor | None) -> Tensor:
-    """`g Q_G`.  # [K, G, B, T, O]"""
-    return _rotated(g.transpose(0, 1), Q).transpose(0, 1)
-
-
-def _strips(site: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
-    """`[a 1] Q_A` in strips of positions, or `a` itself.  # [G, b, t, I + 1]"""
-    strips = site.strips(calls, examples)
-    if strips is None or Q is None:
-        return strips
-    I = Q.shape[1] - (site.bias is not None)
-    ones = Q[:, I:].sum(1)[:, None, None]  # the rotated one of the bias; zero without a bias
-    return (_rotated(a.to(Q.dtype), Q[:, :I]) + ones for a in strips)
+    def structure(self) -> Structure:
+        assert self._structure is not None
+        return self._structure

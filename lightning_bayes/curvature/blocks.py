@@ -4,7 +4,9 @@ For a layer with inputs `a` and output gradients `g` (format in `layers`), with 
 
 - exact:      `Σₙ Σ_k j jᵀ`, `j = Σ_t g [a 1]ᵀ`, the whole block (`DenseBlock`) or its diagonal (`DiagonalBlock`);
 - Kronecker:  `G ⊗ A` with `A = Σ aaᵀ / (N·T)` and `G = Σ ggᵀ`, where every example–position pair counts once ("expand",
-  Eschenhagen et al. 2023), or, with "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients.
+  Eschenhagen et al. 2023), or, with "reduce", `A = Σₙ āāᵀ / N` of mean inputs and `G = Σₙ ḡḡᵀ` of summed gradients;
+- EKFAC:      the diagonal of the exact block in the eigenbasis `Q = Q_G ⊗ Q_A` of `G ⊗ A` (George et al. 2018),
+  `Λ = diag(QᵀHQ) = Σₙ Σ_k (Q_Gᵀ j Q_A)²`. Either `a` and `g` are rotated, or `j`, whichever is smaller.
 
 Only lower triangles are accumulated; `structure` mirrors them. A wide layer with few examples has fewer inputs than
 columns. `InputSum` then keeps the inputs themselves: they need less memory than `A`, and their `n × n` products have
@@ -27,7 +29,7 @@ from lightning_bayes.jacobian.plan import LayerUse
 from lightning_bayes.jacobian.recorder import Call
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import float64_device
-from lightning_bayes.structures import Dense, Diagonal, Factor, Gram, Kronecker, Structure
+from lightning_bayes.structures import EKFAC, Dense, Diagonal, Factor, Gram, Kronecker, Structure
 
 PANEL = 256  # columns of a triangular product at a time
 FULL = 1024  # rows that make a product efficient
@@ -254,6 +256,72 @@ def embedding_diagonal(calls: list[Call], g: Tensor) -> Tensor:
 def _embeddings(calls: list[Call]) -> list[tuple[Embedding, Rows]]:
     """The layers of an embedding's calls, with the rows of each example."""
     return [(call.layer, call.rows) for call in calls if isinstance(call.layer, Embedding)]
+
+
+class EigenvalueBlock(Block):
+    label = "EKFAC"
+
+    def __init__(self, basis: Kronecker, spans_gradients: bool) -> None:
+        self._basis, self._spans_gradients = basis, spans_gradients
+        self._values = torch.zeros(basis.shape, dtype=basis.dtype, device=basis.device)  # Λ [G, O, I]
+
+    def add_gradients(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+        g, T = g.to(self._values.dtype), g.shape[3]
+        Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
+        if Q_A is None and site.kind == "embedding":
+            self._values += embedding_diagonal(calls, _rotated_gradients(g, Q_G)).view_as(self._values)
+        elif T == 1:
+            add_diagonal_(self._values, lambda part: _strips(site, calls, part, Q_A), _rotated_gradients(g, Q_G))
+        else:
+            self._add_shared(site, calls, g)
+
+    def _add_shared(self, site: LayerUse, calls: list[Call], g: Tensor) -> None:
+        """Layers with shared positions, a few examples at a time."""
+        (K, G, B, T, O), I = g.shape, self._values.shape[2]
+        Q_G, Q_A = self._basis.left.vectors, self._basis.right.vectors
+        of_inputs = Q_A if site.weight is not None and T < K * O else None  # rotate the inputs if they are smaller
+        if T < I:
+            g, Q_G = _rotated_gradients(g, Q_G), None
+        chunk = max(1, CACHE // (G * I * (T + K * O) * g.element_size()))
+        for start in range(0, B, chunk):
+            part = slice(start, start + chunk)
+            strips = _strips(site, calls, part, of_inputs)
+            has_ones = site.bias is not None and of_inputs is None
+            parts = strip_products(strips, g[:, :, part], has_ones)  # of weight and bias [G, b, K, O, …]
+            J = parts.pop() if len(parts) == 1 else torch.cat(parts, dim=-1)  # [G, b, K, O, I]
+            if of_inputs is None:
+                J = _rotated(J, Q_A)
+            self._values += _rotated(J.mT, Q_G).square_().sum((1, 2)).mT
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [self._values]
+
+    def structure(self, factors: list[Factor]) -> EKFAC:
+        left, right, values = self._basis.left, self._basis.right, self._values
+        if self._spans_gradients:  # no gradient points where a factor is zero: anything there is rounding
+            values = values.masked_fill(((left.values == 0).unsqueeze(-1) | (right.values == 0).unsqueeze(-2)), 0)
+        return EKFAC(left, right, refitted=values)
+
+
+def _rotated(rows: Tensor, Q: Tensor | None) -> Tensor:
+    """One product for each group: a batched product would copy `Q` for each row.  # [G, ..., d] -> [G, ..., d']"""
+    return rows if Q is None else (rows.flatten(1, -2) @ Q).reshape(*rows.shape[:-1], -1)
+
+
+def _rotated_gradients(g: Tensor, Q: Tensor | None) -> Tensor:
+    """`g Q_G`.  # [K, G, B, T, O]"""
+    return _rotated(g.transpose(0, 1), Q).transpose(0, 1)
+
+
+def _strips(site: LayerUse, calls: list[Call], examples: slice, Q: Tensor | None) -> Iterator[Tensor] | None:
+    """`[a 1] Q_A` in strips of positions, or `a` itself.  # [G, b, t, I + 1]"""
+    strips = site.strips(calls, examples)
+    if strips is None or Q is None:
+        return strips
+    I = Q.shape[1] - (site.bias is not None)
+    ones = Q[:, I:].sum(1)[:, None, None]  # the rotated one of the bias; zero without a bias
+    return (_rotated(a.to(Q.dtype), Q[:, :I]) + ones for a in strips)
 
 
 class InputSum:

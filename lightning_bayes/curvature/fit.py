@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from lightning_bayes.arguments import count, flag, instance
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.curvature.accumulate import FactorOptions
-from lightning_bayes.curvature.column_sum import ColumnSum
+from lightning_bayes.curvature.accumulate import ColumnSum, FactorOptions
 from lightning_bayes.curvature.data_pass import BatchSum, Curvature, DataPass, Fisher
-from lightning_bayes.curvature.diagonal.batch_diagonal import DiagonalSum
+from lightning_bayes.curvature.diagonal import DiagonalSum
 from lightning_bayes.curvature.low_rank import LowRankSum
 from lightning_bayes.jacobian.normalised import normalised_layers
 from lightning_bayes.jacobian.output_columns import choose_curvature

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from lightning_bayes.curvature.accumulate import STRUCTURES
-from lightning_bayes.curvature.column_sum import ColumnSum, FisherRoot
+from lightning_bayes.curvature.accumulate import STRUCTURES, ColumnSum, FisherRoot
 from lightning_bayes.curvature.data_pass import DataPass
 from lightning_bayes.jacobian.products import Jacobian
 from lightning_bayes.likelihoods import Likelihood

@@ -12,9 +12,9 @@ from networks import Apply
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.diagonal import BatchDiagonal, walk
-from lightning_bayes.curvature.diagonal.tape import Op
+from lightning_bayes.curvature import choose_subset, diagonal, diagonal_rules
+from lightning_bayes.curvature.diagonal import BatchDiagonal
+from lightning_bayes.curvature.tape import Op
 from lightning_bayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from lightning_bayes.network import CurvatureError
 
@@ -143,7 +143,8 @@ def test_columns_in_small_parts_are_the_same(name: str, mode: str, monkeypatch: 
     network, x, y, likelihood = make(name)
     expected = by_hand(network, x, y, likelihood, math.inf)
     for memory in (1, 8 * len(x) * 40):  # a column at a time, and a few
-        monkeypatch.setattr(walk, "MEMORY", memory)
+        monkeypatch.setattr(diagonal, "MEMORY", memory)
+        monkeypatch.setattr(diagonal_rules, "MEMORY", memory)
         close(found(network, x, y, likelihood, mode, math.inf), expected)
 
 
@@ -241,14 +242,14 @@ def test_a_curvature_that_is_not_finite_is_an_error_that_says_so() -> None:
 def test_columns_are_merged_at_a_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty outputs are forty columns; behind a bottleneck of two features two are enough."""
     counts: dict[int, list[int]] = {}
-    original = walk.weights_diagonal
+    original = diagonal.weights_diagonal
 
     def noted(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
         for weight in weights:
             counts.setdefault(id(weight), []).append(len(S))
         return original(op, S, weights)
 
-    monkeypatch.setattr(walk, "weights_diagonal", noted)
+    monkeypatch.setattr(diagonal, "weights_diagonal", noted)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 2), nn.Tanh(), nn.Linear(2, 40)).double()
     x, y = draw(5, 9), draw(5, 40)

@@ -13,10 +13,9 @@ from networks import Apply, Wired, moved, real
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_bayes.curvature.diagonal import RuleError
-from lightning_bayes.curvature.diagonal.rules import squared_backward
-from lightning_bayes.curvature.diagonal.tape import Tape
-from lightning_bayes.curvature.diagonal.walk import Walk
+from lightning_bayes.curvature.diagonal import RuleError, Walk
+from lightning_bayes.curvature.diagonal_rules import squared_backward
+from lightning_bayes.curvature.tape import Tape
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
 Made = tuple[nn.Module, Tensor]

@@ -109,7 +109,7 @@ def test_inputs_and_gradients_are_rotated_or_their_product(shape: tuple[int, int
 def test_a_large_batch_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["deep_cnn"]()
     whole = fit(case).to_dense()
-    monkeypatch.setattr("lightning_bayes.curvature.accumulate.CACHE", 1)
+    monkeypatch.setattr("lightning_bayes.curvature.blocks.CACHE", 1)
     monkeypatch.setattr("lightning_bayes.jacobian.layers.STRIP", 1)
     torch.testing.assert_close(fit(case).to_dense(), whole, **TIGHT)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_bayes import Diag, Gaussian, fit_laplace
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.curvature.diagonal import BatchDiagonal, RuleError
-from lightning_bayes.curvature.diagonal.batch_diagonal import THRESHOLD
+from lightning_bayes.curvature.diagonal import THRESHOLD, BatchDiagonal, RuleError
 from lightning_bayes.network import Processes
 
 NETWORKS = ("mlp", "deep_cnn", "norm_batch_2d", "heteroscedastic", "image_to_image")

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_bayes import fit_laplace
 from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.curvature.diagonal.tape import Op
+from lightning_bayes.curvature.tape import Op
 from lightning_bayes.likelihoods import Categorical, Gaussian
 from lightning_bayes.network import inputs
 from lightning_bayes.predictive.functions import sample_functions

@@ -1,51 +1,215 @@
-"""One pass back through a network's operations, with `M` in the form that the size of each tensor allows.
+"""The diagonal of a batch's GGN, `Σₙ diag(JₙᵀΛₙJₙ)`, in one backward pass (Laplacian autoencoders, section 3).
 
-`M` is carried as columns `S` with `M = SSᵀ` if a tensor is *whole*, and as its diagonal `d` otherwise:
+A matrix `M`, which is `Λ` at the outputs, is propagated back through the network. At every layer, it gives the diagonal
+of the block of the layer's weights (appendix E, algorithm 1). The mode decides which part of `M` is propagated:
+
+- `exact`:   `M` itself, as columns `S` with `M = SSᵀ`; at a bottleneck of `R` features, `R` columns are enough.
+- `approx`:  only `diag(M)`, as if the features of a layer were uncorrelated, at the cost of an ordinary backward pass.
+- `mixed`:   `M` if a tensor has at most `threshold` features per example, `diag(M)` otherwise.
+- `auto`:    `exact` if no tensor has more features than `threshold`, `mixed` otherwise.
+
+`exact` falls back to the columns of `fit_curvature` if an operation has no rule here, or if no bottleneck makes this
+cheaper.
+
+A tensor is *whole* if `M` has columns `S` there, with `M = SSᵀ`; elsewhere `M` is represented by its diagonal `d`:
 
     S_in = Jᵀ S_out,    d_in = (J ∘ J)ᵀ d_out,    S = diag(√d) and d_i = Σ_k S_ik² if the form changes.
 
 Columns that meet again after a fork are added, which is exact. Diagonals that meet again are added as well, without
-their cross terms. `rules` carries the diagonals, autograd the columns. Columns that share a weight or slope go through
-it together, as one large batch.
-
-A weight needs only its diagonal, the sum of its squared gradients. For each example and column, the gradient is
-`Σ_t g aᵀ` for a layer in the form of `jacobian.layers`, and `Σ_t (∂y/∂w) g` for a parameter that enters elementwise (a
-scale, a shift, the slopes of a PReLU), summed over the positions `t` that share it.
+their cross terms. The rules of single operations are in `diagonal_rules`.
 
 A column costs a backward pass. At a tensor of `R` features `R` columns are enough, and merging `K` columns into `R`
-costs about `KR²` operations per example. The tensors that everything behind them passes through are the cuts of a
-network; the cheapest choice of cuts to merge at is a shortest path.
+costs about `KR²` operations per example. A cut is a tensor through which all later operations get their input; the
+cheapest choice of cuts to merge at is a shortest path.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from lightning_bayes.curvature.blocks import add_diagonal_
-from lightning_bayes.curvature.diagonal import rules
-from lightning_bayes.curvature.diagonal.rules import ELEMENTWISE, POOLS, SELECTION, SUMS, slopes, squared_backward
-from lightning_bayes.curvature.diagonal.tape import Kind, Op, RuleError
-from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS, layer_arguments, make_layer
-from lightning_bayes.jacobian.layers import PLAIN, Layer
-from lightning_bayes.jacobian.output_columns import root_columns
-from lightning_bayes.network import CurvatureError
-from lightning_bayes.structures import Layout
-from lightning_bayes.structures.eigendecomposition import eigh
-
-MEMORY = 2**25  # bytes per step
-MERGING = 4.0  # the cost of an operation in an orthogonal decomposition, relative to a matrix product
-KINKS = frozenset(
-    "relu relu6 hardtanh threshold _threshold hardshrink softshrink clamp clamp_min clamp_max clip".split()  # noqa: SIM905
+from lightning_bayes.arguments import word
+from lightning_bayes.curvature.accumulate import ColumnSum, first_nonfinite
+from lightning_bayes.curvature.data_pass import Batch, BatchSum, Fisher
+from lightning_bayes.curvature.diagonal_rules import (
+    LINEAR,
+    MEMORY,
+    backward,
+    backward_from_diagonal,
+    gather_columns,
+    mixes,
+    spread,
+    squared_backward,
+    weights_diagonal,
 )
-LINEAR = {"linear", "interpolate", *CONVOLUTIONS, *POOLS}  # in their input, and the same for every example
-UNMIXED = (ELEMENTWISE | SELECTION | SUMS | {"prelu", "batch_norm"}) - {"sum", "cumsum", "fold"}
+from lightning_bayes.curvature.tape import Kind, Op, Probe, RuleError, Signature, probe, run
+from lightning_bayes.jacobian.checks import BatchChecks, check_output
+from lightning_bayes.jacobian.functional_calls import CONVOLUTIONS
+from lightning_bayes.jacobian.graph import keeps_rows, uses
+from lightning_bayes.jacobian.output_columns import root_columns
+from lightning_bayes.jacobian.plan import Plan, make_plan
+from lightning_bayes.likelihoods import Likelihood
+from lightning_bayes.network import Processes, Subset, inputs
+from lightning_bayes.network.borrowed import borrowed, unwrap
+from lightning_bayes.structures import Diagonal
+
+MERGING = 4.0  # the cost of an operation in an orthogonal decomposition, relative to a matrix product
+MODES = ("auto", "exact", "approx", "mixed")
+THRESHOLD = 256  # the largest number of features per example for which "mixed" keeps the whole matrix
+
+__all__ = ["MODES", "BatchDiagonal", "DiagonalSum", "RuleError", "choose_mode"]
+
+
+class BatchDiagonal:
+    """`diag Σₙ JₙᵀΛₙJₙ` over the weights of `subset`, batch by batch. The first one decides on the cheapest method, or
+    raises an error that names an unsupported operation. `checks=False` is for a caller that checks outputs and targets
+    itself."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        subset: Subset,
+        likelihood: Likelihood,
+        mode: str = "auto",
+        threshold: float = THRESHOLD,
+        checks: bool = True,
+    ) -> None:
+        word("mode", mode, MODES)
+        if not threshold >= 0:
+            raise ValueError(f"threshold must not be negative, got {threshold}")
+        self.network, self.subset, self.likelihood = network, subset, likelihood
+        self.mode, self.threshold = mode, threshold
+        self._checks = BatchChecks(likelihood, unit="curvature measurement") if checks else None
+        self._method: Callable[[nn.Module, Any, Tensor], Tensor] | None = None
+
+    def __call__(self, x: Any, y: Tensor) -> Tensor:
+        """The sum over the batch.  # [P]"""
+        network = unwrap(self.network)
+        with borrowed(network, self.subset.names), torch.no_grad():
+            x = _copy(x)
+            self._method = self._method or self._choose_method(network, x)
+            return self._method(network, x, y)
+
+    def raise_pending(self) -> None:
+        """Raise an error for the first invalid batch since the last check."""
+        if self._checks is not None:
+            self._checks.raise_pending()
+
+    def _choose_method(self, network: nn.Module, x: Any) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        threshold = {"exact": math.inf, "approx": 0.0}.get(self.mode, self.threshold)
+        try:
+            trial = probe(network, self.subset, x)
+            if self.mode == "auto" and trial.largest <= threshold:
+                threshold = math.inf
+            merges = _rehearse(network, self.subset, trial, threshold)
+            # An exact walk has to know the example of each row.
+            if threshold < math.inf or (merges and keeps_rows(uses(trial.f), len(trial.f))):
+                return partial(self._walk, threshold, trial.signature)
+        except RuleError:
+            if threshold < math.inf:
+                raise
+        with torch.enable_grad():
+            return partial(self._by_columns, make_plan(network, x, self.subset))
+
+    def _by_columns(self, plan: Plan, network: nn.Module, x: Any, y: Tensor) -> Tensor:
+        """The method of `fit_curvature`, for one batch."""
+        total = ColumnSum(network, plan, self.likelihood)
+        with torch.enable_grad():
+            f, recorded = total.forward(x)
+            check_output(f, inputs.batch_size(x))
+            y = self._check(x, f.detach(), y)
+            total.add(Batch(x, y, f, recorded, torch.arange(len(f), device=f.device)))
+        total.end_pass(Processes())
+        return total.structure().diagonal()
+
+    def _walk(self, threshold: float, signature: Signature, network: nn.Module, x: Any, y: Tensor) -> Tensor:
+        parameters = list(self.subset.parameters(network).values())
+        f, ops = run(network, self.subset, x)
+        y = self._check(x, f.detach(), y)
+        walk = Walk(ops, f, signature.kinds_of(ops) if threshold > 0 else {}, threshold, parameters)
+        by_root = walk.output_is_whole and not self.likelihood.has_diagonal_fisher
+        Λ = self.likelihood.fisher_root(f, y) if by_root else self.likelihood.fisher_diagonal(f, y)
+        del f  # it would keep the whole graph alive
+        if by_root:
+            walk.from_root(Λ, self.likelihood.couples_outputs)
+        else:
+            walk.from_diagonal(Λ)
+        diagonals = [_or_zeros(walk.diagonals[id(p)], p) for p in parameters]
+        return self.subset.narrow(torch.cat([d.reshape(-1) for d in diagonals]))
+
+    def _check(self, x: Any, outputs: Tensor, y: Tensor) -> Tensor:
+        """The targets, with zeros for invalid ones until the next look."""
+        if self._checks is not None:
+            y = self._checks.add(x, outputs, y)
+            self._checks.end_batch()
+        return y
+
+
+class DiagonalSum(BatchSum):
+    """The sum of fast diagonals over all batches: `fit_curvature(..., structure=Diag(method="approx"))`."""
+
+    def __init__(self, network: nn.Module, subset: Subset, likelihood: Likelihood, hessian: str) -> None:
+        super().__init__(network, subset, likelihood, Fisher())
+        self._of_batch = BatchDiagonal(network, replace(subset, mask=None), likelihood, hessian, checks=False)
+        self._diagonal = torch.zeros(subset.size, dtype=self.dtype, device=self.device)
+
+    def blocks(self) -> list[tuple[str, str]]:
+        return [(name, f"{self._of_batch.mode} diagonal") for name in self.subset.names]
+
+    def add(self, batch: Batch) -> None:
+        self._diagonal += self.subset.narrow(self._of_batch(batch.x, batch.y))
+
+    @property
+    def sums(self) -> list[Tensor]:
+        return [self._diagonal]
+
+    def overflowing(self) -> str | None:
+        return first_nonfinite(self._diagonal, self.subset)
+
+    def structure(self) -> Diagonal:
+        return Diagonal(self._diagonal)
+
+
+def choose_mode(network: nn.Module, subset: Subset, x: Any, threshold: float) -> Literal["exact", "mixed"]:
+    """The mode for "auto": "exact" if `M` is never large, otherwise "mixed"; an error names an operation without a
+    rule."""
+    network = unwrap(network)
+    with borrowed(network, subset.names), torch.no_grad():
+        trial = probe(network, subset, _copy(x))
+        if trial.largest <= threshold:
+            return "exact"
+        _rehearse(network, subset, trial, threshold)
+    return "mixed"
+
+
+def _rehearse(network: nn.Module, subset: Subset, trial: Probe, threshold: float) -> bool:
+    """Walk back through the few examples of a probe with `Λ = I`, for its errors; returns whether it merges columns."""
+    f, kinds = trial.f, trial.signature.kinds_of(trial.ops)
+    walk = Walk(trial.ops, f, kinds, threshold, subset.parameters(network).values())
+    merges = bool(walk.stops(f[0].numel()))
+    if merges or threshold < math.inf:
+        walk.from_diagonal(torch.ones_like(f, dtype=torch.promote_types(f.dtype, torch.float32)))
+    return merges
+
+
+def _or_zeros(d: Tensor | None, p: Tensor) -> Tensor:
+    """In at least float32."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return torch.zeros_like(p, dtype=wide) if d is None else d.to(wide)
+
+
+def _copy(x: Any) -> Any:
+    """A copy of the input without gradients, because the network may write into it."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), x)
 
 
 @dataclass
@@ -252,130 +416,6 @@ def _part(d: Tensor, start: int, stop: int) -> Tensor:
     part = torch.zeros_like(d, memory_format=torch.contiguous_format)
     part.view(len(d), -1)[:, start:stop] = d.reshape(len(d), -1)[:, start:stop]
     return part
-
-
-def backward(op: Op, S: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """`JᵀS` for the given tracked inputs.  # [K, *output] -> [K, *input]"""
-    if len(inputs) == 1 and len(S) == 1 and S[0] is not None:
-        columns = _backward_in_one_batch(op, S[0], inputs[0])
-        if columns is not None:
-            return [columns]
-    wide = next(c.dtype for c in S if c is not None)
-    return [g.to(wide) for g in op.pull_many(S, inputs)]
-
-
-def backward_from_diagonal(op: Op, d: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The same for `M = diag(d)`: one list for each output with a `d`; their columns are unrelated."""
-    if op.name == "linear" and d[0] is not None and d[0].ndim == 2 and [op.argument("input", 0)] == list(inputs):
-        features = _active(d[0])
-        root, W = d[0][:, features].sqrt().mT, op.argument("weight", 1)[features]
-        return [[root.unsqueeze(-1) * W.unsqueeze(1)]]  # [K, B, 1] · [K, 1, I]
-    return [
-        backward(op, [spread(t) if i == n else None for i in range(len(d))], inputs)
-        for n, t in enumerate(d)
-        if t is not None
-    ]
-
-
-def gather_columns(op: Op, d: Tensor, x: Tensor) -> Tensor:
-    """As many columns as an example has features in `x`, from a larger `diag(d)`: a root of `AᵀdA`, where `A` is the
-    matrix of a linear operation.  # [B, …] -> [R, *x.shape]"""
-    if not bool(d.isfinite().all()):
-        raise CurvatureError(
-            f"the curvature at the output of {op.name} is not finite: check for infinite or NaN inputs and weights"
-        )
-    B, R = len(x), x[0].numel()
-    units = torch.eye(R, dtype=x.dtype, device=x.device).view(R, *x.shape[1:])
-    columns, at_zero = (op.run({id(x): t})[0].to(d.dtype).flatten(1) for t in (units, torch.zeros_like(units[:1])))
-    A = (columns - at_zero).mT  # [O, R]
-    S = d.new_empty(R, B, R)
-    for part in torch.arange(B, device="cpu").split(max(1, MEMORY // (A.numel() * A.element_size()))):
-        λ, Q = eigh(A.mT * d[part].reshape(len(part), 1, -1) @ A)
-        S[:, part] = (Q * λ.sqrt().to(Q).unsqueeze(1)).permute(2, 0, 1)
-    return S.reshape(R, *x.shape)
-
-
-def spread(d: Tensor) -> Tensor:
-    """`diag(√d)` as columns, one for each feature that is nonzero for some example.  # [B, …] -> [K, B, …]"""
-    features = _active(d)
-    flat = d.reshape(len(d), -1)
-    S = d.new_zeros(len(features), *flat.shape)
-    S[torch.arange(len(features), device=d.device), :, features] = flat[:, features].sqrt().mT
-    return S.reshape(-1, *d.shape)
-
-
-def mixes(op: Op, features: Sequence[Tensor]) -> bool:
-    """Whether an output may depend on more than one entry of the inputs `features`."""
-    if len(features) > 1:
-        return True
-    if op.name == "interpolate":
-        return not rules.interpolates_nearest(op)
-    return op.name not in UNMIXED
-
-
-def weights_diagonal(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """The diagonal of each weight, summed over examples.  # S [K, B, …] -> the shape of each weight"""
-    if op.name in ELEMENTWISE or op.name in SUMS or op.name == "prelu":
-        return _elementwise(op, S, weights)
-    arguments = layer_arguments(op.func, op.args, op.kwargs) or {}
-    weight, bias = arguments.get("weight"), arguments.get("bias")
-    layer = make_layer(op.func, arguments) if all(t is weight or t is bias for t in weights) else None
-    if layer is None:
-        raise RuleError(f"{op.name}{op.where} with a trainable parameter has no exact rule: use hessian='approx'")
-    g = layer.gradients(S, PLAIN)  # [K, G, B, T, O]
-    return [_of_bias(g) if t is bias else _of_weight(layer, g).reshape(t.shape) for t in weights]
-
-
-def _backward_in_one_batch(op: Op, S: Tensor, x: Tensor) -> Tensor | None:
-    """`JᵀS` for operations that treat all columns as one large batch; None for others."""
-    if op.name == "linear" and x is op.argument("input", 0):
-        return S @ op.argument("weight", 1).to(S.dtype)
-    if op.name in CONVOLUTIONS and x is op.argument("input", 0):
-        convolution = rules.convolution_backward(op)
-        if convolution is None:
-            return None
-        K, B = S.shape[:2]
-        shape = S.new_empty(()).expand(K * B, *x.shape[1:])  # a tensor of which only the shape is used
-        W = op.argument("weight", 1).to(S.dtype)
-        return convolution(S.flatten(0, 1), shape, W, [True, False, False])[0].unflatten(0, (K, B))
-    if op.name == "batch_norm" and x is op.argument("input", 0):
-        rules.find_rule(op)  # raises an error if it is not elementwise
-        return rules.batch_norm_slope(op) * S
-    if op.name in ELEMENTWISE | KINKS and len(op.tracked) == 1 and x.shape == op.outputs[0].shape:
-        return slopes(op, [x])[0] * S
-    return None
-
-
-def _active(d: Tensor) -> Tensor:
-    """The features that are nonzero for some example; at least one."""
-    features = d.reshape(len(d), -1).any(0).nonzero().squeeze(-1)
-    return features if len(features) else features.new_zeros(1)
-
-
-def _elementwise(op: Op, S: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    if op.name == "prelu":
-        pairs = rules.prelu_slopes(op, weights)
-    else:
-        pairs = [(slope, tuple(t.shape)) for slope, t in zip(slopes(op, weights), weights, strict=True)]
-    diagonals = []
-    for t, (slope, shape) in zip(weights, pairs, strict=True):
-        shape = (1,) * (S.ndim - 1 - len(shape)) + shape
-        J = (slope * S).sum_to_size(*S.shape[:2], *shape[1:])  # per example
-        diagonals.append(J.square().sum((0, 1)).reshape(t.shape))
-    return diagonals
-
-
-def _of_bias(g: Tensor) -> Tensor:
-    return g.sum(3).square().sum((0, 2)).flatten()
-
-
-def _of_weight(layer: Layer, g: Tensor) -> Tensor:
-    """In the stored order of the weight.  # [G·O·I]"""
-    layout = Layout((layer.weight,))
-    total, stored = g.new_zeros(layout.shape), g.new_empty(layout.size)
-    add_diagonal_(total, lambda part: layer.strips(part, PLAIN), g)
-    layout.scatter(total.flatten(), stored)
-    return stored
 
 
 @dataclass(frozen=True)
