@@ -21,7 +21,7 @@ def jobs(quick: bool) -> list[Job]:
 
 
 def measure_snapshot(network: str, repeats: int) -> Result:
-    from lightning_bayes.posterior.weight_moments import WeightMoments
+    from lightning_bayes.posterior.moments import WeightMoments
 
     net = NETWORKS[network].fresh()
     adam, moments = torch.optim.Adam(net.parameters(), lr=1e-4), WeightMoments()

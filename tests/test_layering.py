@@ -3,10 +3,10 @@
     arguments ── all others
     options · network ── likelihoods ─┐
                structures ──┴─ jacobian ── curvature ── posterior ── evidence ── predictive ── trainer ─┬─ callbacks
-    metrics ── plots                                        └── inverse                                 └─ mixins
+    metrics ── plots                                                       └── inverse                  └─ mixins
 
 Imports point left, also inside functions. Methods that a layer above implements are registered by that layer: a
-posterior's (`posterior/implementation.py`), whose types only the type checker imports, and a metric's `plot`
+posterior's (`posterior/gaussian.py`), whose types only the type checker imports, and a metric's `plot`
 (`metrics/base.py`). Metrics depend on torch and torchmetrics only; only trainer, callbacks and mixins import Lightning;
 optional packages (matplotlib, scikit-learn, torchvision) are imported where they are used.
 """
@@ -39,7 +39,7 @@ for _layer, _further in (
     ("curvature", {"jacobian"}),
     ("posterior", {"curvature", "metrics"}),
     ("evidence", {"posterior"}),
-    ("inverse", {"posterior"}),
+    ("inverse", {"evidence"}),
     ("predictive", {"evidence"}),
     ("trainer", {"predictive", "plots"}),
     ("callbacks", {"trainer"}),

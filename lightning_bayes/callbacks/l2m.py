@@ -4,7 +4,7 @@
     P = v̂ + δ + ε                            (`scaling="paper"`: Perone et al., eq. (6))
 
 for batches of `B` of `N` examples and a loss of `c` times the mean negative log-likelihood; see
-`lightning_bayes.posterior.l2m`. No pass over the data: the callback counts `N` and `B` and recognises `c` during
+`lightning_bayes.posterior.moments`. No pass over the data: the callback counts `N` and `B` and recognises `c` during
 training, and at its end, or whenever `fit_now` is called, the buffers are read.
 
 Which examples' gradients a step of the optimizer has averaged, counted while training runs.
@@ -39,7 +39,7 @@ from lightning_bayes.options.prior import prior_option
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, PosteriorError
-from lightning_bayes.posterior.l2m import (
+from lightning_bayes.posterior.moments import (
     SCALINGS,
     check_l2m,
     check_optimizers,

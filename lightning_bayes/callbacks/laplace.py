@@ -45,8 +45,7 @@ from lightning_bayes.options.predictive import GP
 from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
-from lightning_bayes.posterior.fit import fit_posterior
-from lightning_bayes.posterior.options import LaplaceOptions
+from lightning_bayes.posterior.fit import LaplaceOptions, fit_posterior
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.trainer.checkpoints import (
     WEIGHTS,

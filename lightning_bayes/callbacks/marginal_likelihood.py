@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_bayes.arguments import count, format_names, format_value
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.curvature import choose_subset
-from lightning_bayes.evidence.prior_groups import PriorGroups
+from lightning_bayes.evidence.evidence import PriorGroups
 from lightning_bayes.evidence.tuning import ascend, fixed_point
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
@@ -39,7 +39,7 @@ from lightning_bayes.network.subset import layer_of
 from lightning_bayes.options.structure import FisherMC, StructureOption
 from lightning_bayes.options.tuning import Learning, learning_option
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
-from lightning_bayes.posterior.l2m import default_loss_scale
+from lightning_bayes.posterior.moments import default_loss_scale
 from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.trainer.checkpoints import callback_state
 from lightning_bayes.trainer.data import count_examples

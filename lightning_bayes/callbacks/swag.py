@@ -2,7 +2,7 @@
 
     θ ~ N(θ_SWA, diag(Σ_s θ_s²/S − θ_SWA²)),    θ_SWA = Σ_s θ_s / S,
 
-of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.weight_moments`. The method expects
+of the weights `θ_s` at the ends of the last epochs; see `lightning_bayes.posterior.moments`. The method expects
 a learning rate that stays constant and rather large over these epochs, which is the user's to set. When training ends,
 the module gets the averaged weights, and batch norms their statistics in a pass over the training data.
 """
@@ -27,7 +27,7 @@ from lightning_bayes.network.loaders import ProgressLoader
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.weight_moments import WeightMoments, update_statistics, with_statistics
+from lightning_bayes.posterior.moments import WeightMoments, update_statistics, with_statistics
 from lightning_bayes.trainer.checkpoints import CheckpointInfo, is_of_weights, put_posterior, share
 from lightning_bayes.trainer.data import Epoch, FitLoader, as_list, count_examples, is_countable
 from lightning_bayes.trainer.dry_run import LossFit

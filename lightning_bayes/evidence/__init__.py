@@ -1,5 +1,5 @@
 """Prior and noise chosen by the evidence, and refinement in the linearised network."""
 
-from lightning_bayes.evidence import iterated_evidence, refinement, tuning  # registers them with the posterior
+from lightning_bayes.evidence import evidence, refinement, tuning  # registers them with the posterior
 
-__all__ = ["iterated_evidence", "refinement", "tuning"]
+__all__ = ["evidence", "refinement", "tuning"]

@@ -30,10 +30,37 @@ from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import borrowed
 from lightning_bayes.posterior.at_mean import linearised_outputs
-from lightning_bayes.posterior.conjugate_gradients import conjugate_gradients
 from lightning_bayes.posterior.gaussian import PosteriorError
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
+
+Product = Callable[[Tensor], Tensor]  # rows V -> rows VA  # [..., n]
+
+
+def conjugate_gradients(
+    product: Product, B: Tensor, tolerance: float, products: int, precondition: Product | None = None
+) -> Tensor:
+    """`A⁻¹b` for each row `b`, with at most `products` products.
+
+    A row is solved when its residual is `tolerance` times the first one, in the norm of the preconditioner `M⁻¹`, which
+    is the identity by default.  # [..., n]
+    """
+    X, R = torch.zeros_like(B), B
+    Z = R if precondition is None else precondition(R)
+    P, rz = Z, (R * Z).sum(-1, keepdim=True)
+    goal = tolerance**2 * rz
+    for _ in range(products):
+        unsolved = rz > goal
+        if not unsolved.any():
+            break
+        AP = product(P)
+        step = torch.where(unsolved, rz / (P * AP).sum(-1, keepdim=True), 0.0)
+        X, R = X + step * P, R - step * AP
+        Z = R if precondition is None else precondition(R)
+        previous, rz = rz, (R * Z).sum(-1, keepdim=True)
+        P = Z + torch.where(unsolved, rz / previous, 0.0) * P
+    return X
+
 
 _SUFFICIENT = 1e-4  # share of the promised decrease that a step must reach (Armijo)
 _SHORTEST = 2.0**-40

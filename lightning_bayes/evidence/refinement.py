@@ -31,15 +31,20 @@ from tqdm.auto import tqdm, trange
 
 from lightning_bayes.arguments import count, flag, positive, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.evidence.linear_model import Batch, LinearModel, check_convex, check_refit, weights_of
+from lightning_bayes.evidence.linear_model import (
+    Batch,
+    LinearModel,
+    check_convex,
+    check_refit,
+    conjugate_gradients,
+    weights_of,
+)
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.posterior.at_mean import linearised_outputs, outputs
-from lightning_bayes.posterior.conjugate_gradients import conjugate_gradients
-from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import per_parameter
 

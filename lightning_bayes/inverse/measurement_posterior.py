@@ -12,10 +12,19 @@ computations use the `d_y × d_y` covariance of the measurements,
 The mean is that of the linear model (`mean="linear"`), or the trained network's image `f(θ̃)` (`mean="network"`). `J` is
 never built: `S` is a sum over the prior's terms, computed from a few rows of `AJ` at a time by backward passes. Images
 are drawn by Matheron's rule: push prior weights through `J`, and correct them by simulated measurements.
+
+The log density of a large Gaussian, `log N(r; 0, S)`, from products with `S` alone.
+
+Conjugate gradients give `S⁻¹r`. Stochastic Lanczos quadrature gives `log det S = tr log S`, the mean of `zᵀ log(S) z`
+over random signs `z`: a few Lanczos steps from `z` give a tridiagonal `T` with `zᵀ log(S) z ≈ ‖z‖² e₁ᵀ log(T) e₁`. The
+gradient in the parameters of `S` has an unbiased estimate from the same vectors,
+
+    ∂ log N = ½ aᵀ ∂S a − ½ E[uᵀ ∂S z],        a = S⁻¹r,  u = S⁻¹z.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +36,68 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from lightning_bayes.arguments import count, flag, instance, positive, word
-from lightning_bayes.inverse import lanczos_quadrature
+from lightning_bayes.evidence.linear_model import Product, conjugate_gradients
 from lightning_bayes.inverse.block_prior import BlockPrior, ExpectedVariation
 from lightning_bayes.jacobian.products import FixedJacobian
 from lightning_bayes.likelihoods import LinearMeasurement
 from lightning_bayes.network import inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.subset import resolve_subset
-from lightning_bayes.posterior.conjugate_gradients import Product
 from lightning_bayes.posterior.gaussian import PosteriorError
+
+logger = logging.getLogger("lightning_bayes")
+
+_LARGE_RESIDUAL = 1e-2  # worth a warning
+
+
+def random_signs(count: int, n: int, seed: int, like: Tensor) -> Tensor:
+    """# [count, n]"""
+    drawn = torch.randint(0, 2, (count, n), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (2 * drawn - 1).to(like)
+
+
+def log_density(product: Product, r: Tensor, Z: Tensor, solved: Tensor, steps: int) -> Tensor:
+    """`log N(r; 0, S)` from random signs `Z` and `S⁻¹r` in `solved`.  # [n], [k, n], [n] -> []"""
+    return -0.5 * (r @ solved + log_determinant(product, Z, steps) + len(r) * math.log(2 * math.pi))
+
+
+def log_determinant(product: Product, Z: Tensor, steps: int) -> Tensor:
+    """The mean of `zᵀ log(S) z`."""
+    α, β = _lanczos(product, Z, min(steps, Z.shape[1]))  # [k, m], [k, m - 1]
+    T = torch.diag_embed(α) + torch.diag_embed(β, 1) + torch.diag_embed(β, -1)
+    values, vectors = torch.linalg.eigh(T)
+    smallest = torch.finfo(values.dtype).tiny
+    return (vectors[:, 0].square() * values.clamp_min(smallest).log()).sum(1).mean() * Z.shape[1]
+
+
+def solve(product: Product, B: Tensor) -> Tensor:
+    """`S⁻¹b` for each row, to a relative residual of 1e-6.  # [k, n]"""
+    X = conjugate_gradients(product, B, tolerance=1e-6, products=1000)
+    residual = float(((B - product(X)).norm(dim=1) / B.norm(dim=1)).max())
+    if residual > _LARGE_RESIDUAL:
+        logger.warning(
+            "conjugate gradients ended at a relative residual of %.1g: raise the noise, or use float64", residual
+        )
+    return X
+
+
+def _lanczos(product: Product, Z: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """The diagonals of `T` for each row of `Z`, with full reorthogonalisation.  # [k, n] -> [k, m], [k, m - 1]"""
+    Q = [Z / Z.norm(dim=1, keepdim=True)]
+    α, β = [], []
+    for m in range(steps):
+        W = product(Q[m])
+        α.append((W * Q[m]).sum(1))
+        basis = torch.stack(Q, 1)  # [k, m + 1, n]
+        for _ in range(2):
+            W = W - torch.einsum("kmn,km->kn", basis, torch.einsum("kmn,kn->km", basis, W))
+        norm = W.norm(dim=1)
+        if m == steps - 1:
+            break
+        β.append(norm)
+        Q.append(W / norm.clamp_min(torch.finfo(W.dtype).tiny).unsqueeze(1))
+    return torch.stack(α, 1), torch.stack(β, 1) if β else Z.new_zeros(len(Z), 0)
+
 
 PRIORS = ("gaussian", "ard", "filters", "tv")
 MEANS = ("network", "linear")
@@ -285,7 +347,7 @@ class MeasurementPosterior:
         """`S⁻¹b` for rows.  # [k, d_y]"""
         if self.kernel is not None:
             return torch.cholesky_solve(B.mT, self._S).mT
-        return lanczos_quadrature.solve(self._product(self.φ, self.noise_std), B)
+        return solve(self._product(self.φ, self.noise_std), B)
 
     def _product(self, φ: Tensor, σ: float) -> Product:
         """`Sv` for rows."""
@@ -298,14 +360,14 @@ class MeasurementPosterior:
         return product
 
     def _estimated_evidence(self, φ: Tensor, σ: Tensor, seed: int) -> Tensor:
-        """The value by `lanczos_quadrature`, plus a surrogate of value zero that has its gradient."""
+        """The value by Lanczos quadrature, plus a surrogate of value zero that has its gradient."""
         r = self.residual
-        Z = lanczos_quadrature.random_signs(_PROBES, len(r), seed, r)
+        Z = random_signs(_PROBES, len(r), seed, r)
         with torch.no_grad():
             product = self._product(φ.detach(), float(σ.detach()))
-            solved = lanczos_quadrature.solve(product, torch.cat([r.unsqueeze(0), Z]))
+            solved = solve(product, torch.cat([r.unsqueeze(0), Z]))
             a, U = solved[0], solved[1:]
-            value = lanczos_quadrature.log_density(product, r, Z, a, _LANCZOS_STEPS)
+            value = log_density(product, r, Z, a, _LANCZOS_STEPS)
             rows = torch.cat([a.unsqueeze(0), U, Z])
             va, vu, vz = _pull_measurements(self.products, self.likelihood, rows).cpu().split([1, _PROBES, _PROBES])
         fit = (va * self.prior.covariance_times(va, φ)).sum() + σ.square() * a.square().sum()

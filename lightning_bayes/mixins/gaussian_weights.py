@@ -39,7 +39,7 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import Output, wrap_output
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.fingerprint import fingerprint
+from lightning_bayes.posterior.at_mean import fingerprint
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.data import count_examples
 from lightning_bayes.trainer.module import network_of

@@ -35,8 +35,13 @@ from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.checks import check_network
 from lightning_bayes.network.gathered_layer import gathered_for, ungathered
 from lightning_bayes.network.output import Output, output_of, wrap_output
-from lightning_bayes.posterior.gaussian import Calibration, GaussianPosterior, PosteriorError, check_parameters
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import (
+    Calibration,
+    GaussianPosterior,
+    PosteriorError,
+    check_parameters,
+    implements,
+)
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import GaussianPrior
 from lightning_bayes.posterior.training_points import TrainingPoints

@@ -1,32 +1,133 @@
-"""`fit_laplace`: a trained network and its data to a `LaplacePosterior`, `θ ~ N(θ*, (H/T + Λ)⁻¹)`; see `laplace`."""
+"""`fit_laplace`: a trained network and its data to a `LaplacePosterior`, `θ ~ N(θ*, (H/T + Λ)⁻¹)`; see `laplace`.
+
+Adding data to a posterior at the same weights. A fit stores sums over its data,
+
+    H = Σₙ JₙᵀΛₙJₙ,    g = −Σₙ ∂ log p(yₙ | fₙ)/∂θ,    Σₙ log p(yₙ | fₙ),    Σₙ ‖(yₙ − fₙ)/σ‖²,    N,
+
+and an update adds the sums of the new data to them. A Kronecker block adds the sums of its two factors and decomposes
+them again, as one fit to all data would.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_bayes.arguments import flag, plain_values
 from lightning_bayes.curvature import Curvature, fit_curvature
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import Processes
+from lightning_bayes.network import Processes, SubsetError
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import read_as, wrap_output
+from lightning_bayes.network.subset import check_subset
 from lightning_bayes.options.network import Network, output_option
-from lightning_bayes.options.predictive import GP
-from lightning_bayes.options.prior import Prior
-from lightning_bayes.options.structure import FisherMC, StructureOption
-from lightning_bayes.posterior.fingerprint import fingerprint
-from lightning_bayes.posterior.gaussian import GaussianPosterior
+from lightning_bayes.options.predictive import GP, points_option
+from lightning_bayes.options.prior import Prior, prior_option
+from lightning_bayes.options.structure import FisherMC, Full, StructureOption, curvature_estimate, structure_option
+from lightning_bayes.options.tuning import Tuning
+from lightning_bayes.posterior.at_mean import fingerprint
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
-from lightning_bayes.posterior.options import LaplaceOptions
-from lightning_bayes.posterior.prior import GaussianPrior, check_fits
+from lightning_bayes.posterior.prior import GaussianPrior, PriorError, check_fits, check_precision, check_prior
 from lightning_bayes.posterior.subnetwork import Subnetwork
 from lightning_bayes.posterior.training_points import PointSelection
 from lightning_bayes.structures import LowRank
+
+
+@dataclass(frozen=True, eq=False)
+class LaplaceOptions:
+    """What `fit_laplace` and `LaplaceCallback` have in common. It raises for settings that no network could use."""
+
+    structure: StructureOption
+    subset: Any
+    curvature: Any
+    prior_precision: Any
+    prior: Prior
+    gp: GP | None = None
+
+    @staticmethod
+    def of(
+        structure: Any, subset: Any, curvature: Any, prior_precision: Any, prior: Any, gp: Any = None
+    ) -> LaplaceOptions:
+        """From words or option objects."""
+        chosen = structure_option(structure)
+        if isinstance(subset, Subnetwork):  # single weights of a layer have no Kronecker form
+            if chosen.kind == "ekfac":
+                raise SubsetError(
+                    "single weights of a layer have no EKFAC form: use structure='full' or 'diag' for a subnetwork"
+                )
+            chosen = Full() if chosen.kind == "kron" else chosen
+        δ = plain_values(prior_precision)
+        return LaplaceOptions(chosen, plain_values(subset), curvature, δ, prior_option(prior), points_option(gp))
+
+    def __post_init__(self) -> None:
+        curvature_estimate(self.curvature, self.structure)
+        check_subset("all" if isinstance(self.subset, Subnetwork) else self.subset)
+        check_precision(self.prior_precision)
+        check_prior(self.prior)
+        damping, has_many = self.structure.damping, torch.as_tensor(self.prior_precision).numel() > 1
+        if damping is not None and has_many:
+            raise ValueError(
+                f"damping={damping!r} takes one prior precision for all layers, not a prior_precision of each"
+            )
+        posterior = self.prior.posterior
+        if posterior is None:
+            return
+        if has_many:
+            raise PriorError(
+                "with a posterior as prior=, prior_precision is one factor on its precision: pass one number"
+            )
+        if self.gp is not None:
+            raise ValueError("gp= belongs to a prior with independent weights, not to prior= another posterior")
+        if damping is not None:
+            raise ValueError(f"damping={damping!r} is for one prior precision, not for prior= another posterior")
+        if isinstance(posterior, (str, PathLike)) or self.structure.kind == "full":
+            return
+        if not self.structure.sums_with_prior or posterior.precision.word != self.structure.kind:
+            raise PriorError(
+                f"prior= has structure={posterior.precision.word!r}, which cannot be added to "
+                f"structure={self.structure.kind!r}: fit both with 'kron' or both with 'diag', or this one with 'full'"
+            )
+
+    def with_prior(self, prior: Prior) -> LaplaceOptions:
+        return replace(self, prior=prior)
+
+    def check_tuning(self, tuning: Tuning | None, likelihood: Likelihood) -> None:
+        """Raise, before a fit, for a tuning that its posterior could not do."""
+        if tuning is None:
+            return
+        tune, damping, joins = tuning.method, self.structure.damping, self.prior.posterior is not None
+        if tuning.groups is not None and (damping is not None or joins):
+            why = (
+                f"damping={damping!r} takes one prior precision"
+                if damping
+                else "prior= has one factor on its precision"
+            )
+            raise ValueError(f"{why} for all layers: leave out groups={tuning.groups!r}")
+        if tuning.needs_exact_sum and (damping is not None or (joins and self.structure.kind == "kron")):
+            why = f"damping={damping!r} changes it" if damping else "structure='kron' adds factors to those of prior="
+            raise ValueError(
+                f"tune={tune!r} needs the exact sum of curvature and prior, but {why}: use tune='marglik', or "
+                "structure='full' or 'diag'"
+            )
+        if tune == "linear" and self.structure.is_truncated:
+            raise ValueError(
+                "tune='linear' needs the curvature in all directions of the gradient, but structure='lowrank' leaves "
+                "some out: use tune='auto' or 'grid' with validation data, or tune='marglik'"
+            )
+        if tuning.iterate and not likelihood.is_convex:
+            raise ValueError(
+                f"iterate=True needs a loss that is convex in the outputs, unlike that of {type(likelihood).__name__}: "
+                "use tune='marglik'"
+            )
+
 
 logger = logging.getLogger("lightning_bayes")
 
@@ -165,3 +266,71 @@ def say_rounding(posterior: LaplacePosterior) -> bool:
 
 def _may_have_more(posterior: LaplacePosterior, H: LowRank) -> bool:
     return H.rank < min(H.size, posterior.curvature.n_outputs)
+
+
+FITTED = ("ggn", "fisher_mc", "empirical_fisher")
+SUMS = ("log_likelihood", "gradient", "squared_error", "n_data", "n_outputs")
+UPDATABLE = ("full", "diag", "kron")  # structures to which data can be added
+
+
+@implements("update")
+def update(
+    posterior: LaplacePosterior, loader: Iterable[Any], progress: bool, processes: Processes | None, probe: Any
+) -> LaplacePosterior:
+    """See `LaplacePosterior.update`."""
+    flag("progress", progress)
+    posterior.check_weights()
+    _check_updatable(posterior)
+    old = posterior.curvature
+    new = fit_curvature(
+        posterior.network,
+        loader,
+        likelihood=posterior.likelihood,
+        structure=_structure(old),
+        subset=posterior.subset,
+        curvature=FisherMC(old.samples) if old.kind == "fisher_mc" else old.kind,
+        seed=old.seed,
+        progress=progress,
+        processes=processes,
+        probe=probe,
+        first_example=old.n_data,
+    )
+    both = _sum(old, new)
+    return replace(posterior, curvature=both, n_data=both.n_data).with_prior(posterior.prior_precision)
+
+
+def _structure(old: Curvature) -> StructureOption:
+    """The option that the curvature was fitted with, keeping the factors of "kron"."""
+    fields: dict[str, dict[str, Any]] = {"kron": {"weight_sharing": old.weight_sharing, "updatable": True}}
+    fields["diag"] = {"method": old.hessian}
+    kind = str(old.structure.word)
+    return structure_option({"kind": kind, **fields.get(kind, {})})
+
+
+def _sum(old: Curvature, new: Curvature) -> Curvature:
+    """The sums over both sets of data; None if one of them is unknown."""
+    totals: dict[str, Any] = {}
+    for name in SUMS:
+        a, b = getattr(old, name), getattr(new, name)
+        totals[name] = None if a is None or b is None else a + b
+    return replace(old, structure=old.structure.add_data(new.structure), **totals)
+
+
+def _check_updatable(posterior: LaplacePosterior) -> None:
+    H = posterior.curvature.structure
+    if posterior.curvature.kind not in FITTED or posterior.curvature.gradient is None:
+        raise PosteriorError("data can only be added to a posterior that was fitted to data: fit one with fit_laplace")
+    if posterior.shift is not None:
+        raise PosteriorError("a refined posterior belongs to its data: update the fitted one, and refine it again")
+    if posterior.points is not None:
+        raise PosteriorError("the training points of predictive='gp' come from the original data: refit on all data")
+    if H.word not in UPDATABLE:
+        raise PosteriorError(
+            f"data cannot be added to structure={H.word!r}, which takes several passes over all data: refit on the old "
+            "and new data, or use 'full', 'diag' or 'kron'"
+        )
+    if not all(block.can_add_data for _, block in H.named_blocks):
+        raise PosteriorError(
+            "this Kronecker posterior stores only the decompositions of its factors: to add data, fit it with "
+            "structure=Kron(updatable=True)"
+        )

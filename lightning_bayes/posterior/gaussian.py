@@ -8,6 +8,21 @@ temperature `T`. Applied to the *outputs*, it divides them before integration, `
 covariance `Σ/T²`, so no `T` can compensate for a covariance that is too wide. Applied to the *probabilities*, it comes
 after integration, `p^(1/T)`, and can. For real targets the correction is a factor on the predictive variance. Neither
 changes the posterior over the weights or its evidence.
+
+The registry of posterior methods that a higher layer implements, such as `predict` and `tune_prior`.
+
+Imports point one way, so `posterior` never imports `evidence` or `predictive`. The posterior declares the method with
+its signature and documentation, and the higher layer registers the function that does the work:
+
+    @implements("predict")                                     # predictive/predict.py
+    def predict(posterior, x, ...): ...
+
+    class GaussianPosterior:                                   # posterior/gaussian.py
+        def predict(self, x, ...):
+            return implementation("predict")(self, x, ...)
+
+`import lightning_bayes` imports every layer, so each method has its implementation. A function that works on the shards
+of a sharded network says so with `sharded=True`; all others raise an error for a sharded posterior.
 """
 
 from __future__ import annotations
@@ -17,6 +32,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -33,9 +49,7 @@ from lightning_bayes.network.borrowed import borrowed, unwrap
 from lightning_bayes.network.checks import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.options.predictive import PredictiveOption
-from lightning_bayes.posterior.at_mean import linearised_outputs
-from lightning_bayes.posterior.fingerprint import has_weights
-from lightning_bayes.posterior.implementation import implementation
+from lightning_bayes.posterior.at_mean import has_weights, linearised_outputs
 from lightning_bayes.posterior.summary import PosteriorSummary, one_line, summarise
 from lightning_bayes.structures import Structure
 
@@ -44,6 +58,30 @@ if TYPE_CHECKING:
     from lightning_bayes.predictive.autoencoder import Reconstruction
     from lightning_bayes.predictive.conformal import Conformal
     from lightning_bayes.predictive.functions import FunctionDraw
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def implements(method: str, sharded: bool = False) -> Callable[[Function], Function]:
+    """Register the decorated function as the implementation of a posterior's `method`."""
+
+    def register(function: Function) -> Function:
+        @wraps(function)
+        def of_whole(posterior: Any, *args: Any, **options: Any) -> Any:
+            posterior.check_whole(method)
+            return function(posterior, *args, **options)
+
+        _IMPLEMENTATIONS[method] = function if sharded else of_whole
+        return function
+
+    return register
+
+
+def implementation(method: str) -> Callable[..., Any]:
+    return _IMPLEMENTATIONS[method]
+
 
 Posterior = TypeVar("Posterior", bound="GaussianPosterior")
 NEEDS_WHOLE = "needs the whole network on every process, but its weights are sharded"

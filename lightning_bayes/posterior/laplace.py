@@ -24,13 +24,10 @@ from lightning_bayes.network.accumulation import cast_like, float64_device, in_f
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.options.tuning import Tuning
-from lightning_bayes.posterior.evidence import Evidence
 from lightning_bayes.posterior.function_space import GaussianProcess
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError
-from lightning_bayes.posterior.implementation import implementation
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implementation
 from lightning_bayes.posterior.prior import GaussianPrior, as_precision, per_layer_sums, per_parameter
 from lightning_bayes.posterior.training_points import TrainingPoints
-from lightning_bayes.posterior.update import update
 from lightning_bayes.structures import BlockDiagonal, Diagonal, Eigenbasis, Structure
 
 Precision = float | Tensor | Sequence[float]
@@ -222,10 +219,7 @@ class LaplacePosterior(GaussianPosterior):
         does not.
         """
         self.check_whole("the evidence")
-        prior = self.prior_precision if prior_precision is None else prior_precision
-        δ = as_precision(prior, self.subset, in_float64(self.mean[:1]))
-        with torch.autocast(self.device.type, enabled=False):
-            return Evidence(self, at, δ.shape)(δ, self._noise_ratio(noise_std))
+        return implementation("log_marginal_likelihood")(self, prior_precision, noise_std, at)
 
     def loss_gradient(self) -> Tensor:
         """`g = −∂ log p(D | θ) / ∂θ` at the weights, for the linear model's optimum.  # [P]"""
@@ -272,14 +266,13 @@ class LaplacePosterior(GaussianPosterior):
             processes: the processes that share the new data.
             probe: an input, for a process whose share of the data may be empty.
         """
-        self.check_whole("update")
-        return update(self, loader, progress, processes, probe)
+        return implementation("update")(self, loader, progress, processes, probe)
 
     def with_noise(self, noise_std: float | Tensor) -> LaplacePosterior:
         """The same fit with another noise of its Gaussian likelihood."""
         self.check_whole("with_noise")
         with torch.inference_mode(False), torch.no_grad():
-            ρ = self._noise_ratio(vector("noise_std", noise_std, LikelihoodError))
+            ρ = self.noise_ratio(vector("noise_std", noise_std, LikelihoodError))
             σ = number_like(noise_std, self.mean).detach().clone()
             likelihood = self.likelihood.with_noise(σ)
             known = self.curvature.squared_error
@@ -409,7 +402,7 @@ class LaplacePosterior(GaussianPosterior):
         eps = torch.finfo(torch.promote_types(next(self.network.parameters()).dtype, torch.float32)).eps
         return error.clamp(min=self.curvature.n_outputs * eps**2)
 
-    def _noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
+    def noise_ratio(self, noise_std: float | Tensor | None) -> Tensor:
         """`ρ = σ_new / σ`, one number: noise per output changes by a common factor."""
         one = torch.ones((), dtype=torch.float64, device=float64_device(self.device))
         if noise_std is None:

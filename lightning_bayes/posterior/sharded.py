@@ -33,8 +33,7 @@ from lightning_bayes.network.subset import layer_of
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior.files import FORMAT, likelihood_from, read
 from lightning_bayes.posterior.fit import from_curvature
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, check_parameters, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior, Precision
 from lightning_bayes.posterior.prior import PriorError, as_precision
 from lightning_bayes.structures import Diagonal, Structure

@@ -31,14 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_bayes.evidence.evidence import Evidence
 from lightning_bayes.evidence.tuning import linear, marglik
 from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
 from lightning_bayes.options.tuning import Tuning
-from lightning_bayes.posterior.evidence import Evidence
-from lightning_bayes.posterior.gaussian import Calibration
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.held_out import (
     LOG_TEMPERATURES,

@@ -28,7 +28,7 @@ from lightning_bayes.network.borrowed import call_with
 from lightning_bayes.network.output import network_name
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import at_mean
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import implements
 from lightning_bayes.predictive.functions import draw_moves
 from lightning_bayes.predictive.prediction import TensorFields
 

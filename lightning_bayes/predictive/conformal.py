@@ -64,7 +64,7 @@ from lightning_bayes.options.plain import to_plain
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import implements
 from lightning_bayes.predictive.ensemble import DeepEnsemble
 from lightning_bayes.predictive.prediction import Prediction, real_targets, unfit_targets
 

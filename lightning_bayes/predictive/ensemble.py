@@ -38,8 +38,8 @@ from lightning_bayes.network.checks import submodule
 from lightning_bayes.network.output import unwrap_output
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
+from lightning_bayes.posterior.at_mean import same_weights
 from lightning_bayes.posterior.files import describe, posterior_in, read_any
-from lightning_bayes.posterior.fingerprint import same_weights
 from lightning_bayes.predictive.prediction import Prediction
 
 

@@ -27,8 +27,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.at_mean import at_mean, unflatten
-from lightning_bayes.posterior.gaussian import NEEDS_WHOLE
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, implements
 
 TOGETHER, MOST_TOGETHER = 2**28, 2**30  # bytes that samples which go through the network together may take
 

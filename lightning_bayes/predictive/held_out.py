@@ -25,8 +25,7 @@ from lightning_bayes.network.checks import check_loader
 from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.gaussian import PLACES, Calibration
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import PLACES, Calibration, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.predictive.output_law import FunctionDraws, Integral, OutputLaw, output_laws
 

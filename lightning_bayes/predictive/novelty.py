@@ -25,8 +25,7 @@ from lightning_bayes.jacobian.plan import find_last_layer
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.accumulation import cast_like
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.posterior.gaussian import GaussianPosterior, PlanCache, PosteriorError
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import GaussianPosterior, PlanCache, PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.structures import Structure
 from lightning_bayes.structures.factor import Factor

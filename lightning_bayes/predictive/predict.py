@@ -17,8 +17,7 @@ from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.input_graph import check_differentiable
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior import GaussianPosterior
-from lightning_bayes.posterior.gaussian import Calibration
-from lightning_bayes.posterior.implementation import implements
+from lightning_bayes.posterior.gaussian import Calibration, implements
 from lightning_bayes.predictive.output_law import Integral, OutputLaw, output_law
 from lightning_bayes.predictive.prediction import Prediction
 

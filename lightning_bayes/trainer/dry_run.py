@@ -43,7 +43,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import widen
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.output import Output
-from lightning_bayes.posterior.l2m import default_loss_scale
+from lightning_bayes.posterior.moments import default_loss_scale
 
 EXAMPLES = 2  # for the trial fit
 _SPLIT = "give the module a method split_batch(self, batch) that returns (x, y)"

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from lightning_bayes.callbacks.l2m import EffectiveBatchSize
 from lightning_bayes.network import DataError
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.l2m import fisher_factor
+from lightning_bayes.posterior.moments import fisher_factor
 
 # -- the formula, over all orders of the data --------------------------------------------------------------------------
 

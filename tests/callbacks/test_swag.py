@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_bayes import BNN, LaplaceCallback, OnlineLaplaceCallback, SWAGCallback
 from lightning_bayes.posterior.gaussian import PosteriorError
-from lightning_bayes.posterior.weight_moments import WeightMoments
+from lightning_bayes.posterior.moments import WeightMoments
 
 # Lightning's own: that a folder holds checkpoints, and that a new Trainer writes them elsewhere.
 pytestmark = [

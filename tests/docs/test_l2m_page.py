@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_docs_code import DOCS, Data, Model, run_page
 
 from lightning_bayes import L2MCallback
-from lightning_bayes.posterior.l2m import fisher_factor
+from lightning_bayes.posterior.moments import fisher_factor
 
 
 class LitNet(Model):

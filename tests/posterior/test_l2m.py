@@ -13,7 +13,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from lightning_bayes import Gaussian, GaussianPosterior
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, fit_l2m
-from lightning_bayes.posterior.l2m import fisher_factor
+from lightning_bayes.posterior.moments import fisher_factor
 
 N, C = 24, 3
 σ = 0.6

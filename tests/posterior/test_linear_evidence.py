@@ -12,8 +12,8 @@ from posterior_cases import STRUCTURES, case
 from torch import Tensor, nn
 
 from lightning_bayes import Gaussian, Kron, LaplacePosterior, Tuning, fit_laplace
+from lightning_bayes.evidence.evidence import step_length
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.evidence import step_length
 
 N, C, D = 14, 2, 3
 

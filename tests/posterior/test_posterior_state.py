@@ -29,7 +29,7 @@ from lightning_bayes import (
 )
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.posterior import PosteriorError
-from lightning_bayes.posterior.fingerprint import fingerprint, same_weights
+from lightning_bayes.posterior.at_mean import fingerprint, same_weights
 
 BITS = (real(7, 3, seed=5) > 0).double()
 LIKELIHOODS: dict[str, tuple[Likelihood, Tensor]] = {

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from lightning_bayes.posterior.l2m import OptimizerError, check_optimizers, second_moments
+from lightning_bayes.posterior.moments import OptimizerError, check_optimizers, second_moments
 
 EXPONENTIAL = {
     "Adam": (Adam, {"betas": (0.9, 0.97)}, 0.97),

@@ -18,21 +18,33 @@ promise a loss that no network can reach. The step then ends where the model's l
 
 In the eigenbasis of `H` these are sums over eigenvalues, computed once. Each prior and noise then costs a few
 elementwise operations. Float64 makes an optimiser find the same maximum on any number of processes.
+
+`PriorGroups`: the layers that share a prior precision.
+
+The scale of weights before a normalisation is arbitrary, so a prior shared with other weights is meaningless there.
+With a separate precision for each such layer, predictions do not depend on the scale (tutorial, section 6,
+recommendation 2 and proposition 3): `log π(θ) ∝ λ' ‖θ'‖² + Σₙ λₙ ‖θₙ‖²`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_bayes.arguments import word
+from lightning_bayes.jacobian.normalised import normalised_layers
+from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
-
-if TYPE_CHECKING:
-    from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.network.borrowed import borrowed
+from lightning_bayes.network.checks import check_loader
+from lightning_bayes.posterior.gaussian import PosteriorError, implements
+from lightning_bayes.posterior.laplace import LaplacePosterior
+from lightning_bayes.posterior.prior import as_precision
 
 EVIDENCES = ("weights", "optimum")
 Product = Callable[[Tensor], Tensor]
@@ -83,6 +95,20 @@ class Evidence:
         return (lambda v: v / (h + δ)), (lambda v: v * h), (lambda v: v * δ), logdets
 
 
+@implements("log_marginal_likelihood")
+def log_marginal_likelihood(
+    posterior: LaplacePosterior,
+    prior_precision: float | Tensor | None,
+    noise_std: float | Tensor | None,
+    at: str,
+) -> Tensor:
+    """See `LaplacePosterior.log_marginal_likelihood`."""
+    prior = posterior.prior_precision if prior_precision is None else prior_precision
+    δ = as_precision(prior, posterior.subset, in_float64(posterior.mean[:1]))
+    with torch.autocast(posterior.device.type, enabled=False):
+        return Evidence(posterior, at, δ.shape)(δ, posterior.noise_ratio(noise_std))
+
+
 def _at_optimum(solve: Product, H: Product, Λ: Product, θ: Tensor, g: Tensor, loss: Tensor, least: Tensor) -> Tensor:
     """`−L(θ⋆) − ½ θ⋆ᵀΛθ⋆`, where `θ` is the distance from the prior's mean."""
     d = solve(-g - Λ(θ))
@@ -100,3 +126,58 @@ def step_length(slope: Tensor, bend: Tensor, room: Tensor) -> Tensor:
     if slope >= 0 or discriminant <= 0:  # uphill, or the parabola's minimum is above −room
         return torch.ones_like(slope)
     return (2 * room / (-slope + discriminant.sqrt())).clamp(max=1)
+
+
+logger = logging.getLogger("lightning_bayes")
+
+
+@dataclass(frozen=True, eq=False)
+class PriorGroups:
+    """`index` holds the group of each layer; None is one group of all layers."""
+
+    index: Tensor | None = None  # [layers]
+
+    @staticmethod
+    def of(posterior: LaplacePosterior, groups: str | None) -> PriorGroups:
+        if groups is None:
+            return PriorGroups()
+        if posterior.prior.precision is not None:
+            raise PosteriorError(
+                f"the prior is another posterior, with one factor on its precision: leave out groups={groups!r}"
+            )
+        layers = posterior.subset.layers
+        if groups == "layers":
+            return PriorGroups(torch.arange(len(layers), device=posterior.device))
+        normalised = posterior.curvature.normalised
+        if normalised is None:
+            raise PosteriorError(
+                "groups='normalised' needs the layers before a normalisation, which this posterior does not know: pass "
+                "loader= to find them in its first batch"
+            )
+        if not normalised:
+            logger.info("groups='normalised': no layer is directly before a normalisation; all share a prior")
+        numbers = {layer: n for n, layer in enumerate(normalised)}
+        index = [numbers.get(layer, len(numbers)) for layer in layers]
+        return PriorGroups(torch.tensor(index, device=posterior.device).unique(return_inverse=True)[1])
+
+    def pool(self, values: Tensor) -> Tensor:
+        """Sum over the layers of each group.  # [layers] -> [groups], or []"""
+        if self.index is None:
+            return values.sum()
+        return values.new_zeros(int(self.index.max()) + 1).index_add(0, self.index.to(values.device), values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The value of each layer.  # [groups] -> [layers], or [] -> []"""
+        return values if self.index is None else values[self.index.to(values.device)]
+
+
+def with_normalised(posterior: LaplacePosterior, loader: Iterable[Any]) -> LaplacePosterior:
+    """Find the layers before a normalisation by running the network on the first batch."""
+    batch = next(iter(check_loader(loader)), None)
+    if batch is None:
+        raise DataError("the loader is empty: groups='normalised' needs an example to run the network on")
+    posterior.check_weights()
+    with torch.inference_mode(False), borrowed(posterior.network, posterior.subset.names):
+        x = inputs.to_device(inputs.split_targets(posterior.network, batch)[0], posterior.device)
+        names = normalised_layers(posterior.network, x, posterior.subset)
+    return replace(posterior, curvature=replace(posterior.curvature, normalised=names))
