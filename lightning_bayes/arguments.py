@@ -1,4 +1,5 @@
-"""Argument checks. Each returns the value, or raises an error that names the argument and what it accepts.
+"""Argument checks. Each returns the value, or raises an error that names the argument and what it accepts. Options are
+read from words and mappings here too.
 
 The module needs only Python, so every layer can use it. `name` is the name of the argument, `error` the exception type.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def format_value(value: Any) -> str:
@@ -157,3 +161,26 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain_values(v) for v in value]
     return value
+
+
+def resolve_option(name: str, value: Any, kinds: Mapping[str, type[T]]) -> T:
+    """The option of one of several `kinds` that an argument means: an object, a word, or `to_plain` of an object."""
+    if type(value) in kinds.values():
+        return value
+    if isinstance(value, Mapping):
+        plain = plain_values(value)
+        return from_mapping(name, plain, kinds[word(f"kind of {name}", plain.pop("kind", None), tuple(kinds))])
+    return kinds[word(name, value, tuple(kinds))]()
+
+
+def from_mapping(name: str, value: Mapping[str, Any], kind: type[T]) -> T:
+    """The option with these fields."""
+    plain = plain_values(value)
+    keywords(name, plain, [field.name for field in fields(kind)])  # type: ignore[arg-type]
+    return kind(**plain)
+
+
+def to_plain(option: Any) -> dict[str, Any]:
+    """The option as a dictionary that `resolve_option` reads, for checkpoints and files."""
+    values = {field.name: getattr(option, field.name) for field in fields(option)}
+    return {"kind": option.kind, **values}

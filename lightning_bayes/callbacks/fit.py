@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from lightning_bayes.arguments import format_value
 from lightning_bayes.callbacks.laplace import LaplaceCallback
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network import DataError, inputs
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.options.network import network_option
+from lightning_bayes.network import DataError, adapters, inputs
+from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.options.fit import network_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.trainer.data import is_datamodule
 from lightning_bayes.trainer.module import ModuleError
@@ -99,7 +99,7 @@ class _PlainNetwork(LightningModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """A pair; graphs stay whole, as their nodes have other targets in each stage."""
-        return batch if inputs.is_graph(batch) else inputs.split(self.net, batch)
+        return batch if adapters.is_graph(batch) else inputs.split(self.net, batch)
 
 
 def _as_loader(batches: Any) -> Any:

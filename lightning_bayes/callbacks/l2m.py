@@ -35,7 +35,7 @@ from lightning_bayes.network import Processes, inputs
 from lightning_bayes.network.borrowed import preserved_rng
 from lightning_bayes.network.processes import is_sharded, reshard
 from lightning_bayes.network.subset import trainable
-from lightning_bayes.options.prior import prior_option
+from lightning_bayes.options.fit import prior_option
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.posterior.gaussian import NEEDS_WHOLE, PosteriorError

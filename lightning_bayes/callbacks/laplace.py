@@ -38,11 +38,11 @@ from lightning_bayes.curvature.sharded_diagonal import check_layers
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes
 from lightning_bayes.network.borrowed import preserved_rng
-from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.gathered_layer import gathered
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.processes import is_sharded, reshard
+from lightning_bayes.options.fit import FisherMC, LowRank, StructureOption
 from lightning_bayes.options.predictive import GP
-from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption
 from lightning_bayes.options.tuning import Tuning, tuning_option
 from lightning_bayes.posterior import LaplacePosterior, Subnetwork, fit_laplace
 from lightning_bayes.posterior.fit import LaplaceOptions, fit_posterior

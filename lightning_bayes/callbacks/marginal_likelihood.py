@@ -36,7 +36,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.accumulation import float64_device
 from lightning_bayes.network.subset import layer_of
-from lightning_bayes.options.structure import FisherMC, StructureOption
+from lightning_bayes.options.fit import FisherMC, StructureOption
 from lightning_bayes.options.tuning import Learning, learning_option
 from lightning_bayes.posterior import LaplacePosterior, PosteriorError, Subnetwork
 from lightning_bayes.posterior.moments import default_loss_scale

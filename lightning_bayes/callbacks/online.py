@@ -36,9 +36,9 @@ from lightning_bayes.network import CurvatureError, Processes, Subset, inputs
 from lightning_bayes.network.borrowed import at_weights, call_with, generator_on, preserved_rng
 from lightning_bayes.network.private import refuse_recomputation
 from lightning_bayes.network.subset import check_subset, resolve_subset
-from lightning_bayes.options.memory import Memory, memory_option
+from lightning_bayes.options.callback import Memory, memory_option
+from lightning_bayes.options.fit import DIAGONAL_METHODS
 from lightning_bayes.options.predictive import PredictiveOption
-from lightning_bayes.options.structure import DIAGONAL_METHODS
 from lightning_bayes.posterior import LaplacePosterior, from_curvature
 from lightning_bayes.structures import Diagonal
 from lightning_bayes.trainer.checkpoints import CheckpointInfo, put_calibrations

@@ -26,7 +26,7 @@ from lightning_bayes.curvature.sharded_diagonal import CURVATURES, ShardedDiagon
 from lightning_bayes.network import DataError, NetworkError, Processes, inputs
 from lightning_bayes.network.gathered_layer import GatheredLayer, LayerWatch, watching
 from lightning_bayes.network.output import output_of, unwrap_output
-from lightning_bayes.options.structure import curvature_estimate
+from lightning_bayes.options.fit import curvature_estimate
 from lightning_bayes.posterior import ShardedPosterior
 from lightning_bayes.trainer.data import ExactPass, is_countable
 from lightning_bayes.trainer.module import refuse_sharded

@@ -42,7 +42,7 @@ from lightning_bayes.jacobian.rows import JacobianRows
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import Processes, Subset, SubsetError, inputs
 from lightning_bayes.network.loaders import Bar, progress_bar
-from lightning_bayes.options.structure import register_structure
+from lightning_bayes.options.fit import register_structure
 from lightning_bayes.structures import (
     BlockDiagonal,
     Dense,

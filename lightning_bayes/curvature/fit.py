@@ -25,15 +25,22 @@ from lightning_bayes.jacobian.output_columns import choose_curvature
 from lightning_bayes.jacobian.plan import describe, find_last_layer, make_plan
 from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.network import CurvatureError, DataError, Processes, Subset, inputs
-from lightning_bayes.network.adapters.sequences import Sequences
+from lightning_bayes.network.adapters import Sequences
 from lightning_bayes.network.borrowed import borrowed, preserved_rng, unwrap
-from lightning_bayes.network.checks import check_loader, check_network, explained, reads_once
-from lightning_bayes.network.containers import WholeInput
-from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.network.errors import check_network
+from lightning_bayes.network.inputs import WholeInput, explained
+from lightning_bayes.network.loaders import ProgressLoader, check_loader, reads_once
 from lightning_bayes.network.output import output_of, read_as, unwrap_output, wrap_output
 from lightning_bayes.network.subset import check_subset, resolve_subset
-from lightning_bayes.options.network import Network, output_option
-from lightning_bayes.options.structure import FisherMC, LowRank, StructureOption, curvature_estimate, structure_option
+from lightning_bayes.options.fit import (
+    FisherMC,
+    LowRank,
+    Network,
+    StructureOption,
+    curvature_estimate,
+    output_option,
+    structure_option,
+)
 
 logger = logging.getLogger("lightning_bayes")
 

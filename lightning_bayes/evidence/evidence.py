@@ -41,7 +41,7 @@ from lightning_bayes.jacobian.normalised import normalised_layers
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.posterior.gaussian import PosteriorError, implements
 from lightning_bayes.posterior.laplace import LaplacePosterior
 from lightning_bayes.posterior.prior import as_precision

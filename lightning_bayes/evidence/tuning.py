@@ -50,8 +50,7 @@ from lightning_bayes.evidence.evidence import Evidence, PriorGroups, with_normal
 from lightning_bayes.evidence.linear_model import LinearModel, check_convex, check_refit, forcing, gradient_norm
 from lightning_bayes.network import DataError, Processes
 from lightning_bayes.network.accumulation import in_float64, number_like
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.loaders import progress_bar
+from lightning_bayes.network.loaders import check_loader, progress_bar
 from lightning_bayes.options.predictive import predictive_option
 from lightning_bayes.options.tuning import CALIBRATIONS, Tuning, tuning_option
 from lightning_bayes.posterior.fit import say_rank

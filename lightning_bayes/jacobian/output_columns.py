@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.processes import uniforms
 
 logger = logging.getLogger("lightning_bayes")
 

@@ -24,8 +24,7 @@ from lightning_bayes.jacobian.graph import keeps_rows, parameter_uses, uses
 from lightning_bayes.jacobian.layers import PLAIN, Patched, RowIndex, strip_products
 from lightning_bayes.jacobian.recorder import Call, ParameterRows, Recorder, Role
 from lightning_bayes.network import CurvatureError, Subset, SubsetError, inputs
-from lightning_bayes.network.checks import check_merged
-from lightning_bayes.network.errors import not_finite
+from lightning_bayes.network.errors import check_merged, not_finite
 from lightning_bayes.network.output import network_name
 from lightning_bayes.structures import Layout, Piece
 

@@ -36,8 +36,8 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import CurvatureError, Subset, inputs
 from lightning_bayes.network.accumulation import in_float64
 from lightning_bayes.network.borrowed import at_weights, borrowed
-from lightning_bayes.network.checks import explained
 from lightning_bayes.network.errors import PLAIN, first_line, is_missing_rule, log_slow_path
+from lightning_bayes.network.inputs import explained
 from lightning_bayes.network.processes import is_sharded, reshard
 
 Fisher = Callable[[Tensor], Tensor]  # U -> ΛU  # [b, B, ...]

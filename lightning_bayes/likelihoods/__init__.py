@@ -10,16 +10,15 @@
 """
 
 from lightning_bayes.arguments import format_value
-from lightning_bayes.likelihoods.categorical import Categorical
+from lightning_bayes.likelihoods.classes import Categorical
 
 # isort: split
 # Error messages list the words in the order of these imports.
-from lightning_bayes.likelihoods.base import Likelihood
-from lightning_bayes.likelihoods.bernoulli import Bernoulli
+from lightning_bayes.likelihoods.base import ClassPredictive, LabelPredictive, Likelihood, Predictive
+from lightning_bayes.likelihoods.classes import Bernoulli
 from lightning_bayes.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from lightning_bayes.likelihoods.linear_measurement import LinearMeasurement
 from lightning_bayes.likelihoods.outputs import LikelihoodError
-from lightning_bayes.likelihoods.predictive import ClassPredictive, LabelPredictive, Predictive
 
 __all__ = [
     "Bernoulli",

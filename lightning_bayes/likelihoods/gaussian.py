@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_bayes.likelihoods.base import Likelihood
+from lightning_bayes.likelihoods.base import Likelihood, Predictive
 from lightning_bayes.likelihoods.outputs import (
     LikelihoodError,
     diagonal_root,
@@ -34,7 +34,6 @@ from lightning_bayes.likelihoods.outputs import (
     sum_per_example,
     vector,
 )
-from lightning_bayes.likelihoods.predictive import Predictive
 from lightning_bayes.network.accumulation import cast_like, in_float64
 
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lightning_bayes.arguments import count, flag, format_value, plain_values, positive, word
+from lightning_bayes.arguments import count, flag, format_value, plain_values, positive, to_plain, word
 from lightning_bayes.likelihoods import Categorical, Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.mixins.gaussian_weights import MIXIN_FIRST, GaussianWeights, LogSigma
 from lightning_bayes.network.output import unwrap_output
-from lightning_bayes.options.network import Network, network_option
-from lightning_bayes.options.plain import to_plain
+from lightning_bayes.options.callback import UseOptions
+from lightning_bayes.options.fit import Network, network_option
 from lightning_bayes.options.predictive import MAP, PredictiveOption, predictive_option
-from lightning_bayes.options.use import UseOptions
 from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.trainer import PosteriorCallback

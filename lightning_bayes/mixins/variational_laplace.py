@@ -50,7 +50,7 @@ from lightning_bayes.mixins.variational import VariationalMixin, make_variationa
 from lightning_bayes.network import Processes
 from lightning_bayes.network.accumulation import widest
 from lightning_bayes.network.borrowed import at_weights
-from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.processes import uniforms
 from lightning_bayes.network.subset import flat, parts
 from lightning_bayes.options.predictive import GLM
 from lightning_bayes.trainer.dry_run import mean_nll

@@ -1,7 +1,17 @@
 """A module and its inputs: borrowing it, running it at other weights, and choosing among its parameters."""
 
+from lightning_bayes.network import adapters
 from lightning_bayes.network.errors import CurvatureError, DataError, NetworkError, ProcessError, SubsetError
 from lightning_bayes.network.processes import Processes
 from lightning_bayes.network.subset import Subset
 
-__all__ = ["CurvatureError", "DataError", "NetworkError", "ProcessError", "Processes", "Subset", "SubsetError"]
+__all__ = [
+    "CurvatureError",
+    "DataError",
+    "NetworkError",
+    "ProcessError",
+    "Processes",
+    "Subset",
+    "SubsetError",
+    "adapters",  # imported here, because importing it registers them
+]

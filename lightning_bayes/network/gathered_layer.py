@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lightning_bayes.network import inputs, private
 from lightning_bayes.network.borrowed import borrowed
-from lightning_bayes.network.containers import Arguments, Change, Container
 from lightning_bayes.network.errors import NetworkError
+from lightning_bayes.network.inputs import Arguments, Change, Container
 from lightning_bayes.network.output import network_name, unwrap_output
 from lightning_bayes.network.processes import is_sharded, reshard, whole
 from lightning_bayes.network.subset import layer_of

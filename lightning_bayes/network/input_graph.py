@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_bayes.arguments import flag
-from lightning_bayes.network.containers import map_tensors, tensors
 from lightning_bayes.network.errors import CurvatureError, DataError, first_line, no_second_derivative
+from lightning_bayes.network.inputs import map_tensors, tensors
 from lightning_bayes.network.private import refuse_recomputation
 
 _NO_DERIVATIVE = ("is not implemented", "Can't call numpy()")  # in PyTorch's messages

@@ -2,35 +2,196 @@
 
 `x` is a tensor; a tuple, list or dict of tensors, for a network with several inputs; or an input that an adapter puts
 into a `Container`.
+
+Each kind of input has an adapter in `network/adapters`: a `Container` subclass that registers itself.
+`contained` asks the registered classes in turn whether an input is theirs. The network never sees a container,
+only its `arguments`.
+
+| container    | the network gets                                   | an example is              |
+|--------------|----------------------------------------------------|----------------------------|
+| `Graphs`     | PyTorch Geometric's `Data` or `Batch`, or its parts | a graph                   |
+| `Packed`     | a `PackedSequence`                                 | a sequence                 |
+| `Nested`     | a nested tensor                                    | one of its tensors         |
+| `Sequences`  | a list of tensors                                  | one of them                |
+| `Bags`       | words and the offsets at which bags begin          | a bag                      |
+| `Features`   | the inputs of a gathered last layer                | a row                      |
+| `WholeInput` | any input, always complete                         | a row of the output: a node |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_bayes.network import adapters
+from lightning_bayes.arguments import format_names
 from lightning_bayes.network.borrowed import borrowed, call_with
-from lightning_bayes.network.checks import explained
-from lightning_bayes.network.containers import (
-    CONTAINERS,
-    SPLITTERS,
-    Container,
-    WholeInput,
-    arguments,
-    map_tensors,
-    tensors,
-)
-from lightning_bayes.network.errors import DataError, is_out_of_memory
-from lightning_bayes.network.output import output_of, unwrap_output
+from lightning_bayes.network.errors import PLAIN, DataError, NetworkError, is_out_of_memory
+from lightning_bayes.network.output import network_name, output_of, unwrap_output
 from lightning_bayes.network.private import pytree
 
-is_graph = adapters.graphs.is_graph
-LABELS, without_targets = adapters.hugging_face.LABELS, adapters.hugging_face.without_targets
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Change = Callable[[Tensor], Tensor]
+Splitter = Callable[[nn.Module, Any, str], "tuple[Any, Any] | None"]
+
+
+CONTAINERS: list[type[Container]] = []  # the registered classes, the latest first
+SPLITTERS: list[Splitter] = []  # of batches that are not pairs `(x, y)`
+
+
+class Container(ABC):
+    """An input of `size` examples that can be taken in any selection. Subclasses are registered."""
+
+    def __init_subclass__(cls) -> None:
+        CONTAINERS.insert(0, cls)
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @abstractmethod
+    def take(self, examples: list[int]) -> Container: ...
+
+    @abstractmethod
+    def arguments(self, network: nn.Module) -> Arguments:
+        """The arguments for the network's call."""
+
+    @abstractmethod
+    def map(self, change: Change) -> Container:
+        """Apply `change` to every tensor."""
+
+    def rows(self, f: Tensor) -> Tensor:
+        """The examples' rows of the output."""
+        return f
+
+    @classmethod
+    def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
+        """`x` in a container, or None if it is an input of another kind. The number of targets helps to tell."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class ValueContainer(Container):
+    """A container around a single argument of the network."""
+
+    value: Any
+
+    @staticmethod
+    def holds(x: Any) -> bool:
+        """Whether the type alone identifies `x` as a value of this kind."""
+        return False
+
+    @classmethod
+    def wrap(cls, network: nn.Module, x: Any, n_targets: int | None) -> Container | None:
+        return cls(x) if cls.holds(x) else None
+
+    def arguments(self, network: nn.Module) -> Arguments:
+        return (self.value,), {}
+
+    @abstractmethod
+    def map(self, change: Change) -> ValueContainer: ...
+
+
+def register_splitter(split: Splitter) -> Splitter:
+    """Register `split(network, batch, stage)`, which returns `(x, y)`, or None for a batch of another kind."""
+    SPLITTERS.append(split)
+    return split
+
+
+@dataclass(frozen=True, eq=False)
+class WholeInput(Container):
+    """Examples that are computed together: rows of the output of one input, which is never split."""
+
+    x: Any
+    index: Tensor  # of the rows, on the CPU
+
+    @property
+    def size(self) -> int:
+        return len(self.index)
+
+    @property
+    def kind(self) -> str:
+        return type(self.x.value if isinstance(self.x, ValueContainer) else self.x).__name__
+
+    def take(self, examples: list[int]) -> WholeInput:
+        return replace(self, index=self.index[examples])
+
+    def arguments(self, network: nn.Module) -> Arguments:
+        return arguments(network, self.x)
+
+    def map(self, change: Change) -> WholeInput:
+        return replace(self, x=map_tensors(self.x, change))
+
+    def rows(self, f: Tensor) -> Tensor:
+        return f[self.index.to(f.device)]
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """All tensors of an input."""
+    collected: list[Tensor] = []
+    map_tensors(x, lambda t: collected.append(t) or t)  # type: ignore[func-returns-value]
+    return collected
+
+
+def map_tensors(x: Any, change: Change) -> Any:
+    """Apply `change` to every tensor of an input, in containers and values of known types too."""
+
+    def change_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if isinstance(leaf, Container):
+            return leaf.map(change)
+        for kind in CONTAINERS:
+            if issubclass(kind, ValueContainer) and kind.holds(leaf):
+                return kind(leaf).map(change).value
+        return leaf
+
+    return pytree.tree_map(change_leaf, x, is_leaf=lambda node: isinstance(node, PackedSequence))
+
+
+def arguments(network: nn.Module, x: Any) -> Arguments:
+    """Positional arguments for a tuple or list, and keyword arguments for those entries of a mapping that `forward`
+    takes. A `forward` with one argument of another name gets the mapping, or its only entry."""
+    if isinstance(x, Container):
+        return x.arguments(network)
+    if isinstance(x, Mapping):
+        parameters = forward_parameters(network)
+        names = [p.name for p in parameters]
+        if len(names) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD and names[0] not in x:
+            takes_dict = is_annotated(network, names[0], dict) or names[0] in ("batch", "data", "inputs")
+            return ((x,) if takes_dict or len(x) > 1 else tuple(x.values())), {}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) or not names
+        return (), {name: value for name, value in x.items() if takes_all or name in names}
+    return (tuple(x) if isinstance(x, (tuple, list)) else (x,)), {}
+
+
+def forward_parameters(network: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of the network's `forward`, or none if it has no signature."""
+    try:
+        return list(inspect.signature(unwrap_output(network).forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def is_annotated(network: nn.Module, name: str, kind: type) -> bool:
+    """Whether a parameter of `forward` is annotated as a `kind`, a list or dict, or as one of several types with it."""
+    try:
+        annotation = get_type_hints(unwrap_output(network).forward).get(name)
+    except Exception:  # evaluating an annotation may raise anything
+        return False
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    types = [get_origin(choice) or choice for choice in choices]
+    return any(isinstance(t, type) and issubclass(t, kind) for t in types)
+
 
 # Whether the leaves of an input have a row per example, by network and form of input: see `batched`. Writing it onto
 # the network would change the user's module.
@@ -213,3 +374,42 @@ def nonfinite(x: Any, device: torch.device) -> Tensor:
     device sync."""
     sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors(x) if t.is_floating_point()]
     return ~torch.stack([torch.zeros((), device=device), *(total.to(device) for total in sums)]).isfinite().all()
+
+
+_CASTS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
+
+_QUOTED = 120  # characters of PyTorch's message in ours
+
+
+@contextmanager
+def explained(network: nn.Module, x: Any) -> Iterator[None]:
+    """Describe the network and its input `x` in errors that PyTorch raises inside the context."""
+    try:
+        yield
+    except PLAIN as error:
+        if type(error) not in PLAIN:
+            raise
+        raise NetworkError(_explanation(network, x, error)) from error
+
+
+def _explanation(network: nn.Module, x: Any, error: Exception) -> str:
+    kind = network_name(network)
+    if isinstance(error, NotImplementedError) and "forward" in str(error):
+        return f"{kind} has no forward: give it one that maps x to f, or name the submodule that does with network="
+    leaves = tensors(x)
+    shapes, dtypes = [str(list(leaf.shape)) for leaf in leaves], list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    noun = "an input of shape" if len(shapes) == 1 else "inputs of shapes"
+    description = f"{noun} {format_names(shapes)} and {', '.join(map(str, dtypes))}"
+    weights = next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _QUOTED else f"{message[: _QUOTED - 1]}…"
+    way_out = "give it inputs as in training"
+    if weights in _CASTS and weights not in dtypes and "dtype" in str(error):
+        way_out = f"give it x.{_CASTS[weights]}()"
+    elif isinstance(error, TypeError) and isinstance(x, Mapping):
+        parameters = ", ".join(parameter.name for parameter in forward_parameters(network))
+        way_out = f"its forward takes {parameters}, and x has {', '.join(map(repr, x))}"
+    elif isinstance(error, TypeError):
+        way_out = "give it the inputs that its forward takes, several of them as ((x1, x2), y)"
+    return f"{kind} cannot be run on {description}, with weights of {weights} ({message}): {way_out}"

@@ -9,10 +9,29 @@ from operator import length_hint
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm  # Lightning depends on it, so it is always installed
 
+from lightning_bayes.arguments import format_value
 from lightning_bayes.network import inputs
-from lightning_bayes.network.checks import reads_once
+from lightning_bayes.network.errors import DataError
+
+
+def check_loader(loader: Any, name: str = "loader", batches: str = "(x, y) batches") -> Any:
+    """Raise unless `loader` is an iterable of batches."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise DataError(
+            f"{name} is a {type(loader).__name__}, which gives single examples: pass DataLoader(dataset, batch_size=…)"
+        )
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not iterable or isinstance(loader, (str, bytes, Tensor, type, nn.Module)):
+        raise TypeError(f"{name} must be an iterable of {batches}, such as a DataLoader, got {format_value(loader)}")
+    return loader
+
+
+def reads_once(loader: Any) -> bool:
+    """Whether a loader, or the loader that it wraps, is an iterator and yields its batches only once."""
+    return isinstance(loader, Iterator) or getattr(loader, "reads_once", False)
 
 
 class Bar(Protocol):

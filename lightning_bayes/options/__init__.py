@@ -1,11 +1,20 @@
 """Option objects: settings that belong together. They check themselves; a word stands for one with its defaults."""
 
-from lightning_bayes.options.memory import Memory
-from lightning_bayes.options.network import FitData, Network
-from lightning_bayes.options.plain import to_plain
+from lightning_bayes.arguments import to_plain
+from lightning_bayes.options.callback import Memory
+from lightning_bayes.options.fit import (
+    EKFAC,
+    Diag,
+    FisherMC,
+    FitData,
+    Full,
+    Kron,
+    LowRank,
+    Network,
+    Prior,
+    StructureOption,
+)
 from lightning_bayes.options.predictive import BNN, GLM, GP, MAP, PredictiveOption
-from lightning_bayes.options.prior import Prior
-from lightning_bayes.options.structure import EKFAC, Diag, FisherMC, Full, Kron, LowRank, StructureOption
 from lightning_bayes.options.tuning import Learning, Tuning
 
 __all__ = [

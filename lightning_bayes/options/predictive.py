@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lightning_bayes.arguments import count, format_value, word
-from lightning_bayes.options.plain import resolve
+from lightning_bayes.arguments import count, format_value, resolve_option, word
 
 SELECTIONS = ("random", "leverage")
 OUTPUTS = ("auto", "joint", "independent")
@@ -105,7 +104,7 @@ PREDICTIVES: dict[str, type[PredictiveOption]] = {kind.kind: kind for kind in (G
 
 def predictive_option(predictive: Any) -> PredictiveOption:
     """The option that `predictive=` means."""
-    return resolve("predictive", predictive, PREDICTIVES)
+    return resolve_option("predictive", predictive, PREDICTIVES)
 
 
 def points_option(gp: Any) -> GP | None:

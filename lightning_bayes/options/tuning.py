@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lightning_bayes.arguments import count, flag, format_value, positive, word
-from lightning_bayes.options.plain import from_mapping
+from lightning_bayes.arguments import count, flag, format_value, from_mapping, positive, word
 
 METHODS = ("auto", "marglik", "mackay", "linear", "grid")
 GROUPS = (None, "layers", "normalised")

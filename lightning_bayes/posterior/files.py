@@ -32,7 +32,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import UnknownLikelihoodError
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import unwrap
-from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.errors import check_network
 from lightning_bayes.network.gathered_layer import gathered_for, ungathered
 from lightning_bayes.network.output import Output, output_of, wrap_output
 from lightning_bayes.posterior.gaussian import (

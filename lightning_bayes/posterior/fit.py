@@ -27,10 +27,18 @@ from lightning_bayes.network import Processes, SubsetError
 from lightning_bayes.network.borrowed import unwrap
 from lightning_bayes.network.output import read_as, wrap_output
 from lightning_bayes.network.subset import check_subset
-from lightning_bayes.options.network import Network, output_option
+from lightning_bayes.options.fit import (
+    FisherMC,
+    Full,
+    Network,
+    Prior,
+    StructureOption,
+    curvature_estimate,
+    output_option,
+    prior_option,
+    structure_option,
+)
 from lightning_bayes.options.predictive import GP, points_option
-from lightning_bayes.options.prior import Prior, prior_option
-from lightning_bayes.options.structure import FisherMC, Full, StructureOption, curvature_estimate, structure_option
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior.at_mean import fingerprint
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError, implements

@@ -46,7 +46,7 @@ from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.likelihoods.outputs import check_generator
 from lightning_bayes.network import Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.checks import check_device, check_network
+from lightning_bayes.network.errors import check_device, check_network
 from lightning_bayes.network.input_graph import attached, check_differentiable
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior.at_mean import has_weights, linearised_outputs

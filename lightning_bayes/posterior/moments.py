@@ -58,10 +58,10 @@ from lightning_bayes.likelihoods import Likelihood, resolve
 from lightning_bayes.likelihoods.outputs import vector, widen
 from lightning_bayes.network import Processes, Subset, inputs
 from lightning_bayes.network.borrowed import borrowed, unwrap
-from lightning_bayes.network.checks import check_network
+from lightning_bayes.network.errors import check_network
 from lightning_bayes.network.processes import is_sharded, local, reshard
 from lightning_bayes.network.subset import resolve_subset, trainable
-from lightning_bayes.options.prior import Prior, prior_option
+from lightning_bayes.options.fit import Prior, prior_option
 from lightning_bayes.posterior.at_mean import fingerprint
 from lightning_bayes.posterior.fit import from_curvature
 from lightning_bayes.posterior.gaussian import GaussianPosterior, PosteriorError

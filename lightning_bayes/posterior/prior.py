@@ -26,7 +26,7 @@ from lightning_bayes.likelihoods.outputs import vector
 from lightning_bayes.network import Subset
 from lightning_bayes.network.accumulation import number_like
 from lightning_bayes.network.subset import layer_of, resolve_subset
-from lightning_bayes.options.prior import Prior
+from lightning_bayes.options.fit import Prior
 from lightning_bayes.structures import Diagonal, Structure, StructureError
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from lightning_bayes.arguments import plain_values
 from lightning_bayes.likelihoods import Likelihood
 from lightning_bayes.network import DataError, Processes, inputs
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader
-from lightning_bayes.network.noise import uniforms
+from lightning_bayes.network.loaders import ObservedLoader, ProgressLoader, check_loader
+from lightning_bayes.network.processes import uniforms
 from lightning_bayes.options.predictive import GP
 from lightning_bayes.posterior.gaussian import PosteriorError
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lightning_bayes.evidence.evidence import Evidence
 from lightning_bayes.evidence.tuning import linear, marglik
-from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.network.output import output_of
 from lightning_bayes.options.predictive import MAP, PredictiveOption
 from lightning_bayes.options.tuning import Tuning

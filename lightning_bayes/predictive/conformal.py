@@ -51,16 +51,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bayes.arguments import between, count, flag, instance, integer, not_negative, word
+from lightning_bayes.arguments import between, count, flag, instance, integer, not_negative, to_plain, word
 from lightning_bayes.arguments import seed as check_seed
-from lightning_bayes.likelihoods.predictive import log_probability
+from lightning_bayes.likelihoods.base import log_probability
 from lightning_bayes.metrics.functional.statistics import accumulation_dtype
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import running_sum
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.noise import as_bits, hashed, unit
-from lightning_bayes.options.plain import to_plain
+from lightning_bayes.network.loaders import check_loader
+from lightning_bayes.network.processes import as_bits, hashed, unit
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
 from lightning_bayes.posterior import GaussianPosterior, PosteriorError
 from lightning_bayes.posterior.files import describe, read, write

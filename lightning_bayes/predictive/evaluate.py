@@ -26,11 +26,11 @@ from lightning_bayes.metrics import (
     OODDetection,
     RegressionCalibrationError,
 )
-from lightning_bayes.network import inputs
+from lightning_bayes.network import adapters, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
-from lightning_bayes.network.checks import check_loader
 from lightning_bayes.network.errors import DataError
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import PredictiveOption
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.predictive.ensemble import DeepEnsemble
@@ -68,7 +68,7 @@ def evaluate(
 
     def split(batch: Any, is_ood: bool) -> tuple[Any, Tensor | None]:
         if is_ood:
-            return (batch[0] if isinstance(batch, (tuple, list)) else inputs.without_targets(batch)), None
+            return (batch[0] if isinstance(batch, (tuple, list)) else adapters.without_targets(batch)), None
         x, y = inputs.split_targets(network, batch, "test")
         return x, y.to(device)
 

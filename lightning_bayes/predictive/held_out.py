@@ -21,7 +21,7 @@ from lightning_bayes.likelihoods import ClassPredictive, LabelPredictive, Likeli
 from lightning_bayes.network import DataError, inputs
 from lightning_bayes.network.accumulation import float64_device, in_float64
 from lightning_bayes.network.borrowed import generator_on, preserved_rng
-from lightning_bayes.network.checks import check_loader
+from lightning_bayes.network.loaders import check_loader
 from lightning_bayes.options.predictive import GLM, MAP, PredictiveOption, predictive_option
 from lightning_bayes.options.tuning import Tuning
 from lightning_bayes.posterior import GaussianPosterior

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_bayes.network.accumulation import in_float64
-from lightning_bayes.network.noise import uniforms
-from lightning_bayes.network.processes import Processes, distributed
+from lightning_bayes.network.processes import Processes, distributed, uniforms
 from lightning_bayes.network.subset import Subset, layer_of
 from lightning_bayes.structures.base import positive
 from lightning_bayes.structures.diagonal import Diagonal

@@ -35,10 +35,10 @@ from torch.utils.data import (
 )
 
 from lightning_bayes.network import DataError, Processes, inputs
-from lightning_bayes.network.adapters.graphs import is_graph, labelled_nodes
+from lightning_bayes.network.adapters import is_graph, labelled_nodes
 from lightning_bayes.network.borrowed import borrowed, preserved_rng
-from lightning_bayes.network.checks import check_loader, reads_once
-from lightning_bayes.options.network import data_option
+from lightning_bayes.network.loaders import check_loader, reads_once
+from lightning_bayes.options.fit import data_option
 from lightning_bayes.trainer.module import ReplacedMethod, split_batch
 from lightning_bayes.trainer.private import (
     TRANSFER_HOOKS,

@@ -20,8 +20,8 @@ from lightning_bayes.likelihoods import Likelihood, LikelihoodError
 from lightning_bayes.network import CurvatureError, DataError, inputs
 from lightning_bayes.network.borrowed import generator_on
 from lightning_bayes.network.loaders import ProgressLoader
+from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.options.tuning import Tuning
-from lightning_bayes.options.use import UseOptions
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive import Prediction
 from lightning_bayes.predictive.auto import NEGLIGIBLE, Choice, survey, without_held_out_data

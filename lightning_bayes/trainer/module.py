@@ -11,9 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_bayes.arguments import format_value
-from lightning_bayes.network import inputs
-from lightning_bayes.network.checks import submodule
-from lightning_bayes.network.errors import NetworkError
+from lightning_bayes.network import adapters, inputs
+from lightning_bayes.network.errors import NetworkError, submodule
 from lightning_bayes.trainer.private import class_name, is_default_predict_step
 
 USER = "user"  # key of the module's own output in what `predict` returns
@@ -51,9 +50,9 @@ def split_batch(module: LightningModule, batch: Any, predicting: bool = False, s
         return batch, None if predicting else batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
-    if predicting and (isinstance(batch, Mapping) or inputs.is_graph(batch)):
-        return inputs.without_targets(batch), None
-    if inputs.is_graph(batch) or (isinstance(batch, Mapping) and any(key in batch for key in inputs.LABELS)):
+    if predicting and (isinstance(batch, Mapping) or adapters.is_graph(batch)):
+        return adapters.without_targets(batch), None
+    if adapters.is_graph(batch) or (isinstance(batch, Mapping) and any(key in batch for key in adapters.LABELS)):
         return inputs.split(module, batch, stage)
     if isinstance(batch, (tuple, list)) and len(batch) == 1 and predicting:
         return batch[0], None

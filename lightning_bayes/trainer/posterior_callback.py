@@ -23,10 +23,9 @@ from lightning_bayes.network.borrowed import generator_on, unwrap
 from lightning_bayes.network.gathered_layer import ungathered
 from lightning_bayes.network.output import Output, output_of, unwrap_output, wrap_output
 from lightning_bayes.network.processes import is_sharded
-from lightning_bayes.options.network import Network, network_option
+from lightning_bayes.options.callback import UseOptions
+from lightning_bayes.options.fit import Network, Prior, network_option
 from lightning_bayes.options.predictive import PredictiveOption, predictive_option
-from lightning_bayes.options.prior import Prior
-from lightning_bayes.options.use import UseOptions
 from lightning_bayes.plots.figure import require_matplotlib
 from lightning_bayes.posterior import GaussianPosterior
 from lightning_bayes.posterior.files import read, read_any

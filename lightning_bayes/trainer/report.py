@@ -19,8 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_bayes.arguments import format_names
 from lightning_bayes.likelihoods import Likelihood
-from lightning_bayes.network.checks import check_loader
-from lightning_bayes.network.loaders import bars_made_by
+from lightning_bayes.network.loaders import bars_made_by, check_loader
 from lightning_bayes.network.subset import layer_of
 from lightning_bayes.posterior import LaplacePosterior
 from lightning_bayes.predictive.evaluate import Predict, ScoreTable, score_loaders

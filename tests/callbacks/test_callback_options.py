@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_bayes import MAP, L2MCallback, LaplaceCallback, OnlineLaplaceCallback
 from lightning_bayes.callbacks import PosteriorCallback
-from lightning_bayes.options.use import UseOptions
+from lightning_bayes.options.callback import UseOptions
 from lightning_bayes.predictive.evaluate import evaluate
 
 CALLBACKS = [LaplaceCallback, L2MCallback, OnlineLaplaceCallback]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_bayes import FisherMC
 from lightning_bayes.curvature import fit_curvature
-from lightning_bayes.network import noise
+from lightning_bayes.network import processes
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 LIKELIHOODS = [
@@ -98,7 +98,7 @@ def test_monte_carlo_fisher_averages_over_its_samples() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform_numbers_are_uniform_and_independent(dtype: torch.dtype) -> None:
-    u = noise.uniforms(0, 0, torch.arange(5000), torch.Size([4]), dtype).double()
+    u = processes.uniforms(0, 0, torch.arange(5000), torch.Size([4]), dtype).double()
     assert u.shape == (5000, 4)
     assert 0 < u.min() < 1e-3
     assert 1 - 1e-3 < u.max() < 1
@@ -106,9 +106,9 @@ def test_uniform_numbers_are_uniform_and_independent(dtype: torch.dtype) -> None
     χ2 = ((counts - 1000) ** 2 / 1000).sum()
     assert χ2 < 60  # 19 degrees of freedom: p = 4e-6
     other = [
-        noise.uniforms(0, 1, torch.arange(5000), torch.Size([4]), dtype),
-        noise.uniforms(1, 0, torch.arange(5000), torch.Size([4]), dtype),
-        noise.uniforms(0, 0, torch.arange(1, 5001), torch.Size([4]), dtype),
+        processes.uniforms(0, 1, torch.arange(5000), torch.Size([4]), dtype),
+        processes.uniforms(1, 0, torch.arange(5000), torch.Size([4]), dtype),
+        processes.uniforms(0, 0, torch.arange(1, 5001), torch.Size([4]), dtype),
         u.roll(1, dims=1),
     ]
     for v in other:
@@ -119,6 +119,6 @@ def test_uniform_numbers_are_uniform_and_independent(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform_numbers_never_round_to_zero_or_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for bits in (0, -1):  # all zeros, all ones
-        monkeypatch.setattr(noise, "_mix", lambda z, bits=bits: torch.full_like(z, bits))
-        u = noise.uniforms(0, 0, torch.arange(1), torch.Size([2]), dtype)
+        monkeypatch.setattr(processes, "_mix", lambda z, bits=bits: torch.full_like(z, bits))
+        u = processes.uniforms(0, 0, torch.arange(1), torch.Size([2]), dtype)
         assert ((u > 0) & (u < 1)).all()

@@ -3,8 +3,8 @@
 from typing import Any
 
 from lightning_bayes.options import FisherMC, PredictiveOption, StructureOption
+from lightning_bayes.options.fit import STRUCTURES
 from lightning_bayes.options.predictive import PREDICTIVES
-from lightning_bayes.options.structure import STRUCTURES
 
 
 def predictive_of(word: str, link: str | None = None, samples: int | None = None) -> PredictiveOption:

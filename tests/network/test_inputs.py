@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bayes.network import containers, inputs
-from lightning_bayes.network.containers import Container, ValueContainer
+from lightning_bayes.network import inputs
+from lightning_bayes.network.inputs import Container, ValueContainer
 
 
 class Several(nn.Module):
@@ -45,7 +45,7 @@ def test_the_number_of_runs_grows_with_the_number_of_inputs() -> None:
 
 
 def test_a_registered_container_is_asked() -> None:
-    before = list(containers.CONTAINERS)
+    before = list(inputs.CONTAINERS)
 
     class Words(ValueContainer):
         @staticmethod
@@ -68,5 +68,5 @@ def test_a_registered_container_is_asked() -> None:
         assert inputs.batch_size(x) == 3
         assert inputs.take(nn.Linear(1, 1), x, slice(1, 3)).value == "two three"
     finally:
-        containers.CONTAINERS[:] = before
+        inputs.CONTAINERS[:] = before
     assert inputs.contained(nn.Linear(1, 1), "one two three") == "one two three"

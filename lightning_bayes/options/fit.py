@@ -1,15 +1,25 @@
-"""What the posterior's precision looks like (`structure=`), and how its curvature is estimated (`curvature=`).
+"""What a fit takes: `structure=`, `curvature=`, `prior=`, and where to find the network and the data.
 
 A word stands for an option with its defaults: `structure="kron"` is `Kron()`, `curvature="fisher_mc"` is `FisherMC()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lightning_bayes.arguments import count, flag, format_value, word
-from lightning_bayes.options.plain import resolve
+from lightning_bayes.arguments import (
+    count,
+    flag,
+    format_value,
+    from_mapping,
+    integer,
+    positive,
+    resolve_option,
+    text,
+    word,
+)
 
 WeightSharing = Literal["expand", "reduce"]
 DiagonalMethod = Literal["exact", "approx", "mixed", "auto"]
@@ -154,7 +164,7 @@ def register_structure(word: str, passes: int) -> None:
 
 def structure_option(structure: Any) -> StructureOption:
     """The option that `structure=` means."""
-    return resolve("structure", structure, STRUCTURES)
+    return resolve_option("structure", structure, STRUCTURES)
 
 
 def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str, int]:
@@ -166,3 +176,109 @@ def curvature_estimate(curvature: Any, structure: StructureOption) -> tuple[str,
     if structure.method != "exact" and estimate not in ("auto", "ggn"):
         raise ValueError(f"{structure} is a diagonal of the GGN and needs curvature='ggn', got curvature={estimate!r}")
     return estimate, samples
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """The prior of the weights, whose strength is `prior_precision=`.
+
+    Args:
+        mean: weights that the prior is around, by default zero: flat in the order of `posterior.mean`, the state dict
+            of a pretrained network, or, for a callback, the file of one of these, such as a checkpoint.
+        temperature: `T` in the precision `P = H/T + Λ`; below 1 the data count more.
+        posterior: another posterior over the same weights (for a callback, or its file), whose mean and precision are
+            the prior's. `prior_precision=` is then a factor on that precision. The sum with the curvature is exact for
+            "full" and "diag"; "kron" adds factors, which is an approximation.
+    """
+
+    mean: Any = None
+    temperature: float = 1.0
+    posterior: Any = None
+
+    def __post_init__(self) -> None:
+        positive("temperature", self.temperature)
+        if self.mean is not None and self.posterior is not None:
+            raise ValueError("a prior that is a posterior brings its own mean: leave mean= out, or pass mean= alone")
+
+
+def prior_option(prior: Any) -> Prior:
+    """The option that `prior=` means: an object, a posterior, or the file of one."""
+    if prior is None or isinstance(prior, Prior):
+        return prior or Prior()
+    if isinstance(prior, Mapping):
+        return from_mapping("prior", prior, Prior)
+    return Prior(posterior=prior)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network `x ↦ f(x)` in a LightningModule.
+
+    Args:
+        name: the dotted name of the submodule; by default the module's own `forward`.
+        output: the key, attribute or index of f in what the network returns; by default a tensor, or its `logits`.
+        class_dim: the dimension of f that counts classes; by default the shape of the targets decides.
+    """
+
+    name: str | None = None
+    output: str | int | None = None
+    class_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            text("network", self.name, "the dotted name of a submodule")
+        if self.output is not None and (isinstance(self.output, bool) or not isinstance(self.output, (str, int))):
+            raise ValueError(f"output must be a key, an attribute's name or an index, got {format_value(self.output)}")
+        if self.output == "":
+            raise ValueError("output must name an entry of what the network returns, got an empty string")
+        if self.class_dim is not None and integer("class_dim", self.class_dim) == 0:
+            raise ValueError("class_dim=0 is the dimension of the examples: use 1, or -1 for the last")
+
+
+@dataclass(frozen=True, eq=False)
+class FitData:
+    """The data of a fit after training.
+
+    Args:
+        loader: a DataLoader, or the name of a method or attribute of the data module or module, used instead of the
+            training data, for example the same examples without augmentation.
+        max_batches: end the pass after this many batches. By default it takes all data that training draws from, also
+            with `limit_train_batches`. Data without a length that training has not exhausted are read for as many
+            batches as an epoch took.
+    """
+
+    loader: Any = None
+    max_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loader, str):
+            text("data", self.loader, "a loader, or the name of a method that returns one")
+        if self.max_batches is not None:
+            count("max_batches", self.max_batches)
+
+
+def network_option(network: Any) -> Network:
+    """The option that `network=` means."""
+    if isinstance(network, Network):
+        return network
+    if isinstance(network, Mapping):
+        return from_mapping("network", network, Network)
+    return Network(name=network)
+
+
+def output_option(output: Any) -> Network:
+    """The option that `output=` of a function means, which is given the network itself."""
+    if not isinstance(output, Network):
+        return Network(output=output)
+    if output.name is not None:
+        raise ValueError(f"output= reads the network that is passed: pass the submodule {output.name!r} itself")
+    return output
+
+
+def data_option(data: Any) -> FitData:
+    """The option that `data=` means. A dictionary with other keys is a loader of Lightning's."""
+    if isinstance(data, FitData):
+        return data
+    if isinstance(data, Mapping) and set(data) <= {"loader", "max_batches"}:
+        return from_mapping("data", data, FitData)
+    return FitData(data)

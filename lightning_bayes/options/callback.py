@@ -1,0 +1,98 @@
+"""Options of callbacks and mixins: how they use their posterior, and what the online method remembers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning_bayes.arguments import (
+    between,
+    flag,
+    format_value,
+    from_mapping,
+    instance,
+    not_negative,
+    positive,
+    seed,
+    text,
+    word,
+)
+from lightning_bayes.options.fit import Network
+from lightning_bayes.options.predictive import PredictiveOption
+from lightning_bayes.options.tuning import CALIBRATIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseOptions:
+    """The arguments of `PosteriorCallback`, which documents them."""
+
+    name: str  # suffix of logged numbers, key among several callbacks, part of a file's name
+    predictive: PredictiveOption
+    network: Network = field(default_factory=Network)
+    calibrate: str | None = "auto"
+    ood: bool = False
+    plots: bool = False
+    save: bool | str | None = None
+    predict_step: str = "replace"
+    seed: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        text("name", self.name, "a word that tells this posterior from others")
+        if self.name == "map":
+            raise ValueError("name='map' is the name of the plain network's own scores: choose another")
+        if "/" in self.name or "\\" in self.name:
+            raise ValueError(f"name must not contain a slash, got {self.name!r}")
+        word("calibrate", self.calibrate, CALIBRATIONS)
+        flag("ood", self.ood)
+        flag("plots", self.plots)
+        word("predict_step", self.predict_step, ("replace", "keep", "both"))
+        seed("seed", self.seed)
+        flag("progress", self.progress)
+        save = self.save
+        if not (save is None or isinstance(save, bool) or (isinstance(save, (str, os.PathLike)) and str(save).strip())):
+            raise ValueError(
+                f"save must be True, False, None, or the path of a file or folder, got {format_value(save)}"
+            )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`C ← (1 − α) C + (N/b) Σ_batch diag(JᵀΛJ)` and `H = scale · C + δ`, for a memory factor `α`.
+
+    Args:
+        average: multiply the new term by `α`: a moving average instead of a leaky sum.
+        scale: factor of the curvature in the precision.
+        extrapolate: multiply a batch's curvature by `N/b`, to that of the dataset.
+        initial_curvature: `C₀`; the paper's code starts at the number of examples.
+        curvature_at: measure the curvature at the "mean", or at the "sample" as the paper's code does (with several
+            samples, their average).
+        threshold: features per example up to which `hessian="mixed"` is exact.
+    """
+
+    average: bool = False
+    scale: float = 1.0
+    extrapolate: bool = True
+    initial_curvature: float = 0.0
+    curvature_at: Literal["mean", "sample"] = "mean"
+    threshold: float = 256
+
+    def __post_init__(self) -> None:
+        flag("average", self.average)
+        positive("scale", self.scale)
+        flag("extrapolate", self.extrapolate)
+        not_negative("initial_curvature", self.initial_curvature)
+        word("curvature_at", self.curvature_at, ("mean", "sample"))
+        between("threshold", self.threshold, 0, math.inf)
+
+
+def memory_option(memory: Any) -> Memory:
+    """The option that `memory=` means."""
+    if memory is None:
+        return Memory()
+    if isinstance(memory, Mapping):
+        return from_mapping("memory", memory, Memory)
+    return instance("memory", memory, Memory, "a Memory(…) or None")
